@@ -24,6 +24,7 @@ from benchmarks.site_plain import plain_steps
 from benchmarks.site_sweep import KERNELS, sweep
 from weftune.bench.result import arguments, finish
 from weftune.ops.lora.fused import fused_dx, fused_y
+from weftune.ops.lora.operands import in_float32
 from weftune.ops.lora.tiled_kernels import (
     add_dx,
     add_gradients,
@@ -37,7 +38,6 @@ from weftune.ops.lora.tiled_kernels import (
 )
 from weftune.ops.lora.tiled_kernels import ds as ds_alone
 from weftune.ops.lora.weave import Order, RowSpan, orders_for
-from weftune.ops.lora.wide import in_float32
 
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
 ADAPTER_SETS = (

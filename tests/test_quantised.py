@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tests import bench, oracle
 from tests.base.quant.bases import quantised_base, stood_for, stored_folder
+from tests.base.quant.emulated import emulated
 from tests.families import tiny
 from tests.launches import Launch, deep_folder
 from tests.outputs import Crash, assert_same_job, assert_same_results, assert_whole, events_of, status
@@ -41,6 +42,19 @@ def test_two_jobs_together_equal_solo_peft_on_the_matrices_in_float64(family, qu
         oracle.assert_equal_float64(got, by_peft(plain, s))
 
 
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_in_fp8_two_jobs_together_equal_solo_peft_on_linears_that_multiply_so_in_float64(family, tmp_path):
+    settings = two_jobs(family, tmp_path)
+    base = quantised_base(tiny(family, torch.float64), "fp8")
+    bench.train(base, tmp_path / "out", [spec(i, s) for i, s in enumerate(settings)], capacity=64)
+    plain = emulated(tiny(family, torch.float64))
+    for index, s in enumerate(settings):
+        got = bench.trained(tmp_path / "out", f"job{index}", bench.adapter(s["start"]))
+        oracle.assert_equal_float64(got, by_peft(plain, s))
+        with pytest.raises(AssertionError):
+            oracle.assert_equal_float64(got, by_peft(stood_for(tiny(family, torch.float64), "fp8"), s))
+
+
 def test_the_comparison_fails_on_the_weights_as_they_were_before(tmp_path):
     s = two_jobs("llama", tmp_path)[0]
     bench.train(quantised_base(tiny("llama", torch.float64)), tmp_path / "out", [spec(0, s)])
@@ -64,7 +78,8 @@ def test_losses_equal_peft_on_linears_of_bitsandbytes_in_float32(tmp_path):
             assert abs(mine - want) <= 1e-5 * max(1.0, want)
 
 
-def test_a_nan_in_one_job_does_not_reach_the_others(tmp_path):
+@pytest.mark.parametrize("quantize", ["nf4", "fp8"])
+def test_a_nan_in_one_job_does_not_reach_the_others(quantize, tmp_path):
     jobs = [
         JobSpec(
             name=name, data=bench.rows(bench.samples(12, seed=3)), steps=6, batch_size=3,
@@ -72,9 +87,9 @@ def test_a_nan_in_one_job_does_not_reach_the_others(tmp_path):
         )
         for name, rate in (("calm", 1e-3), ("wild", 1e300))
     ]  # fmt: skip
-    results = bench.train(quantised_base(tiny("llama", torch.float64)), tmp_path / "out", jobs)
+    results = bench.train(quantised_base(tiny("llama", torch.float64), quantize), tmp_path / "out", jobs)
     assert results["wild"].state == "failed"
-    bench.train(quantised_base(tiny("llama", torch.float64)), tmp_path / "alone", jobs[:1])
+    bench.train(quantised_base(tiny("llama", torch.float64), quantize), tmp_path / "alone", jobs[:1])
     calm = [bench.losses(tmp_path / output, "calm") for output in ("out", "alone")]
     assert calm[0] == pytest.approx(calm[1], rel=1e-9)
     ends = [bench.adapter(tmp_path / output / "calm") for output in ("out", "alone")]

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 
 from tests import bench
-from tests.base.quant.bases import plain_folder, stood_for
+from tests.base.quant.bases import plain_folder, quantised_base, stood_for
 from tests.families import COMMON, randomised
 from weftune import JobSpec
 from weftune.base.load import load_base
@@ -35,7 +35,16 @@ def jobs():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+FP8 = pytest.param(
+    "fp8",
+    marks=pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+        reason="no fp8 tensor cores",
+    ),
+)
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "int8", FP8])
 def test_the_base_takes_the_bytes_that_were_foretold(quantize, tmp_path):
     device = torch.device("cuda", 0)
     folder = plain_folder(tmp_path, model())
@@ -62,4 +71,17 @@ def test_jobs_learn_what_they_learn_on_the_matrices(quantize, tmp_path):
     bench.train(plain, tmp_path / "plain", jobs(), device="cuda")
     for name in ("a", "b"):
         mine, wanted = (bench.losses(tmp_path / output, name) for output in ("out", "plain"))
+        assert mine == pytest.approx(wanted, rel=2e-2)
+
+
+@pytest.mark.parametrize("quantize", [FP8])
+def test_jobs_learn_on_the_tensor_cores_what_they_learn_where_fp8_is_emulated(quantize, tmp_path):
+    folder = plain_folder(tmp_path / "model", model())
+    trained = bench.train(
+        load_base(spec_of(folder, quantize), torch.device("cuda", 0)), tmp_path / "out", jobs(), device="cuda"
+    )
+    assert all(result.state == "succeeded" for result in trained.values())
+    bench.train(quantised_base(model(), "fp8"), tmp_path / "emulated", jobs())
+    for name in ("a", "b"):
+        mine, wanted = (bench.losses(tmp_path / output, name) for output in ("out", "emulated"))
         assert mine == pytest.approx(wanted, rel=2e-2)

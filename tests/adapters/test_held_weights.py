@@ -12,6 +12,7 @@ from tests.adapters.aboard import attach, empty_banks, together
 from tests.adapters.test_kinds import drawn, gradients
 from tests.adapters.toys import GateSpec, toys  # noqa: F401 (a fixture)
 from tests.base.packs import base_of, random_samples
+from tests.base.quant.bases import quantised_base
 from tests.families import tiny
 from tests.interpreter import interpret
 from weftune.adapters.banks import Banks
@@ -119,6 +120,39 @@ def test_no_matrix_lives_between_a_products_forward_and_its_backward(route, ends
         found.append((y_TN.detach(), x_TK.grad, banks.aboard["lora"].gradient))
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lying", ["together", "apart"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_on_codes_adapters_learn_by_the_kernels_what_they_learn_in_plain_torch(family, lying, monkeypatch):
+    """Codes of sites that share their input are laid together; streamed ones stay where they are."""
+    interpret(monkeypatch)
+    if lying == "apart":
+        monkeypatch.setattr("weftune.adapters.banks._lay_codes_together", lambda *given: None)
+    names = tuple(f"model.layers.0.self_attn.{end}_proj" for end in "qkv")
+    microbatch = together(["lora"], random_samples((14,)))
+    found = []
+    for route in (Route.tiled, Route.segmented):
+        base = quantised_base(tiny(family, torch.float32), "fp8")
+        banks = Banks(base.sites(), base.shape.sites, torch.empty(0), [names])
+        assert (banks._groups[names[0]].frozen.weight.codes().data_ptr() == codes_at(base, names[0])) == (
+            lying == "together"
+        )
+        attach(banks, base, "lora", SPECS["lora"], drawn(base, SPECS["lora"], 0))
+        x_TK = torch.randn(14, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with banks.bound(microbatch, route, training=True):
+            y_TN = banks.linear(names[0])(x_TK, None)
+            y_TN.pow(2).sum().backward()
+        found.append((y_TN.detach(), x_TK.grad, banks.aboard["lora"].gradient))
+    (y_TN, dx_TK, learned), (y_want, dx_want, learned_want) = found
+    torch.testing.assert_close(y_TN, y_want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(learned, learned_want, rtol=1e-4, atol=1e-4)
+    # All sites have one scale a row of their gradients here, and each has its own there.
+    assert 0 < (dx_TK - dx_want).norm() < 0.05 * dx_want.norm()
+
+
+def codes_at(base, site):
+    return base.model.get_submodule(site).weight.data_ptr()
 
 
 def test_memory_counts_the_bytes_of_the_base_and_those_of_adapters_apart():

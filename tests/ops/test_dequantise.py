@@ -7,15 +7,18 @@ import torch
 from tests.base.packs import packed, random_samples
 from tests.base.quant.bases import quantised_base
 from tests.families import tiny
+from weftune.base.quant.fp8 import Fp8
 from weftune.base.quant.int8 import Int8
 from weftune.base.quant.linear import QuantLinear, plainly
 from weftune.base.quant.nf4 import Nf4
+from weftune.core.coded import CODED_PARAMETERS, multiply_codes, side_by_side
 from weftune.ops.dequantise import KERNELS
+from weftune.ops.fp8 import multiply
 from weftune.ops.lora.routes import Route
 from weftune.run.passes.adapted import AdaptedBase
 
 SHAPES = [(1, 64), (7, 9), (33, 130), (300, 72)]
-FORMS = [Nf4(), Nf4(nested=False), Int8()]
+FORMS = [Nf4(), Nf4(nested=False), Int8(), Fp8()]
 
 
 def check(form, shape, dtype, device):
@@ -64,3 +67,25 @@ def test_on_the_tiled_route_weights_are_dequantised_by_kernels_and_plainly_after
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     adapted.unweave()
     assert all(module.dequantise is plainly for module in linears)
+
+
+def test_on_the_tiled_route_codes_are_multiplied_by_kernels_and_plainly_afterwards(device):
+    if device.type == "cuda":
+        pytest.skip("the base is on the CPU")
+    base = quantised_base(tiny("llama", torch.float32), "fp8")
+    linears = [module for module in base.model.modules() if isinstance(module, QuantLinear)]
+    with torch.no_grad():
+        want = base.hidden(packed(random_samples()))
+    adapted = AdaptedBase(base, Route.tiled)
+    assert all(module.multiply is multiply for module in linears)
+    attention = base.model.model.layers[0].self_attn
+    together = (attention.q_proj, attention.k_proj, attention.v_proj)
+    for name, dim in CODED_PARAMETERS.items():
+        assert side_by_side([getattr(module, name) for module in together], dim) is not None, name
+    with torch.no_grad():
+        got = base.hidden(packed(random_samples()))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    adapted.unweave()
+    assert all(module.multiply is multiply_codes for module in linears)
+    with torch.no_grad():
+        torch.testing.assert_close(base.hidden(packed(random_samples())), want, rtol=1e-5, atol=1e-5)

@@ -39,9 +39,10 @@ from weftune.adapters.tokens import TOKENS
 from weftune.adapters.vector import SHARED, VectorLayout
 from weftune.adapters.woven import WovenBank
 from weftune.core.batch import Microbatch, Segment, to_device
+from weftune.core.coded import CODED_PARAMETERS, is_coded, joined, side_by_side
 from weftune.core.head import HeadRows
 from weftune.core.shapes import SiteShape, layer_of
-from weftune.core.weight import FrozenWeight, HoldsWeight, StackedWeight, Weight
+from weftune.core.weight import FrozenWeight, HoldsWeight, Weight, stacked
 from weftune.errors import AdapterError
 from weftune.ops.accumulate import accumulated
 from weftune.ops.dropout import step_key
@@ -641,7 +642,22 @@ def _held_together(modules: Sequence[nn.Module]) -> FrozenWeight:
         module.frozen_weight() if isinstance(module, HoldsWeight) else cast(Tensor, module.weight)
         for module in modules
     ]
-    return StackedWeight.of(weights, outputs)
+    if all(map(is_coded, weights)):
+        for name, dim in CODED_PARAMETERS.items():
+            _lay_codes_together(modules, name, dim)
+    return stacked(weights, outputs)
+
+
+def _lay_codes_together(modules: Sequence[nn.Module], name: str, dim: int) -> None:
+    """Make the modules' parameters of that name views of one tensor. Those that share their memory with
+    others, as streamed ones do, stay where they are."""
+    parts = [cast(Tensor, getattr(module, name)) for module in modules]
+    alone = all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
+    if len(parts) == 1 or not alone:
+        return
+    views = joined(parts, dim).split([part.shape[dim] for part in parts], dim)
+    for module, view in zip(modules, views, strict=True):
+        setattr(module, name, nn.Parameter(view, requires_grad=False))
 
 
 def _laid_together(modules: Sequence[nn.Module], name: str) -> Tensor:
@@ -649,22 +665,9 @@ def _laid_together(modules: Sequence[nn.Module], name: str) -> Tensor:
     parts = [cast(Tensor, getattr(module, name)) for module in modules]
     if len(parts) == 1:
         return parts[0]
-    if (lying := _side_by_side(parts)) is not None:
+    if (lying := side_by_side(parts, dim=0)) is not None:
         return lying
     together = torch.cat(parts)
     for module, part in zip(modules, together.split([len(part) for part in parts]), strict=True):
         setattr(module, name, nn.Parameter(part, requires_grad=False))
     return together
-
-
-def _side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
-    """What lies end to end in one storage already, as one tensor."""
-    first = parts[0]
-    rows = 0
-    for part in parts:
-        follows = part.data_ptr() == first.data_ptr() + rows * first[0].numel() * first.element_size()
-        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not (same and follows and part.is_contiguous()):
-            return None
-        rows += len(part)
-    return first.as_strided((rows, *first.shape[1:]), first.stride())

@@ -164,10 +164,11 @@ class WovenBank:
 
     def contest(self, frozen: Frozen, residual: bool, bound: Pass) -> Contest | None:
         """What `linear` will have to choose from, so that kernels can be compiled ahead; None if nothing."""
-        weight_NK = frozen.weight
-        if bound.rows is None or not isinstance(weight_NK, Tensor) or weight_NK.dim() != 2:
+        weight = frozen.weight
+        if bound.rows is None or (isinstance(weight, Tensor) and weight.dim() != 2):
             return None
-        return contest_at(weight_NK, residual, self._group(weight_NK), bound.rows, weight_NK.dtype)
+        like = weight if isinstance(weight, Tensor) else weight.like
+        return contest_at(weight, residual, self._group(like), bound.rows, like.dtype)
 
     def _group(self, like: Tensor) -> Group:
         if self._tables is None:

@@ -10,7 +10,7 @@ from typing import Any
 from weftune.base.decoders.facts import DecoderFacts
 from weftune.base.decoders.known import DECODERS, extra_values
 from weftune.base.decoders.mixtures import DOWN, EXPERTS, GATE_UP, MIXTURES, MixtureFacts
-from weftune.base.quant.sizes import site_bytes_per_value
+from weftune.base.quant.sizes import MULTIPLIED_AS_STORED, site_bytes_per_value
 from weftune.base.quant.stored import quantised
 from weftune.base.spec import BaseSpec
 from weftune.base.towers import is_wrapper, text_values, within
@@ -120,7 +120,8 @@ def spec_shape(spec: BaseSpec, config: Config, bytes_per_value: int) -> ModelSha
     if found is None:
         return shape
     stored = site_bytes_per_value(shape.sites, found.quantize, bytes_per_value, found.nested)
-    return replace(shape, site_bytes_per_value=stored)
+    as_stored = found.quantize in MULTIPLIED_AS_STORED
+    return replace(shape, site_bytes_per_value=stored, multiplied_as_stored=as_stored)
 
 
 def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:

@@ -19,7 +19,7 @@ from weftune.base.check import check_packing
 from weftune.base.decoders.mixtures import MIXTURES
 from weftune.base.delta_net import separate_samples
 from weftune.base.families import refuse_config, refuse_modules
-from weftune.base.quant.linear import QuantLinear, matrix_dtype
+from weftune.base.quant.linear import QuantLinear, matrix_dtype, unrounded
 from weftune.base.shape import embedding_module, model_shape, site_modules, site_shape
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
@@ -80,7 +80,8 @@ class Base:
         take_packs(model)
         dtype = matrix_dtype(model)
         base = cls(model, spec, model_shape(model, dtype), device, dtype)
-        check_packing(base, plain)
+        with unrounded(model):
+            check_packing(base, plain)
         return base
 
     def sites(self) -> dict[str, nn.Module]:

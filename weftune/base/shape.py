@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from weftune.base.decoders.known import extra_values
 from weftune.base.decoders.mixtures import DOWN, EXPERTS, GATE_UP, MIXTURES
+from weftune.core.coded import is_coded
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.core.weight import HoldsWeight, Weight, held_bytes
 
@@ -86,6 +87,7 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
         sites=sites,
         context=context(config),
         site_bytes_per_value=_site_bytes(modules.values()),
+        multiplied_as_stored=any(map(_is_coded, modules.values())),
         extra_values=extra_values(config.model_type, sites),
     )
 
@@ -109,6 +111,10 @@ def _site_bytes(modules: Collection[nn.Module]) -> float | None:
         weight = module.frozen_weight() if isinstance(module, HoldsWeight) else module.weight
         stored += held_bytes(cast(Weight, weight))
     return stored / sum(map(_weights, modules))
+
+
+def _is_coded(module: nn.Module) -> bool:
+    return isinstance(module, HoldsWeight) and is_coded(module.frozen_weight())
 
 
 def _weights(module: nn.Module) -> int:

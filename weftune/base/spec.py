@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-Quantize = Literal["nf4", "int8"]
+Quantize = Literal["nf4", "int8", "fp8"]
 
 DEMO = "demo"
 DEMO_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -131,6 +131,7 @@ def shape_here(model: PreTrainedModel, whole: ModelShape, layers: int) -> ModelS
         sites=tuple(model_sites(model)),
         context=whole.context,
         site_bytes_per_value=whole.site_bytes_per_value,
+        multiplied_as_stored=whole.multiplied_as_stored,
         extra_values=whole.extra_values,
     )
 

@@ -83,6 +83,8 @@ class ModelShape:
     """The longest sample that the base has positions for."""
     site_bytes_per_value: float | None = None
     """Of the sites' weights, where they are stored in another format than passes compute in."""
+    multiplied_as_stored: bool = False
+    """Whether that format is one of which products are made, so that no matrix is computed for them."""
     extra_values: int = 0
     """Values of a token that a fused layer keeps for its backward beyond what the widths of its linears tell:
     some families have more norms, or linears that are one where others have three."""
@@ -112,9 +114,17 @@ class ModelShape:
     @property
     def matrix_bytes(self) -> int:
         """Of the largest matrix that is computed for a product; 0 where weights are matrices as they are."""
-        if self.site_bytes_per_value is None:
+        if self.site_bytes_per_value is None or self.multiplied_as_stored:
             return 0
         return self.bytes_per_value * max(site.in_features * site.out_features for site in self.sites)
+
+    @property
+    def code_bytes(self) -> int:
+        """Of a token whose values are rounded for one product, where products are made of 8-bit numbers: two
+        of the widest sites may be one."""
+        if not self.multiplied_as_stored:
+            return 0
+        return 2 * max(max(site.in_features, site.out_features) for site in self.sites)
 
     def site(self, name: str) -> SiteShape:
         return next(site for site in self.sites if site.name == name)

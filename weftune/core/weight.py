@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from weftune.core.coded import CodedWeight, MultiplyCodes, is_coded, joined, wide
+
 
 class FrozenWeight(Protocol):
     @property
@@ -81,14 +83,68 @@ class StackedWeight:
 
     def part(self, low: int, high: int) -> FrozenWeight:
         found = next(weight for first, end, weight in self.parts if (first, end) == (low, high))
-        return StackedWeight(((0, high - low, found),))
+        return stacked([found], [high - low])
+
+
+@dataclass(frozen=True, slots=True)
+class CodedStack(StackedWeight):
+    """Of weights that products are made of as they are stored. Where their codes lie side by side in memory
+    the stack is a view of them, or else a copy for one product."""
+
+    @property
+    def coded(self) -> list[CodedWeight]:
+        return [weight for _, _, weight in self.parts if is_coded(weight)]
+
+    def codes(self) -> Tensor:
+        return joined([weight.codes() for weight in self.coded], dim=0)
+
+    def turned(self) -> Tensor:
+        return joined([weight.turned() for weight in self.coded], dim=1)
+
+    def scale(self) -> Tensor:
+        return joined([weight.scale() for weight in self.coded], dim=0)
+
+    @property
+    def multiply(self) -> MultiplyCodes:
+        return self.coded[0].multiply
+
+
+def stacked(weights: Sequence[Weight], outputs: Sequence[int]) -> StackedWeight:
+    return (CodedStack if all(map(is_coded, weights)) else StackedWeight).of(weights, outputs)
 
 
 def frozen_product(x_TK: Tensor, weight: Weight, bias_N: Tensor | None) -> Tensor:
     """xWᵀ + b."""
     if isinstance(weight, Tensor):
         return linear(x_TK, weight, bias_N)
-    return frozen_product_by(linear, x_TK, weight, bias_N)
+    if not is_coded(weight):
+        return frozen_product_by(linear, x_TK, weight, bias_N)
+    if bias_N is None:
+        return coded_product(x_TK, weight, x_TK.dtype)
+    return (coded_product(x_TK, weight, wide(x_TK.dtype)) + bias_N).to(x_TK.dtype)
+
+
+def coded_product(x_TK: Tensor, weight: CodedWeight, dtype: torch.dtype) -> Tensor:
+    """xWᵀ, rounded to the dtype, where both products are those of codes; the weight gets no gradient."""
+    product: Tensor
+    if x_TK.ndim == 2:
+        # Never a view: others add to it in place.
+        product = _CodedProduct.apply(x_TK, weight, dtype)
+    else:
+        product = _CodedProduct.apply(x_TK.flatten(0, -2), weight, dtype).view(*x_TK.shape[:-1], -1)
+    return product
+
+
+class _CodedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, weight: CodedWeight, dtype: torch.dtype) -> Tensor:
+        ctx.weight, ctx.dtype = weight, x_TK.dtype
+        return weight.multiply(x_TK, weight.codes(), None, weight.scale(), dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor, None, None]:
+        weight: CodedWeight = ctx.weight
+        return weight.multiply(dy_TN, weight.turned(), weight.scale(), None, ctx.dtype), None, None
 
 
 def frozen_product_by(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 NF4_BLOCKS = 64
 """Blocks of a program: 4096 values, 2 KiB of weights."""
-INT8_BLOCK = 4096
+ROWS_BLOCK = 4096
 WARPS = 4
 
 Write = Callable[[Mapping[str, Tensor], Tensor], None]
@@ -42,21 +42,22 @@ def write_nf4(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
         )
 
 
-def write_int8(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
-    from weftune.ops.triton.dequantise import write_int8
+def write_rows(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
+    """Of int8 and fp8: codes · a scale a row."""
+    from weftune.ops.triton.dequantise import write_rows
 
     assert out_NK.is_contiguous()
     outputs, inputs = out_NK.shape
     with torch.cuda.device_of(out_NK):
-        write_int8[(outputs * -(-inputs // INT8_BLOCK),)](
+        write_rows[(outputs * -(-inputs // ROWS_BLOCK),)](
             parts["weight"],
             parts["scale"],
             out_NK,
             WIDTH=inputs,
-            BLOCK=INT8_BLOCK,
+            BLOCK=ROWS_BLOCK,
             num_warps=WARPS,
         )
 
 
-KERNELS: Mapping[str, Write] = {"nf4": write_nf4, "int8": write_int8}
+KERNELS: Mapping[str, Write] = {"nf4": write_nf4, "int8": write_rows, "fp8": write_rows}
 """By the name of the format."""

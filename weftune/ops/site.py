@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weftune.core.weight import Weight, frozen_product, frozen_product_by
-from weftune.ops.lora.wide import in_float32
+from weftune.core.coded import is_coded, wide
+from weftune.core.weight import Weight, coded_product, frozen_product, frozen_product_by
+from weftune.ops.lora.operands import in_float32
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -121,6 +122,8 @@ class _Changed(torch.autograd.Function):
 
 def summed_product(x_TK: Tensor, weight: Weight) -> Tensor:
     """xWᵀ as it is summed up: of 16-bit numbers in float32, so that what is added to it is not rounded."""
+    if is_coded(weight):
+        return coded_product(x_TK, weight, wide(x_TK.dtype))
     if x_TK.dtype in HALVES:
         return frozen_product_by(_in_float32, x_TK, weight, None)
     return frozen_product(x_TK, weight, None)

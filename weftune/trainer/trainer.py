@@ -15,6 +15,7 @@ from weftune.adapters.start import source_of
 from weftune.base.host.read_ahead import base_read_ahead
 from weftune.base.load import device_named, inspect, load_tokenizer
 from weftune.base.model import Base
+from weftune.base.quant.fp8 import refuse_without_fp8
 from weftune.base.spec import BaseSpec
 from weftune.core.clock import Phase, PhaseClock, current, phase, running
 from weftune.core.deterministic import deterministic_kernels
@@ -194,6 +195,8 @@ class Trainer:
 
     def _run(self, callback: Callback | None) -> dict[str, Result]:
         device = self.base.device if isinstance(self.base, Base) else device_named(self.options.device)
+        if not isinstance(self.base, Base):
+            refuse_without_fp8(self.spec, device)
         shape = self.base.shape if isinstance(self.base, Base) else inspect(self.spec, device)
         self.check(shape)
         with ExitStack() as stack:

@@ -12,9 +12,10 @@ from tests.ops.launches import noted
 from tests.ops.lora.woven import Case, Job, values, woven
 from weftune.ops.lora import aside, fused, tiled, wide
 from weftune.ops.lora.aside import Aside
+from weftune.ops.lora.operands import in_float32
 from weftune.ops.lora.rows import BLOCK
 from weftune.ops.lora.weave import Order, Weave, product_blocks, tiling
-from weftune.ops.lora.wide import in_float32, spans
+from weftune.ops.lora.wide import spans
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ONE = Case([Job(300, rank=8, dropout=0.1)], gap=0, padding=0, features=200, widths=(264,))
@@ -59,8 +60,10 @@ def test_a_fused_product_reads_its_operands_in_blocks_and_writes_half_a_block_at
     forward, backward = (product(monkeypatch, ONE, backward) for backward in (False, True))
     assert blocks_of(forward) == [[128, 32], [128, 32], None, [128, 64]]
     assert blocks_of(backward) == [[128, 32], [32, 128], None, [128, 64]]
-    assert forward.given[17:] == (300, 264, 200)
-    assert backward.given[17:] == (300, 200, 264)
+    assert forward.given[19:] == (300, 264, 200)
+    assert backward.given[19:] == (300, 200, 264)
+    assert forward.of("TURNED", "ROUGH") == (True, None)
+    assert backward.of("TURNED", "ROUGH") == (False, None)
     added = product(monkeypatch, ONE, backward=False, residual=True)
     assert blocks_of(added) == [[128, 32], [128, 32], [128, 64], [128, 64]]
     for one in (forward, backward):

@@ -184,7 +184,8 @@ def test_kernels_compile_without_a_gpu_and_use_the_tensor_cores(orders, tmp_path
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     products = {"down", "up", "ds_db", "ds_alone", "da", "add_dx", "product", "product backward"}
-    products |= {"large_y", "large_dx"}
+    coded = {"product of codes", "product backward of codes"}
+    products |= {"large_y", "large_dx"} | coded
     assert set(found) == products | {"sum_rows", "add_gradients"}
     for name, made in found.items():
         hopper = name.startswith(("product", "large"))
@@ -192,4 +193,5 @@ def test_kernels_compile_without_a_gpu_and_use_the_tensor_cores(orders, tmp_path
         assert made["spilled"] == 0, name
         assert not made["serialized"] or name in ("down", "da"), name
         assert any("mma" in word for word in made["ptx"]) == (name in products), name
+        assert ("e4m3.e4m3" in made["ptx"]) == (name in coded), name
         assert "ld.global.b16" not in made["ptx"], name

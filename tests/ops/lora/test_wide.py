@@ -11,7 +11,7 @@ import torch
 
 from tests.cases import slow_but
 from tests.ops.lora.woven import Case, Job, close, healthy_after, kept_of_a_young_adapter, run, truth
-from weftune.ops.lora import wide
+from weftune.ops.lora import operands, wide
 from weftune.ops.lora.weave import Order
 from weftune.ops.lora.wide import spans
 
@@ -38,7 +38,7 @@ ODD = Case([Job(9, rank=3)], features=37, widths=(71, 7))
     ),
 )
 def test_a_product_in_spans_equals_plain_autograd_and_only_one_is_held(case, order, blocks, monkeypatch):
-    case, made, product = case.dropping(0.1), [], wide.in_float32
+    case, made, product = case.dropping(0.1), [], operands.in_float32
     limit = 4 * 32 * blocks * case.rows
     monkeypatch.setattr(wide, "SPAN_BYTES", limit)
 
@@ -49,7 +49,7 @@ def test_a_product_in_spans_equals_plain_autograd_and_only_one_is_held(case, ord
         made.append(weakref.ref(found))
         return found
 
-    monkeypatch.setattr(wide, "in_float32", watched)
+    monkeypatch.setattr(operands, "in_float32", watched)
     close(run(case, order=order), truth(case))
     assert len(made) > 2
 

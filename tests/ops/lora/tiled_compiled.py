@@ -19,13 +19,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.ops.lora.woven import Case, Job, values, woven
+from tests.ops.lora.woven import Case, Job, frozen_weight, values, woven
+from weftune.core.coded import CODES
 from weftune.ops.lora.tiled import backward, forward
 from weftune.ops.lora.weave import Order, Weave, product_blocks, tiling
 from weftune.ops.triton import large, product, site, site_gradients
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+TYPES[CODES] = "fp8e4nv"
 ALIGNED = [["tt.divisibility", 16]]
 KERNELS = (
     *("down", "sum_rows", "up", "ds_db", "ds_alone", "da", "add_dx", "add_gradients"),
@@ -55,7 +57,8 @@ class Compiled:
         source = ASTSource(self.kernel, signature, constexprs=places, attrs=known)
         made = compile(source, target=TARGET, options={"num_warps": num_warps, "num_stages": num_stages})
         name = self.kernel.fn.__name__ + " backward" * constants.get("BACKWARD", False)
-        words = sorted(set(re.findall(r"wgmma|mma\.sync|ld\.global\S*", made.asm["ptx"])))
+        name += " of codes" * any("fp8" in type for type in signature.values())
+        words = sorted(set(re.findall(r"wgmma|mma\.sync|ld\.global\S*|e4m3\.e4m3", made.asm["ptx"])))
         entry = {"shared": made.metadata.shared, "ptx": words, **assembled(made.asm["ptx"])}
         worst = self.found.setdefault(name, entry)
         for number in ("shared", "spilled", "serialized"):
@@ -95,10 +98,12 @@ def main(every):
     fused = ((128, 128, True), (16, 128, True), (32, 256, True), (64, 256, False), (128, 256, False))
     for rank, columns, drops in fused if every else fused[:1]:
         laden(Order.fused, rank, drops, columns)
+    for rank, columns, drops in fused[1:4] if every else fused[1:2]:
+        laden(Order.fused, rank, drops, columns, coded=True)
     print(json.dumps(found))
 
 
-def laden(order, rank, drops, columns=128):
+def laden(order, rank, drops, columns=128, coded=False):
     """An order with all that it can take; the columns are those of a fused product."""
     case = Case(
         [Job(60, rank=rank, dropout=0.1 * drops)],
@@ -107,14 +112,16 @@ def laden(order, rank, drops, columns=128):
         bias=True,
         residual=True,
         dtype=torch.bfloat16,
+        coded=coded,
     )
     made = values(case)
     _, group, rows = woven(case, made)
     blocks = product_blocks(columns, case.dtype, programs=132)
     chosen = replace(tiling(rows, group, case.features, case.dtype), y=blocks, dx=blocks)
     weave = Weave(group, rows, True, chosen, order)
-    _, s, _ = forward(made.x, made.weight, made.bias, made.residual, weave)
-    backward(made.dy, made.x, made.weight, s, weave, wants_dx=True)
+    weight = frozen_weight(case, made)
+    _, s, _ = forward(made.x, weight, made.bias, made.residual, weave)
+    backward(made.dy, made.x, weight, s, weave, wants_dx=True)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from weftune.core.coded import CodedMatrix, row_codes
 from weftune.ops import dropout
 from weftune.ops.dropout import step_key
+from weftune.ops.lora.operands import Right
 from weftune.ops.lora.rows import Rows, Seat
 from weftune.ops.lora.table import ALIGNMENT, Entry, Group, SlotTable, bands_for
 from weftune.ops.lora.tiled import backward, forward, woven_linear
@@ -46,6 +48,8 @@ class Case:
     mask_reader: bool = False
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
+    coded: bool = False
+    """The frozen weight is one of 8-bit floats."""
     sites: tuple[str, ...] = field(default=("layers.0.q_proj", "layers.0.k_proj", "layers.0.v_proj"))
 
     def dropping(self, share: float) -> Case:
@@ -180,6 +184,27 @@ def truth(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     return {"y": y.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}  # type: ignore[misc]
 
 
+def coded_truth(case: Case) -> dict[str, Tensor]:
+    """The same where the frozen products are those of 8-bit floats."""
+    made, want = values(case), truth(case)
+    weight = CodedMatrix.of(made.weight)
+    x, dy, exact = made.x.double(), made.dy.double(), made.weight.double()
+    want["y"] += of_codes(made.x, weight.codes(), None, weight.scale()) - x @ exact.T
+    want["dx"] += of_codes(made.dy, weight.turned(), weight.scale(), None) - dy @ exact
+    return want
+
+
+def of_codes(left: Tensor, codes: Tensor, scale_M: Tensor | None, scale_L: Tensor | None) -> Tensor:
+    """The product of the left operand, rounded in float32, and codes, in float64."""
+    rounded, scale = row_codes(left, scale_M)
+    product = (rounded.double() @ codes.double().T) * scale.double()[:, None]
+    return product if scale_L is None else product * scale_L.double()
+
+
+def frozen_weight(case: Case, made: Values) -> Right:
+    return CodedMatrix.of(made.weight) if case.coded else made.weight
+
+
 def flat(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The tensors as views of one vector, each where an aligned load may begin."""
     step = ALIGNMENT // dtype.itemsize
@@ -219,6 +244,7 @@ def run(
 ) -> dict[str, Tensor]:
     """The tiled route; `order`, `one_read` and `columns` (of a fused product) go below the autograd node."""
     made = values(case)
+    weight = frozen_weight(case, made)
     aboard, group, rows = woven(case, made)
     anchor = torch.zeros((), device=case.device, requires_grad=True)
     found: dict[str, Tensor] = {}
@@ -226,7 +252,7 @@ def run(
         if order is None and one_read is None:
             x = made.x.clone().requires_grad_(wants_dx)
             residual = None if made.residual is None else made.residual.clone().requires_grad_()
-            y = woven_linear(x, made.weight, made.bias, residual, anchor, group, rows, training)
+            y = woven_linear(x, weight, made.bias, residual, anchor, group, rows, training)
             y.backward(made.dy)
             found = {"y": y.detach(), "dx": x.grad}  # type: ignore[dict-item]
             if residual is not None:
@@ -238,8 +264,8 @@ def run(
                 blocks = product_blocks(columns, case.dtype, chosen.y.programs)
                 chosen = replace(chosen, y=blocks, dx=blocks)
             weave = Weave(group, rows, training, chosen, order or Order.wide)
-            y, s, _ = forward(made.x, made.weight, made.bias, made.residual, weave)
-            dx = backward(made.dy, made.x, made.weight, s, weave, wants_dx)
+            y, s, _ = forward(made.x, weight, made.bias, made.residual, weave)
+            dx = backward(made.dy, made.x, weight, s, weave, wants_dx)
             found = {"y": y, "dx": dx}  # type: ignore[dict-item]
             if made.residual is not None:
                 found["dresidual"] = made.dy
@@ -286,9 +312,11 @@ def kept_of_a_young_adapter(case: Case, order: Order) -> dict[str, float]:
     (entry,) = aboard[0]
     assert entry is not None
 
+    weight = frozen_weight(case, made)
+
     def both() -> tuple[Tensor, Tensor, Tensor]:
-        y, s, _ = forward(made.x, made.weight, None, made.residual, weave)
-        dx = backward(made.dy, made.x, made.weight, s, weave, wants_dx=True)
+        y, s, _ = forward(made.x, weight, None, made.residual, weave)
+        dx = backward(made.dy, made.x, weight, s, weave, wants_dx=True)
         assert dx is not None
         return y, dx, s
 

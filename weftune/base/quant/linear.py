@@ -5,7 +5,8 @@ Shapes: T rows, K inputs, N outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -15,12 +16,14 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from weftune.base.quant.format import WeightFormat
+from weftune.base.quant.fp8 import Fp8
 from weftune.base.quant.int8 import Int8
 from weftune.base.quant.nf4 import Nf4
 from weftune.base.spec import Quantize
+from weftune.core.coded import MultiplyCodes, multiply_codes, multiply_unrounded
 from weftune.core.weight import FrozenWeight, frozen_product
 
-FORMATS: Mapping[Quantize, WeightFormat] = {"nf4": Nf4(), "int8": Int8()}
+FORMATS: Mapping[Quantize, WeightFormat] = {"nf4": Nf4(), "int8": Int8(), "fp8": Fp8()}
 
 Dequantise = Callable[[WeightFormat, Mapping[str, Tensor], Tensor], None]
 """(format, its tensors, out_NK): writes the matrix."""
@@ -31,7 +34,8 @@ def plainly(form: WeightFormat, parts: Mapping[str, Tensor], out_NK: Tensor) -> 
 
 
 class QuantLinear(nn.Linear):
-    """A linear of the base; it computes its matrix for every product, and again for its backward."""
+    """A linear of the base; it computes its matrix for every product, and again for its backward, unless the
+    format is one that products are made of."""
 
     def __init__(
         self,
@@ -48,6 +52,7 @@ class QuantLinear(nn.Linear):
         self.out_features, self.in_features = shape
         self.form, self.matrix_dtype, self.fan_in_fan_out = form, dtype, fan_in_fan_out
         self.dequantise: Dequantise = plainly
+        self.multiply: MultiplyCodes = multiply_codes
         """Whoever has kernels for the device puts them here."""
         stored = form.parts(*shape)
         self._parts = tuple(stored)
@@ -65,7 +70,7 @@ class QuantLinear(nn.Linear):
         }
 
     def frozen_weight(self) -> FrozenWeight:
-        return QuantWeight(self)
+        return Fp8Weight(self) if isinstance(self.form, Fp8) else QuantWeight(self)
 
     def forward(self, input: Tensor) -> Tensor:
         return frozen_product(input, self.frozen_weight(), self.bias)
@@ -116,6 +121,24 @@ class QuantWeight:
         return self
 
 
+@dataclass(frozen=True, slots=True)
+class Fp8Weight(QuantWeight):
+    """A weight that products are made of as it is stored; see `CodedWeight`."""
+
+    def codes(self) -> Tensor:
+        return self.module.weight
+
+    def turned(self) -> Tensor:
+        return cast(Tensor, self.module.turned)
+
+    def scale(self) -> Tensor:
+        return cast(Tensor, self.module.scale)
+
+    @property
+    def multiply(self) -> MultiplyCodes:
+        return self.module.multiply
+
+
 def replace_linears(model: PreTrainedModel, forms: Mapping[str, WeightFormat]) -> None:
     """Put linears without values in the place of those that have these paths."""
     dtype = model.dtype
@@ -141,11 +164,23 @@ def quantise_linears(model: PreTrainedModel, forms: Mapping[str, WeightFormat]) 
         model.set_submodule(path, made)
 
 
-def dequantise_by(model: PreTrainedModel, write: Dequantise) -> None:
-    """Have all quantised weights of `model` dequantised so."""
+def compute_by(
+    model: PreTrainedModel, dequantise: Dequantise = plainly, multiply: MultiplyCodes = multiply_codes
+) -> None:
+    """Have all quantised weights of `model` dequantised and multiplied so."""
     for module in model.modules():
         if isinstance(module, QuantLinear):
-            module.dequantise = write
+            module.dequantise, module.multiply = dequantise, multiply
+
+
+@contextmanager
+def unrounded(model: PreTrainedModel) -> Iterator[None]:
+    """Multiply by the matrices that fp8 weights stand for, activations as they are."""
+    compute_by(model, multiply=multiply_unrounded)
+    try:
+        yield
+    finally:
+        compute_by(model)
 
 
 def quant_paths(model: PreTrainedModel) -> list[str]:

@@ -10,6 +10,8 @@ from weftune.core.shapes import SiteShape, layer_of
 NF4_BLOCK, NESTED_BLOCK = 64, 256
 """Values that share a maximum, and maxima that share one in turn: as bitsandbytes has it."""
 NF4_CODES, NESTED_CODES = 16, 256
+MULTIPLIED_AS_STORED: tuple[Quantize, ...] = ("fp8",)
+"""Formats of which products are made, so that no matrix is computed for them."""
 
 
 def nf4_bytes(values: int, nested: bool = True) -> int:
@@ -25,8 +27,19 @@ def int8_bytes(outputs: int, inputs: int) -> int:
     return outputs * inputs + 4 * outputs
 
 
+def fp8_bytes(outputs: int, inputs: int) -> int:
+    """A byte a value in either order and a float32 scale a row."""
+    return 2 * outputs * inputs + 4 * outputs
+
+
 def stored_bytes(quantize: Quantize, outputs: int, inputs: int, nested: bool = True) -> int:
-    return int8_bytes(outputs, inputs) if quantize == "int8" else nf4_bytes(outputs * inputs, nested)
+    match quantize:
+        case "int8":
+            return int8_bytes(outputs, inputs)
+        case "fp8":
+            return fp8_bytes(outputs, inputs)
+        case "nf4":
+            return nf4_bytes(outputs * inputs, nested)
 
 
 def site_bytes_per_value(

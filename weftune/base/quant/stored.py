@@ -29,7 +29,8 @@ class Quantised:
 def quantised(config: Mapping[str, Any], spec: BaseSpec) -> Quantised | None:
     """None for a base of plain weights; BaseModelError where it cannot be had as `spec` asks for it."""
     if spec.quantize is not None and spec.quantize not in get_args(Quantize):
-        known = " or ".join(get_args(Quantize))
+        *others, last = get_args(Quantize)
+        known = f"{', '.join(others)} or {last}"
         raise BaseModelError(f"quantize must be {known}, got {spec.quantize!r}.")
     values = config.get(CONFIG_KEY)
     if values is None and spec.quantize is None:

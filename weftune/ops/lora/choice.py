@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from weftune.core.clock import Phase, phase
+from weftune.core.coded import CODES
 from weftune.ops.lora.choice_file import ChoiceFile, MeasuredOrder
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.table import Group
@@ -53,6 +54,8 @@ class Shape:
     transposed: bool
     """Whether the frozen weight lies in memory as [K, N]."""
     aligned: bool
+    coded: bool = False
+    """Whether the frozen weight is one of 8-bit floats, which products are made of."""
 
     @property
     def text(self) -> str:
@@ -61,6 +64,7 @@ class Shape:
         words += [f"{'+'.join(map(str, self.widths))} outputs", f"rank {self.ranks}", f"{self.slots} slots"]
         words += [f"{self.bands} bands"] if self.bands > 1 else []
         words += [name for name in ("drops", "residual", "transposed", "aligned") if getattr(self, name)]
+        words += ["fp8"] if self.coded else []
         return ", ".join(words)
 
 
@@ -189,6 +193,7 @@ def shape_of(dtype: torch.dtype, weight_NK: Tensor, residual: bool, group: Group
         residual=residual,
         transposed=weight_NK.stride(0) < weight_NK.stride(1),
         aligned=group.table.aligned,
+        coded=weight_NK.dtype is CODES,
     )
 
 

@@ -17,10 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weftune.core.coded import CodedMatrix
 from weftune.core.deterministic import are_kernels_deterministic
 from weftune.ops.dropout import step_key
 from weftune.ops.lora.choice import Choices, Shape
 from weftune.ops.lora.choice_file import file_for
+from weftune.ops.lora.operands import Right
 from weftune.ops.lora.rows import Rows, Seat
 from weftune.ops.lora.table import Entry, Group, SlotTable
 from weftune.ops.lora.tiled import backward, forward
@@ -76,7 +78,7 @@ class Site:
 
     x_TK: Tensor
     dy_TN: Tensor
-    weight_NK: Tensor
+    weight_NK: Right
     residual_TN: Tensor | None
     group: Group
     rows: Rows
@@ -142,7 +144,7 @@ def made_up_site(shape: Shape, device: torch.device) -> Site:
     return Site(
         x_TK=normal(shape.rows, shape.features),
         dy_TN=normal(shape.rows, outputs),
-        weight_NK=weight_NK,
+        weight_NK=CodedMatrix.of(weight_NK) if shape.coded else weight_NK,
         residual_TN=normal(shape.rows, outputs) if shape.residual else None,
         group=group,
         rows=rows,

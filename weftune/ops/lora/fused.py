@@ -13,14 +13,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from weftune.ops.lora.operands import Operands, Right, backward_operands, forward_operands
 from weftune.ops.lora.rows import BLOCK
 from weftune.ops.lora.tiled_kernels import alignment, large_dx, large_y, precision
-from weftune.ops.lora.weave import ProductBlocks, Weave
+from weftune.ops.lora.weave import ProductBlocks, Weave, blocks_for_codes
 
 
 def fused_y(
     x_TK: Tensor,
-    weight_NK: Tensor,
+    weight: Right,
     bias_N: Tensor | None,
     residual_TN: Tensor | None,
     s_TPR: Tensor,
@@ -28,25 +29,26 @@ def fused_y(
     weave: Weave,
 ) -> Tensor:
     """residual + bias + g ⊙ (xWᵀ + sB); where outputs are scaled, u takes them before they are."""
-    y_TN = x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0])
+    operands = forward_operands(x_TK, weight)
+    y_TN = x_TK.new_empty(operands.shape)
     if weave.has_large:
         large_y(s_TPR, y_TN, weave)
-    _launch(x_TK, weight_NK, bias_N, residual_TN, s_TPR, y_TN, u_TN, weave, weave.tiling.y, backward=False)
+    _launch(operands, bias_N, residual_TN, s_TPR, y_TN, u_TN, weave, weave.tiling.y, backward=False)
     return y_TN
 
 
-def fused_dx(dy_TN: Tensor, weight_NK: Tensor, ds_TPR: Tensor, weave: Weave) -> Tensor:
+def fused_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, weave: Weave) -> Tensor:
     """dyW + the dropped ds · A of all parts."""
-    dx_TK = dy_TN.new_empty(dy_TN.shape[0], weight_NK.shape[1])
+    operands = backward_operands(dy_TN, weight)
+    dx_TK = dy_TN.new_empty(operands.shape)
     if weave.has_large:
         large_dx(ds_TPR, dx_TK, weave)
-    _launch(dy_TN, weight_NK, None, None, ds_TPR, dx_TK, None, weave, weave.tiling.dx, backward=True)
+    _launch(operands, None, None, ds_TPR, dx_TK, None, weave, weave.tiling.dx, backward=True)
     return dx_TK
 
 
 def _launch(
-    left: Tensor,
-    weight_NK: Tensor,
+    operands: Operands,
     bias_N: Tensor | None,
     residual: Tensor | None,
     s_TPR: Tensor,
@@ -60,18 +62,24 @@ def _launch(
 
     from weftune.ops.triton import product
 
+    left, right = operands.left_TM, operands.right_LM
+    turned = right.stride(1) == 1
+    blocks = blocks_for_codes(blocks, left.shape[1]) if operands.coded else blocks
     half = [BLOCK, blocks.columns // 2]
-    right = [blocks.inner, blocks.columns] if backward else [blocks.columns, blocks.inner]
     table, (rows, outputs) = weave.group.table, target.shape
     g_out = None if unscaled is None else weave.group.g_out
     tiles = -(-rows // BLOCK) * -(-outputs // blocks.columns)
     product.product[(min(tiles, blocks.programs),)](
         TensorDescriptor.from_tensor(left, [BLOCK, blocks.inner]),
-        TensorDescriptor.from_tensor(weight_NK, right),
+        TensorDescriptor.from_tensor(right, [blocks.columns, blocks.inner])
+        if turned
+        else TensorDescriptor.from_tensor(right.T, [blocks.inner, blocks.columns]),
         None if residual is None else TensorDescriptor.from_tensor(residual, half),
         TensorDescriptor.from_tensor(target, half),
         None if unscaled is None else TensorDescriptor.from_tensor(unscaled, half),
         bias_N,
+        operands.scale_T,
+        operands.scale_L,
         s_TPR,
         weave.rows.runs_U3,
         weave.rows.edges_V,
@@ -89,6 +97,7 @@ def _launch(
         # Of one site the kernel takes the width as a number: so sites of other widths share it.
         COLUMNS=() if backward or weave.sites == 1 else weave.columns,
         BACKWARD=backward,
+        TURNED=turned,
         S=weave.slots,
         P=weave.parts,
         BANDS=weave.bands,
@@ -96,11 +105,12 @@ def _launch(
         M=BLOCK,
         C=blocks.columns,
         D=blocks.inner,
+        ROUGH=blocks.rough,
         GROUP=blocks.group,
         LARGE=weave.has_large,
         DROPS=backward and weave.group.drops and weave.training,
-        ALIGNMENT=alignment(left, weave),
-        PRECISION=precision(left),
+        ALIGNMENT=alignment(target, weave),
+        PRECISION=precision(target),
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )

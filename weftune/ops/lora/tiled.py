@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weftune.core.coded import is_coded
 from weftune.core.weight import FrozenWeight, Weight, matrix_of
 from weftune.ops.lora.aside import Aside
 from weftune.ops.lora.choice import Choices, Contest, shape_of
 from weftune.ops.lora.fused import fused_dx, fused_y
+from weftune.ops.lora.operands import Right, matrix_like
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.scales import scaled, unscaled
 from weftune.ops.lora.table import Group
@@ -43,8 +45,13 @@ from weftune.ops.lora.weave import Weave, contestants, tiling
 from weftune.ops.lora.wide import wide_dx, wide_y
 
 
-def contest_at(weight_NK: Tensor, residual: bool, group: Group, rows: Rows, dtype: torch.dtype) -> Contest:
-    """What `woven_linear` will have to choose from."""
+def contest_at(
+    weight: Weight, residual: bool, group: Group, rows: Rows, dtype: torch.dtype
+) -> Contest | None:
+    """What `woven_linear` will have to choose from; None for a weight that is a matrix only in a product."""
+    if not isinstance(weight, Tensor) and not is_coded(weight):
+        return None
+    weight_NK = _lying(weight)
     orders = contestants(weight_NK, group, weight_NK.device)
     return Contest(shape_of(dtype, weight_NK, residual, group, rows), orders)
 
@@ -66,13 +73,24 @@ def woven_linear(
     and gets none: with it the backward is called even where x needs no gradient.
     """
     assert x_TK.shape[0] == len(rows.token_index_T)
-    weight_NK = matrix_of(weight)
+    right = multiplied(weight)
+    weight_NK = _lying(right)
     chosen = tiling(rows, group, x_TK.shape[1], x_TK.dtype)
     orders = contestants(weight_NK, group, x_TK.device)
     order = choices.order(x_TK, weight_NK, residual_TN, group, rows, orders) if choices else orders[0]
     weave = Weave(group, rows, training, chosen, order)
-    made = None if weight is weight_NK else weight
-    return _Woven.apply(x_TK, weight_NK, bias_N, residual_TN, anchor, weave, made)
+    made = None if isinstance(weight, Tensor) else weight
+    return _Woven.apply(x_TK, right, bias_N, residual_TN, anchor, weave, made)
+
+
+def multiplied(weight: Weight) -> Right:
+    """What products are made of: the weight as it is stored, or a matrix."""
+    return weight if is_coded(weight) else matrix_of(weight)
+
+
+def _lying(right: Right) -> Tensor:
+    """As it lies in memory for xWᵀ, [N, K]."""
+    return right if isinstance(right, Tensor) else right.codes()
 
 
 class _Woven(torch.autograd.Function):
@@ -80,32 +98,33 @@ class _Woven(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_TK: Tensor,
-        weight_NK: Tensor,
+        right: Right,
         bias_N: Tensor | None,
         residual_TN: Tensor | None,
         anchor: Tensor,
         weave: Weave,
         made: FrozenWeight | None,
     ) -> Tensor:
-        """`made`: what the matrix is computed from; the backward recomputes it."""
+        """`made`: what `right` comes from, and comes from again in the backward, where it is no tensor of the
+        base."""
         x_TK = x_TK.contiguous()
-        y_TN, s_TPR, u_TN = forward(x_TK, weight_NK, bias_N, residual_TN, weave)
+        y_TN, s_TPR, u_TN = forward(x_TK, right, bias_N, residual_TN, weave)
         ctx.weave, ctx.made = weave, made
-        ctx.save_for_backward(x_TK, weight_NK if made is None else None, s_TPR, u_TN, bias_N)
+        ctx.save_for_backward(x_TK, right if made is None else None, s_TPR, u_TN, bias_N)
         return y_TN
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         x_TK, weight_NK, s_TPR, u_TN, bias_N = ctx.saved_tensors
-        weight_NK = weight_NK if ctx.made is None else ctx.made.matrix()
+        right = weight_NK if ctx.made is None else multiplied(ctx.made)
         wants_dx = ctx.needs_input_grad[0]
         own_TN = dy_TN.contiguous()
-        dx_TK = backward(own_TN, x_TK, weight_NK, s_TPR, ctx.weave, wants_dx, u_TN, bias_N)
+        dx_TK = backward(own_TN, x_TK, right, s_TPR, ctx.weave, wants_dx, u_TN, bias_N)
         return dx_TK, None, None, dy_TN if ctx.needs_input_grad[3] else None, None, None, None
 
 
 def forward(
-    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, residual_TN: Tensor | None, weave: Weave
+    x_TK: Tensor, weight: Right, bias_N: Tensor | None, residual_TN: Tensor | None, weave: Weave
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """y, and what its backward needs: s, and u, the outputs before they are scaled, where they are."""
     group = weave.group
@@ -116,17 +135,17 @@ def forward(
             x_TK = scaled(x_TK, group.g_in, ((0, x_TK.shape[1]),), weave.rows)
         s_TPR = down(x_TK, weave)
         if group.lengths:
-            row_lengths(weight_NK, weave)
+            row_lengths(matrix_like(x_TK, weight), weave)
         residual_TN = None if residual_TN is None else residual_TN.contiguous()
-        u_TN = None if group.g_out is None else x_TK.new_empty(len(x_TK), len(weight_NK))
+        u_TN = None if group.g_out is None else x_TK.new_empty(len(x_TK), group.columns[-1][1])
         whole = fused_y if weave.order.fuses else wide_y
-        return whole(x_TK, weight_NK, bias_N, residual_TN, s_TPR, u_TN, weave), s_TPR, u_TN
+        return whole(x_TK, weight, bias_N, residual_TN, s_TPR, u_TN, weave), s_TPR, u_TN
 
 
 def backward(
     dy_TN: Tensor,
     x_TK: Tensor,
-    weight_NK: Tensor,
+    weight: Right,
     s_TPR: Tensor,
     weave: Weave,
     wants_dx: bool,
@@ -141,7 +160,7 @@ def backward(
         if group.g_out is not None:
             assert u_TN is not None
             dy_TN = unscaled(dy_TN, u_TN, bias_N, group.g_out, group.columns, weave.rows)
-        dx_TK = _low_rank_backward(dy_TN, x_TK, weight_NK, s_TPR, weave, wants_dx or group.g_in is not None)
+        dx_TK = _low_rank_backward(dy_TN, x_TK, weight, s_TPR, weave, wants_dx or group.g_in is not None)
         if group.g_in is not None:
             assert dx_TK is not None
             dx_TK = unscaled(dx_TK, x_TK, None, group.g_in, ((0, x_TK.shape[1]),), weave.rows)
@@ -151,24 +170,24 @@ def backward(
 
 
 def _low_rank_backward(
-    dy_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, s_TPR: Tensor, weave: Weave, wants_dx: bool
+    dy_TN: Tensor, x_TK: Tensor, weight: Right, s_TPR: Tensor, weave: Weave, wants_dx: bool
 ) -> Tensor | None:
     if wants_dx and weave.order.beside:
-        return _gradients_beside(dy_TN, x_TK, weight_NK, s_TPR, weave)
+        return _gradients_beside(dy_TN, x_TK, weight, s_TPR, weave)
     ds_TPR, partial_db_QLN = ds_db(dy_TN, s_TPR, weave)
     partial_da_QPRK = room_for_da(x_TK, weave)
     da(x_TK, ds_TPR, partial_da_QPRK, weave)
     add_gradients(partial_da_QPRK, partial_db_QLN, weave)
-    return _dx(dy_TN, weight_NK, ds_TPR, weave) if wants_dx else None
+    return _dx(dy_TN, weight, ds_TPR, weave) if wants_dx else None
 
 
-def _gradients_beside(dy_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, s_TPR: Tensor, weave: Weave) -> Tensor:
+def _gradients_beside(dy_TN: Tensor, x_TK: Tensor, weight: Right, s_TPR: Tensor, weave: Weave) -> Tensor:
     """dx needs only ds; dA and dB are computed beside the frozen product."""
     ds_TPR = ds(dy_TN, weave)
     partial_da_QPRK, partial_db_QLN = room_for_da(x_TK, weave), room_for_db(dy_TN, weave)
     aside = Aside(x_TK.device)
     # The product first: what comes aside takes the room that it leaves.
-    dx_TK = _dx(dy_TN, weight_NK, ds_TPR, weave)
+    dx_TK = _dx(dy_TN, weight, ds_TPR, weave)
     with aside.done():
         db(dy_TN, s_TPR, partial_db_QLN, weave)
         da(x_TK, ds_TPR, partial_da_QPRK, weave)
@@ -176,6 +195,6 @@ def _gradients_beside(dy_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, s_TPR: Ten
     return dx_TK
 
 
-def _dx(dy_TN: Tensor, weight_NK: Tensor, ds_TPR: Tensor, weave: Weave) -> Tensor:
+def _dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, weave: Weave) -> Tensor:
     whole = fused_dx if weave.order.fuses else wide_dx
-    return whole(dy_TN, weight_NK, ds_TPR, weave)
+    return whole(dy_TN, weight, ds_TPR, weave)

@@ -96,14 +96,19 @@ def up(
     y_TN: Tensor,
     u_TN: Tensor | None,
     weave: Weave,
+    scale_T: Tensor | None = None,
+    scale_N: Tensor | None = None,
 ) -> None:
-    """y = g ⊙ (frozen + sB) + bias + residual in the columns of the span, which are all that `frozen` has."""
+    """y = g ⊙ (frozen ⊙ scales + sB) + bias + residual in the columns of the span, which are all that
+    `frozen` has."""
     from weftune.ops.triton import site
 
     launch, table, g_out = weave.tiling.up, weave.group.table, weave.group.g_out
     site.up[(span.blocks, len(weave.rows.tiles_G3))](
         s_TPR,
         frozen_TW,
+        scale_T,
+        scale_N,
         bias_N,
         residual_TN,
         y_TN,
@@ -266,14 +271,23 @@ def da(x_TK: Tensor, ds_TPR: Tensor, partial_da_QPRK: Tensor, weave: Weave) -> N
     )
 
 
-def add_dx(ds_TPR: Tensor, frozen_TW: Tensor, span: RowSpan, dx_TK: Tensor, weave: Weave) -> None:
-    """dx = frozen + the dropped ds · A in the columns of the span, which are all that `frozen` has."""
+def add_dx(
+    ds_TPR: Tensor,
+    frozen_TW: Tensor,
+    span: RowSpan,
+    dx_TK: Tensor,
+    weave: Weave,
+    scale_T: Tensor | None = None,
+) -> None:
+    """dx = frozen ⊙ scale + the dropped ds · A in the columns of the span, which are all that `frozen`
+    has."""
     from weftune.ops.triton import site_gradients
 
     launch, table = weave.tiling.up, weave.group.table
     site_gradients.add_dx[(span.blocks, len(weave.rows.tiles_G3))](
         ds_TPR,
         frozen_TW,
+        scale_T,
         dx_TK,
         weave.rows.tiles_G3,
         weave.rows.key_S,

@@ -31,6 +31,12 @@ BESIDE_COLUMNS = 32
 """What a round of a fused product costs beside its columns, in columns."""
 FUSED_COLUMNS = 128
 """The parts of a fused product begin at multiples of this."""
+CODED_INNER = 128
+"""Of 8-bit operands, what a program of a fused product takes at a time of the inner dimension."""
+ROUGH_SUMS = 1 << 15
+"""Hopper's tensor cores keep some 14 bits of a sum of 8-bit products and cut the rest off, so that a sum is
+too small by up to a 2⁻¹⁴th for every 32 products. Up to so many products that is less than what the operands
+have lost; longer sums are added up in float32, for which blocks of 256 columns have no registers."""
 
 
 class Order(StrEnum):
@@ -90,6 +96,8 @@ class ProductBlocks:
     group: int = 8
     """So many row blocks share their columns in the cache."""
     warps: int = 8
+    rough: int | None = None
+    """Of 8-bit operands, how many products a tensor core may sum by itself; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +219,7 @@ def orders_for(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[O
 
 def fuses(weight_NK: Tensor, device: torch.device) -> bool:
     """Whether a product of our own can be that of a weight."""
-    return weight_NK.dtype.itemsize == 2 and _in_whole_rows(weight_NK) and _has_copy_engines(device)
+    return weight_NK.dtype.itemsize <= 2 and _in_whole_rows(weight_NK) and _has_copy_engines(device)
 
 
 def contestants(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[Order, ...]:
@@ -227,9 +235,9 @@ def contestants(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[
 
 def _in_whole_rows(weight_NK: Tensor) -> bool:
     """Whether a copy engine takes it, and the tensors of the same widths: rows of whole 16 bytes."""
-    outputs, features = weight_NK.shape
-    strides = weight_NK.stride(1) == 1 and weight_NK.stride(0) % 8 == 0
-    return strides and outputs % 8 == 0 and features % 8 == 0 and weight_NK.data_ptr() % ALIGNMENT == 0
+    values = ALIGNMENT // weight_NK.element_size()
+    whole = all(size % values == 0 for size in (*weight_NK.shape, weight_NK.stride(0)))
+    return whole and weight_NK.stride(1) == 1 and weight_NK.data_ptr() % ALIGNMENT == 0
 
 
 def _has_copy_engines(device: torch.device) -> bool:
@@ -272,6 +280,13 @@ def product_blocks(columns: int, dtype: torch.dtype, programs: int) -> ProductBl
         stages=3 if wide else 4,
         programs=programs,
     )
+
+
+def blocks_for_codes(blocks: ProductBlocks, length: int) -> ProductBlocks:
+    """The same for 8-bit operands, of which sums have so many products."""
+    if length <= ROUGH_SUMS:
+        return replace(blocks, inner=CODED_INNER)
+    return replace(blocks, columns=FUSED_COLUMNS, inner=CODED_INNER, stages=4, rough=CODED_INNER)
 
 
 @cache

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from weftune.ops.lora.operands import Right, backward_operands, forward_operands
 from weftune.ops.lora.tiled_kernels import add_dx, up
 from weftune.ops.lora.weave import RowSpan, Weave
 
@@ -23,7 +24,7 @@ SPAN_BYTES = 256 << 20
 
 def wide_y(
     x_TK: Tensor,
-    weight_NK: Tensor,
+    weight: Right,
     bias_N: Tensor | None,
     residual_TN: Tensor | None,
     s_TPR: Tensor,
@@ -31,27 +32,31 @@ def wide_y(
     weave: Weave,
 ) -> Tensor:
     """residual + bias + g ⊙ (xWᵀ + sB); where outputs are scaled, u takes them before they are."""
-    y_TN = x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0])
+    operands = forward_operands(x_TK, weight)
+    y_TN = x_TK.new_empty(operands.shape)
     for span in spans(weave.group.columns, weave.tiling.up.columns, len(y_TN)):
         # Without a name, which would keep it while the next one is made.
         up(
             s_TPR,
-            in_float32(x_TK, weight_NK[span.low : span.high].T),
+            operands.summed(span.low, span.high),
             span,
             bias_N,
             residual_TN,
             y_TN,
             u_TN,
             weave,
+            operands.scale_T,
+            operands.scale_L,
         )
     return y_TN
 
 
-def wide_dx(dy_TN: Tensor, weight_NK: Tensor, ds_TPR: Tensor, weave: Weave) -> Tensor:
+def wide_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, weave: Weave) -> Tensor:
     """dyW + the dropped ds · A of all parts."""
-    dx_TK = dy_TN.new_empty(dy_TN.shape[0], weight_NK.shape[1])
+    operands = backward_operands(dy_TN, weight)
+    dx_TK = dy_TN.new_empty(operands.shape)
     for span in spans(((0, dx_TK.shape[1]),), weave.tiling.up.columns, len(dx_TK)):
-        add_dx(ds_TPR, in_float32(dy_TN, weight_NK[:, span.low : span.high]), span, dx_TK, weave)
+        add_dx(ds_TPR, operands.summed(span.low, span.high), span, dx_TK, weave, operands.scale_T)
     return dx_TK
 
 
@@ -63,12 +68,3 @@ def spans(parts: tuple[tuple[int, int], ...], columns: int, rows: int) -> Iterat
     for turn in range(count):
         first, end = turn * len(edges) // count, (turn + 1) * len(edges) // count
         yield RowSpan(first, end - first, edges[first][0], edges[end - 1][1])
-
-
-def in_float32(left: Tensor, right: Tensor) -> Tensor:
-    """left · right as it is summed up; torch has no such product of 16-bit numbers on a CPU."""
-    if left.dtype == torch.float32:
-        return left @ right
-    if left.is_cuda:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()

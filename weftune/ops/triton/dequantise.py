@@ -1,7 +1,7 @@
 """Kernels that write the matrix of a quantised weight.
 
 NF4: code[bits] · maximum of the block of 64 values, and that is nested_code[absmax] · nested_absmax + offset,
-where the maxima are quantised in turn, 256 to a block. int8: codes · the row's scale.
+where the maxima are quantised in turn, 256 to a block. int8 and fp8: codes · the row's scale.
 
 Shapes: B blocks of a program, of 64 values each in 32 bytes; C values of a program, all in one row.
 """
@@ -42,7 +42,7 @@ def write_nf4(
 
 
 @triton.jit
-def write_int8(
+def write_rows(
     codes: tl.tensor,
     scale: tl.tensor,
     out: tl.tensor,
@@ -53,6 +53,6 @@ def write_int8(
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     column_C = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     inside_C = column_C < WIDTH
-    code_C = tl.load(codes + row * WIDTH + column_C, mask=inside_C, other=0).to(tl.float32)
+    code_C = tl.load(codes + row * WIDTH + column_C, mask=inside_C).to(tl.float32)
     value_C = code_C * tl.load(scale + row)
     tl.store(out + row * WIDTH + column_C, value_C.to(out.dtype.element_ty), mask=inside_C)

@@ -204,6 +204,8 @@ def product(
     target,
     unscaled,
     bias,
+    row_scale,
+    column_scale,
     s,
     runs,
     edges,
@@ -220,6 +222,7 @@ def product(
     K,
     COLUMNS: tl.constexpr,
     BACKWARD: tl.constexpr,
+    TURNED: tl.constexpr,
     S: tl.constexpr,
     P: tl.constexpr,
     BANDS: tl.constexpr,
@@ -227,6 +230,7 @@ def product(
     M: tl.constexpr,
     C: tl.constexpr,
     D: tl.constexpr,
+    ROUGH: tl.constexpr,
     GROUP: tl.constexpr,
     LARGE: tl.constexpr,
     DROPS: tl.constexpr,
@@ -237,8 +241,10 @@ def product(
 
     Where jobs scale their outputs, what they scale is written to `unscaled`, before residual and bias.
 
-    Forward: right is W [N, K], the adapters add sB of the site that the columns belong to. Backward: right is
-    W as [K, N], and the adapters add the dropped ds · A of all sites. What large slots add is in `target`.
+    Forward: the adapters add sB of the site that the columns belong to. Backward: the adapters add the
+    dropped ds · A of all sites. What large slots add is in `target`. Right lies in memory as [K, N], or
+    TURNED as [N, K]. Of 8-bit operands the sum is multiplied by their scales, and ROUGH is how many products
+    a tensor core may sum by itself, None: all; it keeps some 14 bits of such a sum.
     """
     H: tl.constexpr = C // 2
     SITES: tl.constexpr = P // BANDS
@@ -252,8 +258,8 @@ def product(
         sum_MC = tl.zeros((M, C), tl.float32)
         for k in range(0, K, D):
             left_MD = left.load([row_block * M, k])
-            right_DC = right.load([k, column_block * C]) if BACKWARD else right.load([column_block * C, k]).T
-            sum_MC = tl.dot(left_MD, right_DC, sum_MC, input_precision=PRECISION)
+            right_DC = right.load([column_block * C, k]).T if TURNED else right.load([k, column_block * C])
+            sum_MC = tl.dot(left_MD, right_DC, sum_MC, input_precision=PRECISION, max_num_imprecise_acc=ROUGH)
         row_M = row_block * M + tl.arange(0, M)
         first = tl.load(edges + row_block) * PARTS
         end = tl.load(edges + row_block + 1) * PARTS
@@ -263,6 +269,10 @@ def product(
             column = column_block * C + half * H
             n_H = column + tl.arange(0, H)
             y_MH = sums[half]
+            if row_scale is not None:
+                y_MH *= tl.load(row_scale + row_M, mask=row_M < T, other=0.0)[:, None]
+            if column_scale is not None:
+                y_MH *= tl.load(column_scale + n_H, mask=n_H < N, other=0.0)[None, :]
             if unscaled is None:
                 y_MH = onto(y_MH, residual, bias, n_H, row_block * M, column, N)
             part, low, high = part_of(column, N, COLUMNS, PARTED)

@@ -261,6 +261,8 @@ def sum_rows(
 def up(
     s,
     frozen,
+    row_scale,
+    column_scale,
     bias,
     residual,
     y,
@@ -287,8 +289,8 @@ def up(
     """y = g ⊙ (frozen + sB) + bias + residual in the columns of one site, rounded once; u is what is scaled.
 
     `frozen` has W columns, those of y from `begin` on, where its `first` block begins; it should be float32,
-    and may be y itself. What is small is added first: the last digit of a residual can be larger than all
-    that a young adapter adds.
+    and may be y itself; it is multiplied by its scales, if it has any. What is small is added first: the last
+    digit of a residual can be larger than all that a young adapter adds.
     """
     SITES: tl.constexpr = P // BANDS
     site, low, high, origin = column_block(first + tl.program_id(0), COLUMNS, SITES, C)
@@ -304,6 +306,10 @@ def up(
     inside_MC = (row_M < stop)[:, None] & inside_C[None, :]
     y_MC = tl.load(frozen + row_M[:, None] * W + (n_C - begin)[None, :], mask=inside_MC, other=0.0)
     y_MC = y_MC.to(tl.float32)
+    if row_scale is not None:
+        y_MC *= tl.load(row_scale + row_M, mask=row_M < stop, other=0.0)[:, None]
+    if column_scale is not None:
+        y_MC *= tl.load(column_scale + n_C, mask=inside_C, other=0.0)[None, :]
     if slot >= 0:
         r_R = tl.arange(0, R)
         for band in range(bands_of(rank, site, slot, S, P, BANDS)):

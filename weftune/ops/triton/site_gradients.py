@@ -462,6 +462,7 @@ def dx_of_part(
 def add_dx(
     ds,
     frozen,
+    row_scale,
     dx,
     tiles,
     key,
@@ -485,7 +486,8 @@ def add_dx(
 ):
     """dx = frozen + the dropped ds · A of all sites, rounded once.
 
-    `frozen` has W columns, those of dx from `begin` on; it should be float32, and may be dx itself.
+    `frozen` has W columns, those of dx from `begin` on; it should be float32, and may be dx itself; its rows
+    are multiplied by their scales, if they have any.
     """
     SITES: tl.constexpr = P // BANDS
     tile = tl.program_id(1)
@@ -501,6 +503,8 @@ def add_dx(
     inside_C = k_C < K
     inside_MC = inside_M[:, None] & inside_C[None, :]
     dx_MC = tl.load(frozen + row_M[:, None] * W + c_C[None, :], mask=inside_MC, other=0.0).to(tl.float32)
+    if row_scale is not None:
+        dx_MC *= tl.load(row_scale + row_M, mask=inside_M, other=0.0)[:, None]
     if slot >= 0:
         # One site after the other: the masks of several do not fit the registers beside each other.
         for site in range(SITES):

@@ -127,8 +127,7 @@ def _layer(shape: ModelShape, sites: tuple[SiteShape, ...], kept: int, handed: i
     flops = 2 * sum(site.active_weights for site in sites)
     held = round(sum(site.weights for site in sites) * shape.weight_bytes_per_value)
     # Two products of the width of all heads, half of each masked; that width is close to the hidden one.
-    quantised = shape.site_bytes_per_value is not None
-    matrices = sum(site.weights for site in sites) * shape.bytes_per_value if quantised else 0
+    matrices = sum(site.weights for site in sites) * shape.bytes_per_value if shape.matrix_bytes else 0
     return BaseLayer("layer", flops, 2 * shape.hidden, held, kept, handed, sites, matrices)
 
 

@@ -279,7 +279,7 @@ class MemoryModel:
         # Of layers that are recomputed, one is held whole at a time, and of each its input.
         whole = min(layers, layers - again + (1 if again else 0))
         values = factor * widths * whole / layers + extra * whole + again * part.hidden
-        return int(values * part.bytes_per_value)
+        return int(values * part.bytes_per_value) + part.code_bytes
 
     # -- adapters ----------------------------------------------------------------------------------------
 

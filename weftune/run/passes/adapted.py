@@ -11,8 +11,9 @@ from torch import Tensor
 from weftune.adapters.banks import Banks
 from weftune.base.model import Base
 from weftune.base.quant.format import WeightFormat
-from weftune.base.quant.linear import dequantise_by, plainly
+from weftune.base.quant.linear import compute_by
 from weftune.ops.dequantise import KERNELS
+from weftune.ops.fp8 import multiply
 from weftune.ops.lora.routes import Route
 from weftune.ops.triton.at_hand import kernels_at_hand, kernels_run
 from weftune.ops.triton.compilation import count_compilation
@@ -28,7 +29,7 @@ class AdaptedBase:
         self.stream = torch.cuda.Stream(base.device) if base.device.type == "cuda" else None
         if self.route is Route.tiled:
             count_compilation()
-            dequantise_by(base.model, _by_kernel)
+            compute_by(base.model, _by_kernel, multiply)
         with self.on_stream():
             self.layers = Layers(base) if self.route is Route.tiled else None
             like = torch.empty(0, dtype=base.dtype, device=base.device)
@@ -54,7 +55,7 @@ class AdaptedBase:
         """Leave the base as it was found."""
         if self.layers is not None:
             self.layers.unfuse()
-            dequantise_by(self.base.model, plainly)
+            compute_by(self.base.model)
         self.banks.unweave()
 
     @contextmanager

@@ -1,0 +1,72 @@
+"""Rows of 8-bit floats with a scale each, and their products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weftune.core.coded import CODES, LARGEST, joined, multiply_codes, row_codes, side_by_side
+
+GRID = torch.arange(256, dtype=torch.uint8).view(CODES).float()
+GRID = GRID[GRID.isfinite()].unique()
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_codes_are_the_nearest_that_there_are_and_the_largest_of_a_row_is_the_largest_of_all(dtype):
+    x_TM = (drawn(20, 33) * torch.logspace(-20, 20, 20)[:, None]).to(dtype)
+    codes_TM, scale_T = row_codes(x_TM)
+    assert (codes_TM.dtype, scale_T.shape) == (CODES, (20,))
+    scaled_TM = x_TM.double() / (x_TM.double().abs().amax(dim=1, keepdim=True) / LARGEST)
+    nearest_TM = (scaled_TM[..., None] - GRID).abs().amin(dim=-1)
+    off_TM = (codes_TM.double() - scaled_TM).abs()
+    assert (off_TM <= nearest_TM + 1e-4).all()
+    assert (codes_TM.float().abs().amax(dim=1) == LARGEST).all()
+
+
+def test_a_row_of_zeros_has_zeros_and_a_row_with_a_nan_or_an_infinity_is_lost_alone():
+    x_TM = drawn(5, 16)
+    x_TM[1], x_TM[2, 3], x_TM[3, 4] = 0.0, torch.nan, torch.inf
+    x_TM[4] = 1e-44
+    codes_LM, _ = row_codes(drawn(16, 16, seed=1))
+    y_TL = multiply_codes(x_TM, codes_LM, None, None, torch.float32)
+    alone_TL = multiply_codes(x_TM[:1], codes_LM, None, None, torch.float32)
+    torch.testing.assert_close(y_TL[:1], alone_TL, rtol=1e-6, atol=0)
+    assert torch.equal(y_TL[1], torch.zeros(16))
+    assert y_TL[2:4].isnan().all()
+    assert y_TL[4].isfinite().all()
+
+
+def test_a_product_is_that_of_the_rounded_operands_with_both_scales():
+    left_TM, scale_M, scale_L = drawn(7, 32), drawn(32, seed=1).abs(), drawn(24, seed=2)
+    codes_LM, _ = row_codes(drawn(24, 32, seed=3))
+    codes_TM, scale_T = row_codes(left_TM * scale_M)
+    want_TL = (codes_TM.double() * scale_T.double()[:, None]) @ (codes_LM.double() * scale_L[:, None]).T
+    got_TL = multiply_codes(left_TM, codes_LM, scale_M, scale_L, torch.float32)
+    torch.testing.assert_close(got_TL.double(), want_TL, rtol=1e-5, atol=1e-3)
+    exact_TL = ((left_TM * scale_M) @ (codes_LM.float() * scale_L[:, None]).T).double()
+    off = (got_TL - exact_TL).square().mean().sqrt() / exact_TL.square().mean().sqrt()
+    assert 0.005 < off < 0.05, "the left operand has three digits after the first"
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parts_of_one_tensor_are_joined_without_a_copy_and_others_with_one(dim):
+    whole = row_codes(drawn(6, 8))[0]
+    parts = whole.split([2, 3, 1] if dim == 0 else [4, 3, 1], dim)
+    found = side_by_side(parts, dim)
+    assert found is not None
+    assert (found.data_ptr(), found.shape, found.stride()) == (whole.data_ptr(), whole.shape, whole.stride())
+    assert side_by_side(parts[::-1], dim) is None
+    assert side_by_side([part.clone() for part in parts], dim) is None
+    made = joined([part.clone() for part in parts], dim)
+    assert made.data_ptr() != whole.data_ptr()
+    assert torch.equal(made.view(torch.uint8), whole.view(torch.uint8))
+
+
+def test_parts_with_a_gap_between_them_are_not_side_by_side():
+    whole = drawn(6, 8)
+    assert side_by_side([whole[:2], whole[3:]], 0) is None
+    assert side_by_side([whole[:, :2], whole[:, 2:7]], 1) is None

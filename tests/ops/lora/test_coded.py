@@ -1,0 +1,116 @@
+"""Sites whose frozen weight is one of 8-bit floats, in Triton's interpreter, against plain torch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.cases import slow_but
+from tests.ops.launches import noted
+from tests.ops.lora.woven import (
+    Case,
+    Job,
+    close,
+    coded_truth,
+    frozen_weight,
+    healthy_after,
+    run,
+    values,
+    woven,
+)
+from weftune.ops.lora import fused, weave
+from weftune.ops.lora.choice import shape_of
+from weftune.ops.lora.choice_trial import made_up_site
+from weftune.ops.lora.tiled import contest_at
+from weftune.ops.lora.weave import Order, Weave, blocks_for_codes, fuses, product_blocks, tiling
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.usefixtures("device"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="test_coded_gpu.py runs the kernels compiled"),
+]
+
+ONE = Case([Job(140, rank=7), Job(3, rank=16), Job(33, rank=24)], widths=(64,), coded=True)
+PARTS = Case(
+    [Job(120, rank=4), Job(49, rank=8, sites=(1,))], features=176, widths=(128, 128, 48),
+    bias=True, residual=True, coded=True,
+)  # fmt: skip
+BOUND = 1e-5
+"""Of sums in float32 of numbers that differ by what a scale may."""
+
+
+@pytest.mark.parametrize("case", [ONE, PARTS], ids=["one site", "three with bias and residual"])
+@pytest.mark.parametrize("order", slow_but(Order, [Order.wide, Order.fused, Order.fused_beside]))
+def test_values_and_gradients_are_those_of_the_codes(order, case):
+    case = case.dropping(0.1)
+    want = coded_truth(case)
+    close(run(case, order=order), want, BOUND)
+    with pytest.raises(AssertionError):
+        close(run(replace(case, coded=False), order=order), want, BOUND)
+
+
+def test_the_autograd_node_takes_codes_as_it_takes_a_matrix():
+    close(run(PARTS), coded_truth(PARTS), BOUND)
+
+
+def test_blocks_of_256_columns_and_sums_that_are_not_rough_give_the_same(monkeypatch):
+    case = replace(PARTS, widths=(256, 32))
+    want = coded_truth(case)
+    close(run(case, order=Order.fused, columns=256), want, BOUND)
+    monkeypatch.setattr(weave, "ROUGH_SUMS", 100)
+    close(run(case, order=Order.fused, columns=256), want, BOUND)
+
+
+@pytest.mark.parametrize("poison", slow_but(["x", "a", "b", "dy", "padding"], ["x", "dy"]))
+@pytest.mark.parametrize("order", [Order.wide, Order.fused])
+def test_a_nan_stays_with_its_owner(order, poison):
+    case = Case([Job(20, rank=4), Job(40, rank=8), Job(9, rank=2)], widths=(128, 16), coded=True)
+    healthy_after(case.dropping(0.1), poison, order)
+
+
+def test_a_program_takes_as_many_bytes_of_codes_at_a_time_and_reads_both_operands_along_the_sum(monkeypatch):
+    from weftune.ops.triton import product as kernels
+
+    launches = noted(monkeypatch, kernels, "product")
+    made = values(PARTS)
+    weight = frozen_weight(PARTS, made)
+    _, group, rows = woven(PARTS, made)
+    use = Weave(group, rows, True, tiling(rows, group, PARTS.features, PARTS.dtype), Order.fused)
+    fused.fused_y(made.x, weight, None, None, made.x, use)
+    fused.fused_dx(made.dy, weight, made.x, use)
+    for launch in launches:
+        assert [one.block_shape for one in launch.given[:2]] == [[128, 128], [launch.constants["C"], 128]]
+        assert launch.of("TURNED", "D", "ROUGH") == (True, 128, None)
+    assert [launch.given[6] is None for launch in launches] == [False, True], "scales of columns"
+
+
+def test_only_short_sums_are_left_to_the_tensor_core():
+    blocks = product_blocks(256, torch.bfloat16, 132)
+    short, long = blocks_for_codes(blocks, 28672), blocks_for_codes(blocks, 57344)
+    assert (short.columns, short.inner, short.rough) == (256, 128, None)
+    assert (long.columns, long.inner, long.rough) == (128, 128, 128)
+
+
+def test_a_product_of_our_own_takes_codes_in_whole_16_bytes(monkeypatch):
+    monkeypatch.setattr(weave, "_has_copy_engines", lambda device: True)
+    for outputs, features, taken in ((128, 64, True), (128, 72, False), (136, 64, False)):
+        codes = torch.zeros(outputs, features).to(torch.float8_e4m3fn)
+        assert fuses(codes, codes.device) is taken
+        assert fuses(codes.bfloat16(), codes.device)
+
+
+def test_a_trial_is_made_of_codes_and_known_as_such():
+    made = values(PARTS)
+    weight = frozen_weight(PARTS, made)
+    _, group, rows = woven(PARTS, made)
+    contest = contest_at(weight, True, group, rows, torch.float32)
+    assert contest is not None
+    assert contest.shape == shape_of(torch.float32, weight.codes(), True, group, rows)
+    assert contest.shape.coded
+    assert contest.text.split(":")[0].endswith("fp8")
+    plain = contest_at(made.weight, True, group, rows, torch.float32)
+    assert plain is not None
+    assert "fp8" not in plain.text
+    site = made_up_site(replace(contest.shape, rows=32), torch.device("cpu"))
+    assert site.weight_NK.codes().shape == (304, 176)
+    site.step(Order.fused)

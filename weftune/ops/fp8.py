@@ -1,0 +1,82 @@
+"""Products of 8-bit floats on the fp8 tensor cores of a GPU; `core.coded` has what they compute.
+
+torch's product with a scale a row rounds to bfloat16, which is right only where nothing is added to it; its
+product with one scale for all gives float32, and the scales are multiplied in afterwards.
+
+Shapes: T rows, M columns that are summed over, L rows of the frozen operand.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weftune.core import coded
+from weftune.core.coded import CODES, multiply_codes
+from weftune.ops.triton.at_hand import kernels_at_hand
+
+VALUES = 1 << 14
+"""Of a program that rounds rows: 64 for each of its threads. It takes whole rows, wider ones too."""
+MULTIPLE = 16
+"""What the library's product wants the widths to be multiples of."""
+
+
+def row_codes(x_TM: Tensor, scale_M: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`core.coded.row_codes`, by one kernel where there is one."""
+    if x_TM.is_cuda and kernels_at_hand(x_TM):
+        return launch_row_codes(x_TM, scale_M)
+    return coded.row_codes(x_TM, scale_M)
+
+
+def launch_row_codes(x_TM: Tensor, scale_M: Tensor | None) -> tuple[Tensor, Tensor]:
+    from weftune.ops.triton import fp8
+
+    x_TM = x_TM.contiguous()
+    rows, width = x_TM.shape
+    codes_TM = torch.empty(rows, width, dtype=CODES, device=x_TM.device)
+    scale_T = torch.empty(rows, device=x_TM.device)
+    columns = 1 << (width - 1).bit_length()
+    together = max(1, VALUES // columns)
+    with torch.cuda.device_of(x_TM):
+        fp8.row_codes[(-(-rows // together),)](
+            x_TM,
+            scale_M,
+            codes_TM,
+            scale_T,
+            rows,
+            WIDTH=width,
+            R=together,
+            C=columns,
+            num_warps=8 if columns <= VALUES else 16,
+        )
+    return codes_TM, scale_T
+
+
+def multiply(
+    left_TM: Tensor, codes_LM: Tensor, scale_M: Tensor | None, scale_L: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`core.coded.MultiplyCodes` on a GPU."""
+    if left_TM.dtype is torch.float64 or not multiplied_by_library(codes_LM):
+        return multiply_codes(left_TM, codes_LM, scale_M, scale_L, dtype)
+    left_TM, scale_T = row_codes(left_TM, scale_M)
+    # Of sites that share their input the codes lie in one tensor, and some of its columns not side by side.
+    codes_LM = codes_LM.contiguous()
+    if dtype is torch.bfloat16:
+        scale_L = torch.ones(len(codes_LM), device=codes_LM.device) if scale_L is None else scale_L
+        return torch._scaled_mm(
+            left_TM, codes_LM.T, scale_a=scale_T[:, None], scale_b=scale_L[None, :], out_dtype=dtype
+        )
+    sum_TL = codes_in_float32(left_TM, codes_LM).mul_(scale_T[:, None])
+    return (sum_TL if scale_L is None else sum_TL.mul_(scale_L)).to(dtype)
+
+
+def codes_in_float32(left_TM: Tensor, codes_LM: Tensor) -> Tensor:
+    """left · codesᵀ as it is summed up, without the scales."""
+    if not multiplied_by_library(codes_LM):
+        return left_TM.float() @ codes_LM.float().T
+    one = torch.ones((), device=left_TM.device)
+    return torch._scaled_mm(left_TM, codes_LM.T, scale_a=one, scale_b=one, out_dtype=torch.float32)
+
+
+def multiplied_by_library(codes_LM: Tensor) -> bool:
+    return codes_LM.is_cuda and all(size % MULTIPLE == 0 for size in codes_LM.shape)
