@@ -79,15 +79,15 @@ def test_the_optimizer_in_host_memory_is_a_row_before_weftunes_own(run: Any) -> 
 def test_a_quantised_base_is_a_row_for_every_format_with_the_bytes_that_it_holds(
     run: Any, capsys: pytest.CaptureFixture
 ) -> None:
-    found = run(gpu_step, "--baselines", "frozen", "--quantize", "nf4,int8", "--profile")
+    found = run(gpu_step, "--baselines", "frozen", "--quantize", "nf4,int8,fp8", "--profile")
     rows = {row["name"]: row for row in found["rows"]}
-    nf4, int8 = gpu_step.QUANTISED["nf4"], gpu_step.QUANTISED["int8"]
-    assert list(rows) == [gpu_step.FROZEN, nf4, int8, gpu_step.WEFTUNE]
+    nf4, int8, fp8 = gpu_step.QUANTISED.values()
+    assert list(rows) == [gpu_step.FROZEN, nf4, int8, fp8, gpu_step.WEFTUNE]
     assert all(row["seconds"] > 0 for row in rows.values())
     assert rows[int8]["base_bytes"] < rows[gpu_step.WEFTUNE]["base_bytes"]
-    assert 0 < rows[nf4]["base_bytes"] != rows[int8]["base_bytes"]
+    assert 0 < rows[nf4]["base_bytes"] != rows[int8]["base_bytes"] < rows[fp8]["base_bytes"]
     assert found["strongest"] is None
-    assert f"One round of {int8}, under the profiler" in capsys.readouterr().out
+    assert f"One round of {fp8}, under the profiler" in capsys.readouterr().out
 
 
 def test_a_format_that_there_is_not_is_refused_with_a_sentence(

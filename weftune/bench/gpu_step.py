@@ -8,7 +8,7 @@ over the measured time.
     python -m benchmarks.gpu_step [--shape NAME] [--layers N] [--jobs N] [--batch BxL] [--rank R]
                                   [--baselines a,b] [--profile] [--deterministic] [--offload]
                                   [--ranks 16x7,128] [--dropouts 0x7,0.05] [--leave N] [--order NAME]
-                                  [--quantize nf4,int8]
+                                  [--quantize nf4,int8,fp8]
 
 --ranks, --dropouts: one of each job, with commas, nx for n times the same. --leave: the last N jobs are
 aboard while it warms up, and are not when the clock runs. --order: one order of the tiled route at all sites,
