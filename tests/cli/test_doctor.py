@@ -17,6 +17,7 @@ from weftune.cli.doctor import (
     exit_code,
     orders_check,
     package_check,
+    package_checks,
 )
 from weftune.cli.main import app
 from weftune.ops.lora.choice_file import ChoiceFile, MeasuredOrder, TrialMachine
@@ -78,3 +79,15 @@ def test_a_cache_that_cannot_be_written_is_missing(tmp_path: Path) -> None:
     check = cache_check(tmp_path / "cache", 10 * GIB)
     tmp_path.chmod(0o700)
     assert check.verdict is Verdict.MISSING
+
+
+def test_run_from_its_folder_without_an_installation_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", nothing)
+    (check,) = package_checks()
+    assert (check.name, check.verdict) == ("weftune", Verdict.ABSENT)
+    assert "not installed" in check.finding
+    assert "pip install" in check.mend
+    assert exit_code([check]) == 0

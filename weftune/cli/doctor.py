@@ -112,7 +112,13 @@ def package_checks() -> Iterator[Check]:
     except ImportError:
         yield Check("packaging", Verdict.MISSING, "", "pip install packaging")
         return
-    wanted = [Requirement(line) for line in metadata.requires("weftune") or []]
+    try:
+        asked = metadata.requires("weftune") or []
+    except metadata.PackageNotFoundError:
+        found = "not installed, but run from its folder: what it needs is not known"
+        yield Check("weftune", Verdict.ABSENT, found, "pip install --editable . in its folder")
+        return
+    wanted = [Requirement(line) for line in asked]
     extras = ("", "gpu", "demo", "tensorboard", "wandb", "mlflow")
     seen: set[str] = set()
     for extra in extras:

@@ -91,7 +91,8 @@ def row_codes(x_TM: Tensor, scale_M: Tensor | None = None) -> tuple[Tensor, Tens
     x_TM = x_TM.to(wide(x_TM.dtype))
     if scale_M is not None:
         x_TM = x_TM * scale_M
-    scale_T = x_TM.abs().amax(dim=1) / LARGEST
+    # Not a division, for which a GPU of torch's multiplies too: all devices give the same bits.
+    scale_T = x_TM.abs().amax(dim=1) * (1.0 / LARGEST)
     inverse_T = torch.where(scale_T < LEAST_SCALE, 0.0, 1.0 / scale_T)
     return (x_TM * inverse_T[:, None]).clamp_(-LARGEST, LARGEST).to(CODES), scale_T
 

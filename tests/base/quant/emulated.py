@@ -12,7 +12,7 @@ from tests.base.quant.bases import in_layers
 
 def rounded(x_TM):
     """(x rounded to e4m3 with a scale a row, in the dtype of x): the values that are multiplied."""
-    scale_T1 = x_TM.abs().amax(dim=-1, keepdim=True) / 448
+    scale_T1 = x_TM.abs().amax(dim=-1, keepdim=True) * (1 / 448)
     return (x_TM / scale_T1.where(scale_T1 > 0, 1)).clamp(-448, 448).to(torch.float8_e4m3fn).to(
         x_TM
     ) * scale_T1
@@ -35,7 +35,7 @@ class EmulatedLinear(nn.Linear):
         super().__init__(plain.in_features, plain.out_features, plain.bias is not None, device="meta")
         self.weight, self.bias = plain.weight, plain.bias
         weight_NK = plain.weight.detach().float()
-        scale_N = weight_NK.abs().amax(dim=1) / 448
+        scale_N = weight_NK.abs().amax(dim=1) * (1 / 448)
         codes_NK = (weight_NK / scale_N[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
         self.codes_NK, self.scale_N = codes_NK.to(plain.weight), scale_N.to(plain.weight)
 

@@ -37,7 +37,7 @@ def row_codes(
         factor_C = tl.load(column_scale + column_C, mask=inside_C, other=0.0, eviction_policy="evict_last")
         x_RC *= factor_C[None, :]
     broken_R = tl.max((x_RC != x_RC).to(tl.int32), axis=1) > 0
-    scale_R = tl.math.div_rn(tl.max(tl.abs(x_RC), axis=1), LARGEST)
+    scale_R = tl.max(tl.abs(x_RC), axis=1) * (1.0 / LARGEST)
     scale_R = tl.where(broken_R | (scale_R == float("inf")), float("nan"), scale_R)
     # A row of zeros, or of next to nothing, has codes of zero.
     scaled_R = scale_R >= LEAST_SCALE
