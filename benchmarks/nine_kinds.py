@@ -5,7 +5,8 @@ difference between the job together and alone, and between the job and PEFT wher
 the loss where that is above 1. PEFT starts from the very adapter that the job starts from, as Weftune saves
 it, and pads its batches.
 
-    python -m benchmarks.nine_kinds [--steps 4] [--batch-size 2] [--kinds lora,dora,…] [--json FILE]
+    python -m benchmarks.nine_kinds [--steps 4] [--batch-size 2] [--kinds lora,dora,…] [--model FOLDER]
+        [--rows FILE] [--json FILE]
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, get_peft_model, set_peft_model_state_dict
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from benchmarks.cpu_quickstart import JOBS as QUICKSTART
 from benchmarks.cpu_quickstart import padded
 from benchmarks.folder import read_lines
+from weftune.adapters.folder import WEIGHTS
 from weftune.adapters.kind import Member
 from weftune.adapters.kinds import KINDS
 from weftune.adapters.registry import kind_named
@@ -48,7 +51,8 @@ ADAPTERS: Mapping[str, Mapping[str, Any]] = {
     "lora": {"rank": 8},
     "dora": {"rank": 8},
     "vera": {"rank": 64},
-    "pissa": {"rank": 8},
+    # The exact SVD of all linears takes minutes here, and PEFT makes it again.
+    "pissa": {"rank": 8, "targets": ["k_proj", "v_proj"]},
     "ia3": {},
     "bottleneck": {"size": 32},
     "prompt": {"num_virtual_tokens": 8},
@@ -106,11 +110,16 @@ def peft_model(plain: PreTrainedModel, base: Base, job: Ready, folder: Path) -> 
     if adapter.kind == "pissa":
         # PEFT changes the base, so that there is nothing to start from but its own decomposition.
         rank, alpha = adapter.rank, int(adapter.alpha)  # type: ignore[attr-defined]
-        targets = "all-linear"
+        targets = list(adapter.targets)
         config = LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights="pissa", target_modules=targets)
         return get_peft_model(model, config)
     start = write_start(folder / job.name, base, job)
-    return PeftModel.from_pretrained(model, start, is_trainable=True)
+    # `PeftModel.from_pretrained` gives virtual tokens for inference only.
+    config = PeftConfig.from_pretrained(str(start))
+    config.inference_mode = False
+    made = get_peft_model(model, config)
+    set_peft_model_state_dict(made, load_file(start / WEIGHTS))
+    return made
 
 
 def with_peft(model: nn.Module, job: Ready) -> list[float]:
@@ -136,15 +145,34 @@ def apart(mine: Sequence[float], theirs: Sequence[float]) -> float:
     return max(abs(one - other) / max(1.0, abs(other)) for one, other in zip(mine, theirs, strict=True))
 
 
-def job_of(kind: str, steps: int, batch_size: int) -> JobSpec:
+def job_of(kind: str, rows: Path, steps: int, batch_size: int) -> JobSpec:
     adapter = {"kind": kind, **ADAPTERS[kind]}
     return JobSpec(
-        name=kind, data=str(ROWS), adapter=adapter, steps=steps, batch_size=batch_size, learning_rate=1e-3
+        name=kind, data=str(rows), adapter=adapter, steps=steps, batch_size=batch_size, learning_rate=1e-3
     )
 
 
 def in_peft(kind: str) -> bool:
     return KINDS[kind].peft_type is not None
+
+
+def compare(spec: BaseSpec, jobs: Sequence[JobSpec]) -> tuple[list[Compared], float]:
+    """Every job together, alone and by PEFT; and the share of microbatches with three kinds or more."""
+    base, plain, tokenizer = load_base(spec, CPU), load_plain(spec, CPU), load_tokenizer(spec)
+    together, programs = train(base, tokenizer, jobs)
+    found = []
+    for job in jobs:
+        solo, _ = train(base, tokenizer, [job])
+        by_peft = None
+        if in_peft(job.name):
+            ready = make_ready(job, 0, tokenizer, base.shape, cache_folder() / "tokens")
+            with tempfile.TemporaryDirectory() as folder:
+                by_peft = with_peft(peft_model(plain, base, ready, Path(folder)), ready)
+        mine = together[job.name]
+        other = None if by_peft is None else apart(mine, by_peft)
+        found.append(Compared(job.name, mine, apart(mine, solo[job.name]), other))
+        print(json.dumps(asdict(found[-1])), flush=True)
+    return found, share_of_mixed(programs)
 
 
 def main() -> None:
@@ -153,24 +181,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--kinds", default=",".join(known), help=f"some of {','.join(known)}")
+    parser.add_argument("--model", default=DEMO)
+    parser.add_argument("--rows", type=Path, default=ROWS)
     asked = parser.parse_args()
-    jobs = [job_of(kind, asked.steps, asked.batch_size) for kind in asked.kinds.split(",")]
-    spec = BaseSpec(model=DEMO, dtype="float32")
-    base, plain, tokenizer = load_base(spec, CPU), load_plain(spec, CPU), load_tokenizer(spec)
-    together, programs = train(base, tokenizer, jobs)
-    share = share_of_mixed(programs)
-    found = []
-    with tempfile.TemporaryDirectory() as folder:
-        for job in jobs:
-            solo, _ = train(base, tokenizer, [job])
-            by_peft = None
-            if in_peft(job.name):
-                ready = make_ready(job, 0, tokenizer, base.shape, cache_folder() / "tokens")
-                by_peft = with_peft(peft_model(plain, base, ready, Path(folder)), ready)
-            mine = together[job.name]
-            other = None if by_peft is None else apart(mine, by_peft)
-            found.append(Compared(job.name, mine, apart(mine, solo[job.name]), other))
-            print(json.dumps(asdict(found[-1])), flush=True)
+    jobs = [job_of(kind, asked.rows, asked.steps, asked.batch_size) for kind in asked.kinds.split(",")]
+    found, share = compare(BaseSpec(model=asked.model, dtype="float32"), jobs)
     rows = [
         (one.kind, f"{one.losses[0]:.4f} → {one.losses[-1]:.4f}", f"{one.solo:.1e}", _told(one.peft))
         for one in found

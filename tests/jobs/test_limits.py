@@ -73,6 +73,7 @@ NUMBERS = {
     "adapter.relaxed": [0, -1, 1.5],
     "adapter.mask_lr_ratio": [0, -1],
     "adapter.num_virtual_tokens": [0, -1, 1e6, 10**6, 1.5],
+    "adapter.svd_iterations": [-1, 1001, 1.5],
     "adapter.projection_prng_key": [-1, 2**63, 1.5],
     "adapter.rank_pattern.q_proj": [0, -1, 1e6, 10**6],
     "adapter.alpha_pattern.q_proj": [0, -1],

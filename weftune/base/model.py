@@ -97,10 +97,15 @@ class Base:
         def read(site: str) -> Tensor:
             if not modules:
                 modules.update(self.sites() | embedding_module(self.model))
-            if site.endswith(f".{EMBED_SCALE}"):
-                scale = getattr(modules[site.removesuffix(f".{EMBED_SCALE}")], EMBED_SCALE, 1.0)
-                return torch.as_tensor(scale)
-            module = modules[site]
+            path = site.removesuffix(f".{EMBED_SCALE}")
+            if path not in modules:
+                raise BaseModelError(
+                    f"{self.spec.model} has no {path}; its family keeps its embedding elsewhere, so that "
+                    "Weftune can neither train embeddings of it nor start virtual tokens from them."
+                )
+            module = modules[path]
+            if path != site:
+                return torch.as_tensor(getattr(module, EMBED_SCALE, 1.0))
             if isinstance(module, QuantLinear):
                 return module.matrix_of(
                     {name: self._kept(site, name, own) for name, own in module.parts.items()}

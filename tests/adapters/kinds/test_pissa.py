@@ -17,6 +17,7 @@ from weftune import Options
 from weftune.adapters.folder import read_config
 from weftune.adapters.kind import Member
 from weftune.adapters.lora.spec import A, B
+from weftune.adapters.pissa.apply import Decomposed, principal, randomised
 from weftune.adapters.pissa.spec import FIRST_A, FIRST_B
 from weftune.errors import AdapterError
 from weftune.run.events import Stepped
@@ -176,7 +177,7 @@ def test_a_job_that_goes_on_does_not_decompose_the_base_again(tmp_path, monkeypa
 
     with pytest.raises(Crash):
         bench.trainer(bench.base("llama"), tmp_path / "out", jobs).run(crash)
-    monkeypatch.setattr(torch.linalg, "svd", None)
+    monkeypatch.setattr("weftune.adapters.pissa.apply.decompose", None)
     bench.trainer(bench.base("llama"), tmp_path / "out", jobs, options=Options(resume=True)).run()
     assert_same_results(tmp_path / "out", tmp_path / "whole")
 
@@ -187,3 +188,47 @@ def test_a_rank_above_the_number_of_singular_values_is_refused():
     wide = replace(spec, adapter=replace(spec.adapter, rank=4096))
     with pytest.raises(AdapterError, match=r"adapter\.rank is 4096, but .* singular values to start from"):
         begun(base, wide)
+
+
+# -- a randomised SVD --------------------------------------------------------------------------------------
+
+
+def low_rank(found, rank):
+    """The best approximation of that rank."""
+    a_rK, b_rN = principal(found, rank, 1.0)
+    return b_rN.T @ a_rK
+
+
+@pytest.mark.parametrize("shape", [(60, 40), (40, 60)])
+def test_a_randomised_svd_comes_as_near_as_the_exact_one_where_singular_values_fall(shape):
+    torch.manual_seed(0)
+    left, right = torch.linalg.qr(torch.randn(shape[0], 40))[0], torch.linalg.qr(torch.randn(shape[1], 40))[0]
+    weight_NK = (left * 0.7 ** torch.arange(40.0)) @ right.T
+    exact = low_rank(Decomposed(*torch.linalg.svd(weight_NK, full_matrices=False)), 4)
+    gaps = [(low_rank(randomised(weight_NK, 4, n, 3), 4) - exact).norm() for n in (0, 4)]
+    assert gaps[1] <= 1e-5 * exact.norm() < gaps[0]
+    assert torch.equal(*(low_rank(randomised(weight_NK, 4, 4, 3), 4) for _ in range(2)))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_with_enough_iterations_it_starts_where_peft_does(family):
+    """Singular values of random weights hardly differ, so that many are needed."""
+    base, model = bench.base(family, torch.float32), tiny(family, torch.float32)
+    spec = one("pissa", family)
+    ours = start(base, replace(spec, adapter=replace(spec.adapter, svd_iterations=100)))
+    peft = get_peft_model(model, peft_config("pissa", family))
+    for site in dict.fromkeys(site for site, _ in ours):
+        layer = peft.get_submodule(f"base_model.model.{site}")
+        want = layer.lora_B["default"].weight.data @ layer.lora_A["default"].weight.data
+        torch.testing.assert_close(ours[site, B].T @ ours[site, A], want, rtol=1e-4, atol=1e-4)
+
+
+def test_few_iterations_train_as_well_as_any_start(tmp_path):
+    """A and B start from what was found, and its product is subtracted: so the first loss is the base's."""
+    spec = one("pissa", "llama")
+    quick = replace(spec, name="quick", adapter=replace(spec.adapter, svd_iterations=2))
+    bench.train(bench.base("llama"), tmp_path / "out", [spec, quick])
+    mine, theirs = (bench.losses(tmp_path / "out", name) for name in ("quick", "pissa"))
+    assert mine[0] == pytest.approx(theirs[0], rel=1e-9)
+    assert mine[-1] == pytest.approx(theirs[-1], rel=1e-2)
+    assert read_config(tmp_path / "out" / "quick")["r"] == 6

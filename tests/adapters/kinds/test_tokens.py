@@ -31,7 +31,7 @@ from weftune.base.spec import BaseSpec
 from weftune.base.stages import cut_base
 from weftune.core.head import Head, HeadRows
 from weftune.core.shapes import LayerRange
-from weftune.errors import AdapterError, SpecError
+from weftune.errors import AdapterError, BaseModelError, SpecError
 from weftune.jobs.spec.checks import check_targets, warnings
 from weftune.jobs.spec.starts import check_starts
 from weftune.ops.logprobs import target_logprobs
@@ -384,6 +384,10 @@ def test_another_base_or_other_tokens_are_refused(tmp_path):
     fewer = replace(other, adapter=replace(other.adapter, trainable_token_indices=(7,)))
     (mistake,) = check_starts([job("llama"), fewer], base.shape)
     assert "tokens trains other tokens" in mistake.sentence
+    with pytest.raises(
+        BaseModelError, match=r"has no transformer.wte; its family keeps its embedding elsewhere"
+    ):
+        base.weight_reader()("transformer.wte")
     config = json.loads((folder / "adapter_config.json").read_text())
     config["trainable_token_indices"] = {"model.embed_tokens": TOKENS[:2]}
     (folder / "adapter_config.json").write_text(json.dumps(config))

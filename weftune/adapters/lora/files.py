@@ -169,8 +169,10 @@ def read_start(spec: LoraSpec, sites: Sequence[SiteShape]) -> Weights:
 
 def _refuse_tokens(folder: Path, before: LoraSpec, spec: LoraSpec, sites: Sequence[SiteShape]) -> None:
     refuse_other_tokens(folder, before, spec)
-    for shapes in spec.shapes_in_embedding(sites).values():
+    for path, shapes in spec.shapes_in_embedding(sites).items():
         (shape,), stored = shapes.values(), read_tokens(folder, spec)
+        if stored.path != path:
+            raise AdapterError(f"{folder} is for another base: its embedding is {stored.path}, not {path}")
         if stored.rows_nD.shape != shape:
             has = f"embeddings {stored.rows_nD.shape[1]} wide"
             raise AdapterError(f"{folder} is for another base: it has {has}, the base {shape[1]}")

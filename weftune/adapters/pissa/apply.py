@@ -11,13 +11,13 @@ Shapes: K inputs, N outputs of a site, r ranks; L rows of one job.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from weftune.adapters.kind import NewAdapter, Parameters
+from weftune.adapters.kind import Member, NewAdapter, Parameters
 from weftune.adapters.lora.export import merge, write_portable
 from weftune.adapters.lora.files import read_start, read_tokens, write_adapter
 from weftune.adapters.lora.spec import A, B
@@ -28,6 +28,10 @@ from weftune.adapters.token_rows import fill_tokens
 from weftune.adapters.tokens import TOKENS
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
+from weftune.ops.draw import fill_normal, parameter_key
+
+OVERSAMPLED = 8
+"""Directions beyond the rank that a randomised SVD starts with."""
 
 
 class Pissa(PlainKind):
@@ -49,7 +53,8 @@ class Pissa(PlainKind):
         for site in [site for site, name in new.parameters if name == FIRST_A]:
             like_rK = new.parameters[site, FIRST_A]
             weight_NK = new.weight_at(site).to(device=new.drawn_on or like_rK.device, dtype=like_rK.dtype)
-            a_rK, b_rN = principal(site, weight_NK, len(like_rK), new.member.spec.scale_at(site))
+            decomposed = decompose(site, weight_NK, len(like_rK), new.member)
+            a_rK, b_rN = principal(decomposed, len(like_rK), new.member.spec.scale_at(site))
             for name, value in ((A, a_rK), (FIRST_A, a_rK), (B, b_rN), (FIRST_B, b_rN)):
                 new.parameters[site, name].copy_(value)
 
@@ -90,13 +95,43 @@ class Pissa(PlainKind):
         merge(folder, modules, sites)
 
 
-def principal(site: str, weight_NK: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
-    """A₀ [r, K] and B₀ [r, N]: scale · B₀A₀ is the best approximation of W that has this rank."""
+@dataclass(frozen=True, slots=True)
+class Decomposed:
+    """W = U diag(s) V, the largest singular values first; of a randomised SVD only those that are wanted."""
+
+    left_NR: Tensor
+    values_R: Tensor
+    right_RK: Tensor
+
+
+def decompose(site: str, weight_NK: Tensor, rank: int, member: Member) -> Decomposed:
+    """At least the first `rank` singular values of a site's weight, as the job's spec wants them computed."""
     if rank > min(weight_NK.shape):
         raise AdapterError(
             f"adapter.rank is {rank}, but {site} has only {min(weight_NK.shape)} singular values to start "
             "from; choose a smaller rank, or other targets"
         )
-    left_Nr, values_r, right_rK = torch.linalg.svd(weight_NK, full_matrices=False)
-    root_r = (values_r[:rank] / scale).sqrt()
-    return root_r[:, None] * right_rK[:rank], root_r[:, None] * left_Nr[:, :rank].T
+    iterations = member.spec.svd_iterations
+    if iterations is None:
+        return Decomposed(*torch.linalg.svd(weight_NK, full_matrices=False))
+    return randomised(weight_NK, rank, iterations, parameter_key(member.seed, site, FIRST_A))
+
+
+def randomised(weight_NK: Tensor, rank: int, iterations: int, key: int) -> Decomposed:
+    """By Halko, Martinsson and Tropp (2011, algorithm 4.4): a few random directions, turned towards the
+    principal ones by every iteration. They are drawn on the host, so that all devices draw the same."""
+    count = min(rank + OVERSAMPLED, *weight_NK.shape)
+    drawn_KR = torch.empty(weight_NK.shape[1], count, dtype=weight_NK.dtype)
+    fill_normal(drawn_KR, key)
+    basis_NR = torch.linalg.qr(weight_NK @ drawn_KR.to(weight_NK.device)).Q
+    for _ in range(iterations):
+        basis_KR = torch.linalg.qr(weight_NK.T @ basis_NR).Q
+        basis_NR = torch.linalg.qr(weight_NK @ basis_KR).Q
+    left_RR, values_R, right_RK = torch.linalg.svd(basis_NR.T @ weight_NK, full_matrices=False)
+    return Decomposed(basis_NR @ left_RR, values_R, right_RK)
+
+
+def principal(found: Decomposed, rank: int, scale: float) -> tuple[Tensor, Tensor]:
+    """A₀ [r, K] and B₀ [r, N]: scale · B₀A₀ is the best approximation of W that has this rank."""
+    root_r = (found.values_R[:rank] / scale).sqrt()
+    return root_r[:, None] * found.right_RK[:rank], root_r[:, None] * found.left_NR[:, :rank].T

@@ -19,6 +19,8 @@ class PissaSpec(LoraSpec):
     implementation: ClassVar[str] = "weftune.adapters.pissa.apply:Pissa"
 
     kind: Literal["pissa"] = "pissa"  # type: ignore[assignment]
+    svd_iterations: int | None = None
+    """Iterations of a randomised SVD, as in PEFT's `pissa_niter_…`; None: the exact one."""
 
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
         own = LoraSpec.shapes_at(self, site)
@@ -27,7 +29,7 @@ class PissaSpec(LoraSpec):
     def converted(self) -> LoraSpec:
         """The LoRA adapter that computes the same on the unchanged base: [A; A₀] and [B, −B₀], with twice the
         rank and the same scale."""
-        keys: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        keys: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(LoraSpec)}
         more = 2.0**0.5 if self.rslora else 2.0
         return LoraSpec(
             **keys

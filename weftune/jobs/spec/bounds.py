@@ -85,6 +85,7 @@ BOUNDS: Mapping[Loc, Bound] = {
     ("adapter", "relaxed"): Bound(above=0, most=MOST, share=True),
     ("adapter", "mask_lr_ratio"): Bound(above=0),
     ("adapter", "num_virtual_tokens"): Bound(whole=True, least=1, most=65536),
+    ("adapter", "svd_iterations"): Bound(whole=True, least=0, most=1000, none=True),
     ("adapter", "projection_prng_key"): Bound(whole=True, least=0, most=2**63 - 1),
     ("adapter", "rank_pattern", ANY): Bound(whole=True, least=1, most=65536),
     ("adapter", "alpha_pattern", ANY): Bound(above=0),

@@ -19,7 +19,7 @@ ADAPTER_KEYS = (
     "kind", "rank", "alpha", "dropout", "targets", "layers", "target_parameters", "rslora",
     "loraplus_lr_ratio", "rank_pattern", "alpha_pattern", "init_from", "feedforward", "d_initial",
     "projection_prng_key", "placement", "size", "activation", "sparsity", "l0_weight", "structured",
-    "relaxed", "mask_lr_ratio", "num_virtual_tokens", "init", "init_text",
+    "relaxed", "mask_lr_ratio", "num_virtual_tokens", "svd_iterations", "init", "init_text",
     "trainable_token_indices",
 )  # fmt: skip
 JOB_KEYS = (
@@ -242,7 +242,7 @@ ANSWERED: Mapping[str, str] = {
     "encoder_hidden_size": "leave it out, keys and values are trained themselves",
     "token_dim": "leave it out, it is the base's",
     "use_dora": "for true write kind: dora in adapter",
-    "init_lora_weights": "leave it out; for pissa write kind: pissa in adapter",
+    "init_lora_weights": "leave it out; for pissa write kind: pissa in adapter, for a niter svd_iterations",
     "trust_remote_code": "leave it out, code from a model's folder is never run",
     "deepspeed": "leave it out, one process trains all jobs",
     "wandb_project": "write report_to: [wandb] at the top of the file",

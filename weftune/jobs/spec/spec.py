@@ -188,6 +188,7 @@ ADDED_TO_ADAPTERS: Mapping[str, Any] = {
     "layers": None,
     "loraplus_lr_ratio": 1.0,
     "trainable_token_indices": [],
+    "svd_iterations": None,
     "init": "random",
     "init_text": "",
 }
