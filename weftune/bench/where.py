@@ -42,7 +42,8 @@ class KernelKind(StrEnum):
 
 
 KERNELS = {
-    **dict.fromkeys(("product", "expert_product", "write_nf4", "write_int8"), KernelKind.FROZEN),
+    **dict.fromkeys(("product", "expert_product"), KernelKind.FROZEN),
+    **dict.fromkeys(("write_nf4", "write_rows", "row_codes"), KernelKind.FROZEN),
     **dict.fromkeys(("down", "sum_rows", "up", "ds_db", "ds_alone", "da"), KernelKind.ADAPTERS),
     **dict.fromkeys(("add_dx", "add_gradients", "deal_runs"), KernelKind.ADAPTERS),
     **dict.fromkeys(("large_y", "large_dx"), KernelKind.ADAPTERS),
