@@ -116,7 +116,7 @@ def peft_model(plain: PreTrainedModel, base: Base, job: Ready, folder: Path) -> 
     start = write_start(folder / job.name, base, job)
     # `PeftModel.from_pretrained` gives virtual tokens for inference only.
     config = PeftConfig.from_pretrained(str(start))
-    config.inference_mode = False
+    config.inference_mode, config.base_model_name_or_path = False, None
     made = get_peft_model(model, config)
     set_peft_model_state_dict(made, load_file(start / WEIGHTS))
     return made

@@ -22,6 +22,7 @@ RANGES = [
     (("adapter", "relaxed"), [1e-9, 1, 7, LARGE], [(0, "above 0"), (LARGE + 1, "at most"), (1.5, SHARE)]),
     (("adapter", "mask_lr_ratio"), [1e-9, 100], [(0, "above 0")]),
     (("adapter", "num_virtual_tokens"), [1, 65536], [(0, "at least 1"), (65537, "at most"), (1.5, WHOLE)]),
+    (("adapter", "svd_iterations"), [0, 1000, None], [(-1, "at least 0"), (1001, "at most"), (1.5, WHOLE)]),
     (("adapter", "projection_prng_key"), [0, 2**63 - 1], [(-1, "at least 0"), (2**63, "most"), (1.5, WHOLE)]),
     (("adapter", "rank_pattern", ANY), [1, 65536], [(0, "at least 1"), (65537, "at most"), (2.5, WHOLE)]),
     (("adapter", "alpha_pattern", ANY), [1e-9], [(0, "above 0")]),
