@@ -9,8 +9,11 @@ from peft.tuners.lora import LoraLayer
 
 from tests.families import FAMILIES, tiny
 from tests.oracle import lora_config
+from weftune.adapters.dora.spec import DoraSpec
+from weftune.adapters.ia3.spec import Ia3Spec
 from weftune.adapters.lora.spec import LoraSpec, site_of, weight_names
 from weftune.base.shape import linears
+from weftune.core.shapes import SiteShape
 
 
 def by_peft(model, spec):
@@ -92,3 +95,18 @@ def test_a_weights_name_gives_its_site_back_and_any_other_name_does_not():
         "x.lora_A.weight",
     ):
         assert site_of(name) is None
+
+
+def test_outputs_that_are_kept_are_those_of_sites_beside_one_that_scales_its_own() -> None:
+    layers = range(2)
+    widths = {"q_proj": 64, "k_proj": 16, "v_proj": 16, "o_proj": 32}
+    sites = [
+        SiteShape(f"model.layers.{layer}.self_attn.{name}", 64 if name == "o_proj" else 32, width)
+        for layer in layers
+        for name, width in widths.items()
+    ]
+    sites += [SiteShape(f"model.layers.{layer}.mlp.down_proj", 96, 32) for layer in layers]
+    assert LoraSpec().scaled_outputs(sites) == 0
+    assert Ia3Spec().scaled_outputs(sites) == 2 * (64 + 16 + 16)
+    assert DoraSpec().scaled_outputs(sites) == 2 * (64 + 16 + 16 + 32 + 32)
+    assert DoraSpec(layers=1, targets=("down_proj",)).scaled_outputs(sites) == 32

@@ -118,9 +118,24 @@ class TargetSpec:
             yield path, sum(map(math.prod, shapes.values()))
         yield from ((site.name, self.parameters_at(site)) for site in sites if self.adapts(site))
 
+    def scales_outputs(self, site: SiteShape) -> bool:
+        """Whether the adapter scales what the base computes at a site that it adapts."""
+        return False
+
+    def scaled_outputs(self, sites: Sequence[SiteShape]) -> int:
+        """Outputs of the base that are kept for the gradients of such scales: those of all sites beside one
+        another that may be multiplied at once."""
+        beside = {_beside(site) for site in sites if self.adapts(site) and self.scales_outputs(site)}
+        return sum(site.out_features for site in sites if _beside(site) in beside)
+
     def rank_at(self, name: str) -> int:
         """The width of its product beside the frozen one, by which its time is estimated; 0: it has none."""
         return 0
+
+
+def _beside(site: SiteShape) -> tuple[str, int]:
+    """The same for sites of one module that may share their input."""
+    return site.name.rpartition(".")[0], site.in_features
 
 
 def ends_with(name: str, ending: str) -> bool:

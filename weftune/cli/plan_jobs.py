@@ -91,6 +91,7 @@ def _outline(job: JobSpec, place: int, planned: Curriculum, shape: ModelShape, m
             by_layer=layer_sums(counts, shape.layers),
             resting=sum(site.resting(adapter.parameters_at(site)) for site in sites),
             starts_from=source_of(job.adapter),
+            scaled=adapter.scaled_outputs(shape.sites),
         ),
         ranks={site.name: adapter.rank_at(site.name) for site in sites},
         batches=tuple(tuple(train.lengths[planned.order.batch(step)].tolist()) for step in rounds),

@@ -167,6 +167,9 @@ class JobShape:
     """Adapter parameters that a token does not meet: those at experts that it is not sent to."""
     starts_from: str = ""
     """The job of the same run whose adapter it waits for."""
+    scaled: int = 0
+    """Outputs of the base, in all layers, that kernels keep for every token of a microbatch while it is
+    aboard, since it scales them or some beside them."""
 
     @property
     def met(self) -> int:

@@ -113,6 +113,7 @@ def make_ready(
             by_layer=layer_sums(((one.site, one.size) for one in layout.parameters), shape.layers),
             resting=layout.size - layout.met,
             starts_from=source_of(spec.adapter),
+            scaled=spec.adapter.scaled_outputs(shape.sites),
         ),
         evaluate_at=planned.evaluate_at,
         save_at=planned.save_at,

@@ -112,6 +112,16 @@ def test_every_further_layer_that_is_recomputed_takes_less() -> None:
     assert sizes[-1] < 0.4 * deep(0).bytes_per_token(Recompute(True))
 
 
+def test_outputs_that_jobs_scale_are_kept_once_for_all_of_them_where_kernels_scale() -> None:
+    one, other = replace(job("a"), scaled=5000), replace(job("b"), scaled=3000)
+    memory, plain = deep(10**6), model(10**6)
+    for jobs, values in (([one], 5000), ([one, other], 5000), ([other], 3000), ([job()], 0)):
+        kept = memory.need(jobs, 7).activations - memory.need([job()], 7).activations
+        assert kept == 7 * values * 2
+    assert memory.capacity([one], most=10**6) < memory.capacity([job()], most=10**6)
+    assert plain.need([one], 7) == plain.need([job()], 7)
+
+
 def test_a_job_that_fits_only_with_everything_recomputed_is_let_aboard() -> None:
     everything = deep(0).bytes_per_token(Recompute(True, 10))
     assert deep(10 * everything).why_not([job()]) is None

@@ -22,3 +22,6 @@ class DoraSpec(LoraSpec):
 
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
         return {**LoraSpec.shapes_at(self, site), MAGNITUDE: (site.out_features,)}
+
+    def scales_outputs(self, site: SiteShape) -> bool:
+        return True

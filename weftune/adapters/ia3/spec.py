@@ -30,3 +30,6 @@ class Ia3Spec(TargetSpec):
 
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
         return {SCALE: (site.in_features if self.is_feedforward(site.name) else site.out_features,)}
+
+    def scales_outputs(self, site: SiteShape) -> bool:
+        return not self.is_feedforward(site.name)

@@ -119,7 +119,7 @@ class MemoryModel:
         """Of each worker of a replica."""
         scored = tokens if supervised is None else supervised
         if self._keeps:
-            kept = [int(tokens * self._kept_bytes(part, recompute)) for part in self._parts]
+            kept = [int(tokens * self._kept_bytes(part, recompute, jobs)) for part in self._parts]
             return self._keeping(jobs, kept, scored)
         layer = layer_bytes(self.shape)
         workers = range(self.layout.workers)
@@ -131,7 +131,7 @@ class MemoryModel:
         """Of the worker of a pipeline that needs most, where each holds so many rows at a time, and of one
         microbatch so many go through the head."""
         held = [
-            int(count * self._token_bytes(part, recompute))
+            int(count * self._token_bytes(part, recompute, jobs))
             for part, count in zip(self._parts, rows, strict=True)
         ]
         return self._most(self._keeping(jobs, held, supervised))
@@ -198,7 +198,8 @@ class MemoryModel:
         rows = padded_rows(sum(job.batch_tokens for job in jobs), self.fused)
         # Beside what its stages keep, as much as one makes may still be on its way to the next worker.
         inputs = on.held_inputs.rounds + (self.layout.workers > 1)
-        passing = max(sizes) * math.ceil(int(tokens) * self._whole_bytes(NOTHING) / self.shape.layers)
+        whole = self._token_bytes(self.shape, NOTHING, jobs)
+        passing = max(sizes) * math.ceil(int(tokens) * whole / self.shape.layers)
         return Need(
             resident=self._process(on.worker)
             + self._ends_bytes(on, layer)
@@ -248,12 +249,12 @@ class MemoryModel:
 
     # -- activations -------------------------------------------------------------------------------------
 
-    def bytes_per_token(self, recompute: Recompute = NOTHING) -> int:
-        """What one more token in a microbatch adds, where it adds most."""
+    def bytes_per_token(self, recompute: Recompute = NOTHING, jobs: Sequence[JobShape] = ()) -> int:
+        """What one more token in a microbatch adds, where it adds most, with these jobs aboard."""
         if self._keeps:
-            return max(self._kept_bytes(part, recompute) for part in self._parts)
+            return max(self._kept_bytes(part, recompute, jobs) for part in self._parts)
         largest = max(stage.count for stage in self.layout.stages)
-        passing = self._whole_bytes(recompute) * largest // self.shape.layers
+        passing = self._token_bytes(self.shape, recompute, jobs) * largest // self.shape.layers
         return passing + self._moving(self.layout.on(0)) * self._row_bytes
 
     @property
@@ -261,20 +262,19 @@ class MemoryModel:
         """Layers whose activations `bytes_per_token` counts."""
         return max(part.layers for part in self._parts) if self._keeps else self.shape.layers
 
-    def _whole_bytes(self, recompute: Recompute) -> int:
-        """Of a token in all layers."""
-        return self._token_bytes(self.shape, recompute)
-
-    def _kept_bytes(self, part: ModelShape, recompute: Recompute) -> int:
+    def _kept_bytes(self, part: ModelShape, recompute: Recompute, jobs: Sequence[JobShape]) -> int:
         """Of a token of every microbatch in flight: as many as stages, on the first stage of a pipeline."""
         workers = self.layout.workers
-        return self._token_bytes(part, recompute) * (workers + self.spare if workers > 1 else 1)
+        return self._token_bytes(part, recompute, jobs) * (workers + self.spare if workers > 1 else 1)
 
-    def _token_bytes(self, part: ModelShape, recompute: Recompute) -> int:
+    def _token_bytes(self, part: ModelShape, recompute: Recompute, jobs: Sequence[JobShape]) -> int:
+        """Of a token in the layers of `part`."""
         widths = sum(site.widths for site in part.sites)
-        factor, extra = ACTIVATION_FACTOR, 0
+        factor, extra = ACTIVATION_FACTOR, 0.0
         if self.fused and not part.mixes:
             factor, extra = OUTPUTS_FACTOR if recompute.outputs else FUSED_FACTOR, part.extra_values
+            # Jobs that scale outputs mostly scale the same ones, which are kept once for all.
+            extra += max((job.scaled for job in jobs), default=0) / self.shape.layers
         layers, again = part.layers, min(recompute.layers, part.layers)
         # Of layers that are recomputed, one is held whole at a time, and of each its input.
         whole = min(layers, layers - again + (1 if again else 0))
@@ -345,7 +345,7 @@ class MemoryModel:
         # However few rows are supervised, the head is given all of its chunk.
         head = int(self.fit.head * self.head_bytes(math.inf))
         free = self.budget - self.peak_bytes(jobs, 0, recompute) - self.fit.error - head
-        return int(free / (self.fit.activations * self.bytes_per_token(recompute)))
+        return int(free / (self.fit.activations * self.bytes_per_token(recompute, jobs)))
 
 
 def present_layers(on: OnWorker) -> int:
