@@ -151,10 +151,12 @@ class Banks:
         whole_sites: Sequence[SiteShape] | None = None,
         embedding: nn.Module | None = None,
         tied: bool = False,
+        weaves: bool = True,
     ) -> None:
         """`sites` are those that are here; `whole_sites` those of the whole base, where that has more.
         `embedding` is where rows before a sample go in, and rows of a job's own; None where it is elsewhere,
-        or nobody has any. Where it is `tied` to the head, they are in that, too."""
+        or nobody has any. Where it is `tied` to the head, they are in that, too. `weaves`: whether passes may
+        take the tiled route, for which adapters are laid out."""
         self.aboard: dict[str, Aboard] = {}
         self.slots = SLOTS
         self._free: list[int] = []
@@ -190,7 +192,7 @@ class Banks:
         """By the path of their module."""
         for experts in self._experts.values():
             experts.module.forward = partial(self._mix, experts, experts.module.forward)
-        self._embedding, self._tied = embedding, tied
+        self._embedding, self._tied, self._weaves = embedding, tied, weaves
         if embedding is not None:
             embedding.forward = partial(self._embed, embedding.forward)
 
@@ -270,7 +272,7 @@ class Banks:
         totals: Parameters,
     ) -> list[tuple[SiteGroup, list[WovenPart | None]]] | None:
         """The job's adapter at each group of linears as the tiled kernels take it; None where they do not."""
-        if not kind.weaves(member.spec):
+        if not (self._weaves and kind.weaves(member.spec)):
             return None
         scratch = Scratch(self._like)
         found = [

@@ -36,7 +36,14 @@ class AdaptedBase:
             groups = self.layers.groups if self.layers else ()
             embedding = base.model.get_input_embeddings()
             self.banks = Banks(
-                base.sites(), base.shape.sites, like, groups, base.whole_sites, embedding, base.tied
+                base.sites(),
+                base.shape.sites,
+                like,
+                groups,
+                base.whole_sites,
+                embedding,
+                base.tied,
+                weaves=self.route is Route.tiled,
             )
             if self.layers is not None:
                 self.layers.fuse(self.banks)
