@@ -97,7 +97,7 @@ def of_large_dx(site: Site, weave: Weave) -> Step:
 
 def of_y(site: Site, weave: Weave) -> Step:
     s_TPR = down(site.x_TK, weave)
-    return lambda: fused_y(site.x_TK, site.weight_NK, None, None, s_TPR, weave)
+    return lambda: fused_y(site.x_TK, site.weight_NK, None, None, s_TPR, None, weave)
 
 
 def of_dx(site: Site, weave: Weave) -> Step:

@@ -112,7 +112,7 @@ def _wide_steps(case: SiteCase, s: Tensor, ds: Tensor) -> dict[str, Callable[[in
     return {
         "xWt in float32": lambda turn: in_float32(case.x[turn], weight_NK.T),
         "dyW in float32": lambda turn: in_float32(case.dy[turn], weight_NK),
-        "up": lambda turn: up(s, y_TN, of_y, None, None, torch.empty_like(case.dy[turn]), weave),
+        "up": lambda turn: up(s, y_TN, of_y, None, None, torch.empty_like(case.dy[turn]), None, weave),
         "add dx": lambda turn: add_dx(ds, dx_TK, of_dx, torch.empty_like(case.x[turn]), weave),
     }
 
@@ -123,8 +123,8 @@ def _fused_steps(case: SiteCase, s: Tensor, ds: Tensor) -> dict[str, Callable[[i
         return {}
     weave, nobody, weight_NK = case.weave(Order.fused), case.nobody(), case.weight_NK
     return {
-        "y fused": lambda turn: fused_y(case.x[turn], weight_NK, None, None, s, weave),
-        "y fused, nobody": lambda turn: fused_y(case.x[turn], weight_NK, None, None, s, nobody),
+        "y fused": lambda turn: fused_y(case.x[turn], weight_NK, None, None, s, None, weave),
+        "y fused, nobody": lambda turn: fused_y(case.x[turn], weight_NK, None, None, s, None, nobody),
         "dx fused": lambda turn: fused_dx(case.dy[turn], weight_NK, ds, weave),
         "dx fused, nobody": lambda turn: fused_dx(case.dy[turn], weight_NK, ds, nobody),
     }

@@ -65,7 +65,7 @@ def _product_step(forward: bool, columns: int, stages: int, group: int, case: Si
     weave = replace(weave, tiling=replace(weave.tiling, y=blocks, dx=blocks))
     s = down(case.x[0], weave)
     if forward:
-        return lambda turn: fused_y(case.x[turn], case.weight_NK, None, None, s, weave)
+        return lambda turn: fused_y(case.x[turn], case.weight_NK, None, None, s, None, weave)
     return lambda turn: fused_dx(case.dy[turn], case.weight_NK, s, weave)
 
 

@@ -13,7 +13,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from tests import bench, oracle
+from tests.adapters.aboard import attach
+from tests.adapters.aboard import together as in_one_microbatch
 from tests.adapters.kinds.cases import targets
+from tests.base.packs import random_samples
 from tests.cases import slow_but
 from tests.families import tiny
 from tests.launches import Launch, deep_folder
@@ -23,7 +26,9 @@ from tests.run.models import LAYERS, deep
 from tests.run.test_streamed import windows
 from tests.run.workers.test_agreed import CAPACITY, whole_base
 from weftune import JobSpec, Options
+from weftune.adapters.banks import Banks
 from weftune.adapters.kind import Member
+from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import kind_named, kind_of
 from weftune.base.host.streamed import stream_model
 from weftune.base.shape import embedding_module, model_shape, site_modules
@@ -199,18 +204,18 @@ def test_its_nan_stays_with_it(together, tmp_path):
         equal(tmp_path / "out", together, other)
 
 
-def test_a_microbatch_with_it_is_not_captured(tmp_path):
+def test_a_microbatch_with_it_is_not_captured():
     """Its rows go in by plain torch, which a captured pass would not know of."""
-    base = bench.base("gpt2")
-    trainer = bench.trainer(base, tmp_path / "out", [job("gpt2"), others("gpt2")[0]])
-    seen = {}
-
-    def look(event):
-        if isinstance(event, Stepped):
-            seen[event.job] = trainer.loop.executor.banks.aboard[event.job].tiled
-
-    trainer.run(look)
-    assert seen == {"tokens": False, "plain": True}
+    base = bench.base("llama")
+    like, embedding = next(base.model.parameters()), base.model.get_input_embeddings()
+    banks = Banks(base.sites(), base.shape.sites, like, embedding=embedding)
+    specs = {"tokens": LoraSpec(rank=2, trainable_token_indices=(3, 5)), "plain": LoraSpec(rank=2)}
+    for name, spec in specs.items():
+        size = kind_named("lora").layout(spec, base.shape.sites).size
+        attach(banks, base, name, spec, torch.zeros(size, dtype=base.dtype))
+    samples = random_samples((4, 3))
+    assert banks.capturable(in_one_microbatch(["plain", "stranger"], samples))
+    assert not banks.capturable(in_one_microbatch(["plain", "tokens"], samples))
 
 
 # -- however the base lies, and when killed ----------------------------------------------------------------

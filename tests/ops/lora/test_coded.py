@@ -76,12 +76,12 @@ def test_a_program_takes_as_many_bytes_of_codes_at_a_time_and_reads_both_operand
     weight = frozen_weight(PARTS, made)
     _, group, rows = woven(PARTS, made)
     use = Weave(group, rows, True, tiling(rows, group, PARTS.features, PARTS.dtype), Order.fused)
-    fused.fused_y(made.x, weight, None, None, made.x, use)
+    fused.fused_y(made.x, weight, None, None, made.x, None, use)
     fused.fused_dx(made.dy, weight, made.x, use)
     for launch in launches:
         assert [one.block_shape for one in launch.given[:2]] == [[128, 128], [launch.constants["C"], 128]]
         assert launch.of("TURNED", "D", "ROUGH") == (True, 128, None)
-    assert [launch.given[6] is None for launch in launches] == [False, True], "scales of columns"
+    assert [launch.given[7] is None for launch in launches] == [False, True], "scales of columns"
 
 
 def test_only_short_sums_are_left_to_the_tensor_core():

@@ -60,29 +60,30 @@ def write_factors(like_TK: Tensor, table: AddressTable, matrices_PS4: Tensor, co
     """A and B of all slots that have them computed, for inputs like these."""
     from weftune.ops.triton import factors
 
-    _launch(factors.write_factors, like_TK, table, matrices_PS4, columns)
+    factors.write_factors[(table.slots, _blocks(like_TK, columns))](
+        *_given(like_TK, table, matrices_PS4), **_constants(table, columns)
+    )
 
 
 def add_factors(like_TK: Tensor, table: AddressTable, matrices_PS4: Tensor, columns: Columns) -> None:
     """From dA and dB, which are zero afterwards, add to the accumulators of d and e."""
     from weftune.ops.triton import factors
 
-    _launch(factors.add_factors, like_TK, table, matrices_PS4, columns)
-
-
-def _launch(
-    kernel: Any, like_TK: Tensor, table: AddressTable, matrices_PS4: Tensor, columns: Columns
-) -> None:
-    inputs, widths = like_TK.shape[1], tuple(high - low for low, high in columns)
-    kernel[(table.slots, -(-max(inputs, *widths) // COLUMNS))](
-        like_TK,
-        table.address_PSA,
-        table.number_PSn,
-        matrices_PS4,
-        inputs,
-        WIDTHS=widths,
-        S=table.slots,
-        P=len(columns),
-        C=COLUMNS,
-        num_warps=4,
+    factors.add_factors[(table.slots, _blocks(like_TK, columns))](
+        *_given(like_TK, table, matrices_PS4), **_constants(table, columns)
     )
+
+
+def _blocks(like_TK: Tensor, columns: Columns) -> int:
+    """Of columns, in the widest matrix."""
+    widest = max(like_TK.shape[1], *(high - low for low, high in columns))
+    return -(-widest // COLUMNS)
+
+
+def _given(like_TK: Tensor, table: AddressTable, matrices_PS4: Tensor) -> tuple[Tensor | int, ...]:
+    return like_TK, table.address_PSA, table.number_PSn, matrices_PS4, like_TK.shape[1]
+
+
+def _constants(table: AddressTable, columns: Columns) -> dict[str, Any]:
+    widths = tuple(high - low for low, high in columns)
+    return {"WIDTHS": widths, "S": table.slots, "P": len(columns), "C": COLUMNS, "num_warps": 4}
