@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from tests import bench, oracle
 from tests.base.quant.bases import quantised_base, stood_for, stored_folder
 from tests.base.quant.emulated import emulated
+from tests.cases import slow_but
 from tests.families import tiny
 from tests.launches import Launch, deep_folder
 from tests.outputs import Crash, assert_same_job, assert_same_results, assert_whole, events_of, status
@@ -42,7 +43,7 @@ def test_two_jobs_together_equal_solo_peft_on_the_matrices_in_float64(family, qu
         oracle.assert_equal_float64(got, by_peft(plain, s))
 
 
-@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize("family", slow_but(["llama", "opt"], ["llama"]))
 def test_in_fp8_two_jobs_together_equal_solo_peft_on_linears_that_multiply_so_in_float64(family, tmp_path):
     settings = two_jobs(family, tmp_path)
     base = quantised_base(tiny(family, torch.float64), "fp8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import yaml
 
 from tests.launches import deep_folder
@@ -14,6 +15,7 @@ JOBS = [
 ]
 
 
+@pytest.mark.slow
 def test_on_a_quantised_base_streamed_from_host_memory_all_learn_the_same(tmp_path, forks):
     place = deep_folder(tmp_path, JOBS, "llama", learning_rate=2e-3)
     whole = yaml.safe_load((place / "jobs.yaml").read_text())

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests import bench
+from tests.cases import slow_but
 from tests.launches import deep_folder
 from tests.outputs import states
 from weftune.adapters.folder import read_config
@@ -94,15 +95,15 @@ class BitFitSpec(TargetSpec):
 """
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("import nowhere_to_be_found", "ModuleNotFoundError: No module named 'nowhere_to_be_found'; mend it"),
-        ("raise RuntimeError('one line\\nanother')", "RuntimeError: one line; mend it"),
-        ("BitFitSpec = 3", "TypeError: weftune_bitfit.spec:BitFitSpec is no class that extends TargetSpec"),
-        (UNDEFINED, "NameError: name 'Undefined' is not defined"),
-    ],
-)
+BROKEN = [
+    ("import nowhere_to_be_found", "ModuleNotFoundError: No module named 'nowhere_to_be_found'; mend it"),
+    ("raise RuntimeError('one line\\nanother')", "RuntimeError: one line; mend it"),
+    ("BitFitSpec = 3", "TypeError: weftune_bitfit.spec:BitFitSpec is no class that extends TargetSpec"),
+    (UNDEFINED, "NameError: name 'Undefined' is not defined"),
+]
+
+
+@pytest.mark.parametrize(("text", "reason"), slow_but(BROKEN, BROKEN[:1]))
 def test_a_package_that_fails_breaks_no_other_kind_and_is_told_when_it_is_asked_for(
     broken, tmp_path, text, reason
 ):
@@ -114,6 +115,7 @@ def test_a_package_that_fails_breaks_no_other_kind_and_is_told_when_it_is_asked_
     assert "bits" in weftune(folder, place, "plan", "jobs.yaml")
 
 
+@pytest.mark.slow
 def test_a_kind_whose_code_fails_is_told_when_it_is_trained(broken, tmp_path):
     folder, place = broken("apply.py", "import nowhere_to_be_found"), deep_folder(tmp_path, JOBS)
     told = " ".join(weftune(folder, place, "train", "jobs.yaml", code=2).split())
@@ -121,6 +123,7 @@ def test_a_kind_whose_code_fails_is_told_when_it_is_trained(broken, tmp_path):
     assert "adapter.kind: bitfit is no kind that works: the package weftune_bitfit cannot be used" in told
 
 
+@pytest.mark.slow
 def test_the_doctor_and_an_export_tell_of_a_package_that_fails(broken, tmp_path):
     folder, place = broken("spec.py", "import nowhere_to_be_found"), deep_folder(tmp_path, JOBS)
     told = " ".join(weftune(folder, place, "doctor").split())

@@ -43,7 +43,7 @@ def test_kinds_beside_one_another_compute_and_learn_what_their_parts_do(family: 
     assert min(gradient.norm() for gradient in want.gradients.values()) > 1e-2
 
 
-@pytest.mark.parametrize("job", slow_but(SPECS, ["lora", "dora"]))
+@pytest.mark.parametrize("job", slow_but(SPECS, ["dora"]))
 def test_alone_each_computes_to_the_bit_what_it_does_among_others(job: str) -> None:
     base, own = tiny_base("qwen2", torch.float32), rows_of(job)
     among = passed(base, SPECS, [*SPECS], Route.tiled)
@@ -53,7 +53,7 @@ def test_alone_each_computes_to_the_bit_what_it_does_among_others(job: str) -> N
     assert torch.equal(alone.gradients[job], among.gradients[job])
 
 
-@pytest.mark.parametrize("sick", slow_but(SPECS, ["vera", "dora"]))
+@pytest.mark.parametrize("sick", slow_but(SPECS, ["dora"]))
 def test_a_nan_in_the_weights_of_one_stays_with_it(sick: str) -> None:
     def poisoned(base: Base, spec: AdapterSpec, number: int) -> Tensor:
         return drawn(base, spec, number) * (torch.nan if [*SPECS][number] == sick else 1.0)

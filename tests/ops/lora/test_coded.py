@@ -40,7 +40,7 @@ BOUND = 1e-5
 
 
 @pytest.mark.parametrize("case", [ONE, PARTS], ids=["one site", "three with bias and residual"])
-@pytest.mark.parametrize("order", slow_but(Order, [Order.wide, Order.fused, Order.fused_beside]))
+@pytest.mark.parametrize("order", slow_but(Order, [Order.wide, Order.fused]))
 def test_values_and_gradients_are_those_of_the_codes(order, case):
     case = case.dropping(0.1)
     want = coded_truth(case)
