@@ -43,26 +43,22 @@ FP8 = pytest.param(
     ),
 )
 
-UNSPLIT = 2 << 20
-"""By so many bytes a few blocks of the allocator are larger than what was asked for: it does not split off
-less than 1 MiB."""
-
 
 @pytest.mark.parametrize("quantize", ["nf4", "int8", FP8])
 def test_the_base_takes_the_bytes_that_were_foretold(quantize, tmp_path):
     device = torch.device("cuda", 0)
     folder = plain_folder(tmp_path, model())
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
     base = load_base(spec_of(folder, quantize), device)
-    taken = torch.cuda.memory_allocated() - before
-    assert taken == pytest.approx(base.shape.base_bytes, rel=0.02, abs=UNSPLIT)
+    # Not what the allocator counts: it does not split off less than 1 MiB of a block.
+    held = [value.untyped_storage() for value in (*base.model.parameters(), *base.model.buffers())]
+    taken = sum({one.data_ptr(): one.nbytes() for one in held if one.device.type == "cuda"}.values())
+    assert taken == pytest.approx(base.shape.base_bytes, rel=0.02)
     torch.cuda.reset_peak_memory_stats()
     begun = torch.cuda.memory_allocated()
     base.model.model.layers[0].mlp.up_proj(torch.randn(64, 1024, device=device, dtype=torch.bfloat16))
     beside = torch.cuda.max_memory_allocated() - begun
     assert beside >= base.shape.matrix_bytes
-    assert MemoryModel(base.shape, 0, fused=True).need([], 0).resident >= taken - UNSPLIT
+    assert MemoryModel(base.shape, 0, fused=True).need([], 0).resident >= taken
 
 
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])

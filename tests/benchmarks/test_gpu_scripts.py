@@ -236,7 +236,7 @@ def test_a_pipeline_on_one_device_has_the_losses_of_one_process(run: Any) -> Non
 
 
 def test_companies_of_kinds_are_measured_beside_eight_lora_jobs_and_peft(run: Any) -> None:
-    found = run(gpu_kinds)
+    found = run(gpu_kinds, "--profile")
     rows = {row["name"]: row["measured"]["seconds"] for row in found["rows"]}
     assert [*rows] == [*gpu_kinds.COMPANIES, *(f"PEFT, {name}" for name in gpu_kinds.COMPANIES)]
     assert all(seconds > 0 for seconds in rows.values())

@@ -167,6 +167,7 @@ class Banks:
         self._compiled: set[Hashable] = set()
         self._pass: Pass | None = None
         self._beside: Pass | None = None
+        """The pass with the rows of jobs that no kernels weave in."""
         self._owners: Owners | None = None
         """Of the rows of the pass, once a layer of experts has asked."""
         self._whole_sites = tuple(whole_sites or sites)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weftune.ops.lora.rows import views, words
 
-Entry = tuple[Sequence[int], Sequence[int]]
+AddressEntry = tuple[Sequence[int], Sequence[int]]
 """Addresses and numbers."""
 
 
@@ -39,7 +39,7 @@ class AddressTable:
     def slots(self) -> int:
         return self.address_PSA.shape[1]
 
-    def put(self, slot: int, entries: Sequence[Entry | None]) -> None:
+    def put(self, slot: int, entries: Sequence[AddressEntry | None]) -> None:
         """One for every site, on the host until `send`."""
         sites, slots, addresses = self.address_PSA.shape
         shapes = [(sites, slots, 2 * addresses), tuple(self.number_PSn.shape)]
