@@ -1,13 +1,13 @@
 """Halving against the full grid and against random search with as many samples: 24 trials on stories15M.
 
     python -m benchmarks.sweep_halving [--seeds 5] [--steps 120] [--model FOLDER] [--data FILE] [--toy]
-                                       [--known FILE ...] [--json FILE]
+                                       [--only SEED ...] [--work FOLDER] [--json FILE]
 
 Every seed has its own held-out rows, order of rows and beginnings of adapters. The grid is trained to its end
 once, then again with halving. Random search draws trials of the same grid and trains each to its end; what it
 finds is not drawn but computed: the mean of the best loss over all choices of as many trials as the samples
-of halving pay for, rounded up. A line is printed for every seed; seeds whose lines are in a file of `--known`
-are not measured again.
+of halving pay for, rounded up. `--work` keeps what is trained, and a call that was stopped goes on there when
+it is called again: `--only` measures some of the seeds, such as one on each of several groups of cores.
 """
 
 from __future__ import annotations
@@ -153,19 +153,21 @@ def jobs(
 def trained(
     folder: Path, model: Path, case: Case, seed: int, halving: Mapping[str, Any] | None
 ) -> SweepRecord:
+    """Of a run that goes on where an earlier one in the folder was stopped."""
     output = folder / ("halved" if halving else "grid")
-    weftune.train(jobs(folder, model, case, seed, halving), output=output, progress=False)
+    weftune.train(
+        jobs(folder, model, case, seed, halving), output=output, resume=output.exists(), progress=False
+    )
     record = read_record(output / NAME)
     assert record is not None, f"{output} holds no sweep"
     return record
 
 
-def measured(seed: int, model: Path, data: Path | None, case: Case) -> Found:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_data(folder, data, case.held_out, seed)
-        grid = trained(folder, model, case, seed, None)
-        halved = trained(folder, model, case, seed, HALVING)
+def measured(folder: Path, seed: int, model: Path, data: Path | None, case: Case) -> Found:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_data(folder, data, case.held_out, seed)
+    halved = trained(folder, model, case, seed, HALVING)
+    grid = trained(folder, model, case, seed, None)
     return compared(seed, grid, halved)
 
 
@@ -199,31 +201,24 @@ def summary(found: Sequence[Found]) -> str:
 
 def run(options: Namespace) -> list[Found]:
     case = TOY_CASE if options.toy else replace(Case(), steps=options.steps)
+    found = []
     with tempfile.TemporaryDirectory() as name:
+        work = options.work or Path(name)
         model, data = options.model, options.data
         if options.toy:
             model, data = Path(name) / "base", None
             write_base(model, TOY, BenchPlace(torch.device("cpu"), torch.float32))
-        found = known_seeds(options.known)
-        for seed in range(options.seeds):
-            if seed not in found:
-                found[seed] = measured(seed, model, data, case)
-                print(json.dumps(asdict(found[seed])), flush=True)
-    return [found[seed] for seed in range(options.seeds)]
-
-
-def known_seeds(files: Sequence[Path]) -> dict[int, Found]:
-    """The seeds whose lines earlier calls have printed."""
-    lines = [line for path in files for line in path.read_text().splitlines() if line.startswith("{")]
-    return {one.seed: one for one in (Found(**json.loads(line)) for line in lines)}
+        for seed in options.only or range(options.seeds):
+            found.append(measured(work / f"seed-{seed}", seed, model, data, case))
+            print(json.dumps(asdict(found[-1])), flush=True)
+    return found
 
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument(
-        "--known", type=Path, nargs="*", default=[], metavar="FILE", help="what earlier calls have printed"
-    )
+    parser.add_argument("--only", type=int, nargs="+", metavar="SEED", help="these seeds instead of all")
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="where a later call goes on")
     parser.add_argument("--steps", type=int, default=Case().steps, help="of a trial")
     parser.add_argument("--model", type=Path, default=STORIES, metavar="FOLDER")
     parser.add_argument(

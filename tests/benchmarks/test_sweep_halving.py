@@ -62,23 +62,13 @@ def test_at_a_toy_size_trials_end_where_they_end_in_the_grid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "found.json"
-    monkeypatch.setattr(sys, "argv", ["sweep_halving", "--toy", "--seeds", "1", "--json", str(file)])
+    words = ["sweep_halving", "--toy", "--only", "3", "--work", str(tmp_path / "work"), "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", words)
     sweep_halving.main()
     (seed,) = json.loads(file.read_text())["seeds"]
+    assert seed["seed"] == 3
     assert seed["apart"] < 1e-5
     assert seed["share"] < 0.6
     assert "of the grid's samples" in capsys.readouterr().out
-
-
-def test_a_seed_whose_line_was_printed_is_known(tmp_path: Path) -> None:
-    line = {
-        "seed": 1,
-        "grid": 2.0,
-        "halving": 2.01,
-        "random": 2.2,
-        "random_trials": 7,
-        "share": 0.25,
-        "apart": 0,
-    }
-    (tmp_path / "log").write_text(f"Weftune: 24 trials\n{json.dumps(line)}\n")
-    assert sweep_halving.known_seeds([tmp_path / "log"]) == {1: Found(**line)}
+    sweep_halving.main()  # goes on behind the last step of both runs
+    assert json.loads(file.read_text())["seeds"] == [seed]
