@@ -10,6 +10,7 @@ give its losses to the last bit; `resident` is one as a user would have it, with
     python -m benchmarks.gpu_stream --shape 8b --cap 10 --jobs 16 --compare same,resident,fsdp
     python -m benchmarks.gpu_stream --shape 32b --cap 24 --jobs 16,8,4,2,1 --compare resident --plot x.html
     python -m benchmarks.gpu_stream --shape 70b --jobs 8
+    python -m benchmarks.gpu_stream --shape 70b --cap 24 --jobs 16 --quantize nf4 --compare resident
     python -m benchmarks.gpu_stream --shape 8b --cap 10 --jobs 16 --cuts chosen,largest,smallest
 """
 
@@ -22,12 +23,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 from benchmarks.fsdp import peft_offloaded
 from benchmarks.streamed_side import Streamed, job_shapes, random_base, streamed_jobs_aboard
 from weftune.adapters.lora.spec import LoraSpec
+from weftune.base.spec import Quantize
 from weftune.bench.baselines import BaselineWork
 from weftune.bench.processes import first_line
 from weftune.bench.result import arguments, finish
@@ -77,6 +80,8 @@ class Case:
     most: int
     rate: float
     link: HostLink
+    quantize: Quantize | None = None
+    """What the weights of the layers are stored in."""
 
 
 def join_all(together: JobsAboard, work: BaselineWork) -> None:
@@ -91,7 +96,9 @@ def streamed_row(case: Case, work: BaselineWork, how: str) -> Row:
 
     def run() -> MeasuredStep:
         with capped(case):
-            made = streamed_jobs_aboard(case.size, case.place, work, case.cap, case.most, case.link, how)
+            made = streamed_jobs_aboard(
+                case.size, case.place, work, case.cap, case.most, case.link, how, case.quantize
+            )
             found.append(made)
             join_all(made.together, work)
             block = made.together.block(made.choice.capacity)
@@ -143,7 +150,8 @@ def resident_row(case: Case, work: BaselineWork, passes: int | None = None) -> R
 
     def run() -> MeasuredStep:
         nonlocal losses, described
-        together = JobsAboard(resident_executor(random_base(case.size, case.place), graphs=passes is None))
+        base = random_base(case.size, case.place, case.quantize)
+        together = JobsAboard(resident_executor(base, graphs=passes is None))
         capacity = passes or roomy(together, case, work)
         again = together.recompute.layers
         described = f"{capacity} tokens a microbatch, {again} layers made again"
@@ -269,7 +277,8 @@ def main() -> None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")
     compared, cuts = _listed(parser, asked.compare, COMPARED), _listed(parser, asked.cuts, CUTS)
     case = case_of(asked, place)
-    print(f"{case.size.name}: {base_bytes(case.size) / 1e9:.1f} GB of weights in bf16")
+    stored = f", of which those of layers are stored in {case.quantize}" if case.quantize else ""
+    print(f"{case.size.name}: {base_bytes(case.size) / 1e9:.1f} GB of weights in bf16{stored}")
     print(
         f"large product {case.rate / 1e12:,.1f} TFLOP/s, host → device {case.link.bandwidth / 1e9:.1f} GB/s"
     )
@@ -300,7 +309,13 @@ def main() -> None:
     if asked.plot is not None:
         plot(rows, case.size, asked.plot)
     finish(
-        {"shape": case.size.name, "cap": case.cap, "loss_gaps": gaps, "rows": [as_json(r) for r in rows]},
+        {
+            "shape": case.size.name,
+            "quantize": case.quantize,
+            "cap": case.cap,
+            "loss_gaps": gaps,
+            "rows": [as_json(r) for r in rows],
+        },
         asked.json,
     )
 
@@ -336,6 +351,7 @@ def stream_arguments() -> argparse.ArgumentParser:
     parser.add_argument("--batch", default="1x1024", help="samples × tokens of each, of one job's step")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--capacity", type=int, default=8192, help="tokens of a microbatch, at most")
+    parser.add_argument("--quantize", choices=get_args(Quantize), help="what the layers are stored in")
     parser.add_argument("--compare", default="", help=f"some of {', '.join(COMPARED)}, with commas")
     parser.add_argument("--cuts", default="chosen", help=f"some of {', '.join(CUTS)}, with commas")
     parser.add_argument("--plot", type=Path, metavar="HTML", help="draw tokens/s over the number of jobs")
@@ -352,13 +368,13 @@ def case_of(asked: argparse.Namespace, place: BenchPlace) -> Case:
     if asked.toy:
         size = replace(SIZES["toy"], layers=4)
         # Not enough for its four layers, of 31 KiB each in float32, beside what else there is.
-        return Case(
-            size, place, Repeats(1, 1, 1), TOY_CAP, 32, gemm_rate(place), measure_link(*_where(place))
-        )
+        link = measure_link(*_where(place))
+        return Case(size, place, Repeats(1, 1, 1), TOY_CAP, 32, gemm_rate(place), link, asked.quantize)
     pace = Repeats(asked.warmup, asked.blocks, asked.steps)
     cap = None if asked.cap is None else int(asked.cap * GIB)
     link = measure_link(*_where(place))
-    return Case(SIZES[asked.shape], place, pace, cap, asked.capacity, gemm_rate(place), link)
+    rate = gemm_rate(place)
+    return Case(SIZES[asked.shape], place, pace, cap, asked.capacity, rate, link, asked.quantize)
 
 
 def _where(place: BenchPlace) -> tuple[torch.device, torch.dtype]:

@@ -1,4 +1,7 @@
-"""Weftune's streamed row in a benchmark: a base whose random weights are made straight where they stay."""
+"""Weftune's streamed row in a benchmark: a base whose random weights are made straight where they stay.
+
+Shapes: K inputs, N outputs of a linear.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,17 @@ from dataclasses import dataclass, replace
 import psutil
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.base.host.streamed import StreamedBase, streamed_base
+from weftune.base.host.streamed import Fill, StreamedBase, streamed_base
 from weftune.base.model import Base
+from weftune.base.quant.linear import QuantLinear, quant_paths, replace_linears
+from weftune.base.quant.read import QuantReader
+from weftune.base.quant.stored import Quantised
 from weftune.base.shape import model_shape
-from weftune.base.spec import BaseSpec
+from weftune.base.spec import BaseSpec, Quantize
+from weftune.base.weights import quantised_forms
 from weftune.bench.baselines import BaselineWork
 from weftune.bench.sizes import Size, outline
 from weftune.bench.timing import BenchPlace
@@ -90,11 +98,18 @@ class Streamed:
 
 
 def streamed_jobs_aboard(
-    size: Size, place: BenchPlace, work: BaselineWork, cap: int | None, most: int, link: HostLink, how: str
+    size: Size,
+    place: BenchPlace,
+    work: BaselineWork,
+    cap: int | None,
+    most: int,
+    link: HostLink,
+    how: str,
+    quantize: Quantize | None = None,
 ) -> Streamed:
-    shape = model_shape(outline(size, torch.device("meta"), place.dtype), place.dtype)
+    shape = model_shape(_outline(size, place, quantize), place.dtype)
     choice = choose(shape, work, stream_device(place, cap, link), most, how)
-    base = _random_base(size, place, choice.cut)
+    base = _random_base(size, place, choice.cut, quantize)
     executor = streamed_executor(base)
     return Streamed(StreamedJobsAboard(executor, choice), choice, executor, base)
 
@@ -142,21 +157,53 @@ def stream_device(place: BenchPlace, cap: int | None, link: HostLink) -> StreamD
     return gpu_place(cap or budget_bytes(place.device), host, link.bandwidth, link.flops, link.both_ways)
 
 
-def random_base(size: Size, place: BenchPlace) -> Base:
+def random_base(size: Size, place: BenchPlace, quantize: Quantize | None = None) -> Base:
     """The base that `streamed_jobs_aboard` makes, all of it on the device."""
-    return _random_base(size, place, Layout((StageLayers(0, size.layers, resident=True),))).whole
+    resident = Layout((StageLayers(0, size.layers, resident=True),))
+    return _random_base(size, place, resident, quantize).whole
 
 
-def _random_base(size: Size, place: BenchPlace, cut: Layout) -> StreamedBase:
+def _outline(size: Size, place: BenchPlace, quantize: Quantize | None) -> PreTrainedModel:
     model = outline(size, torch.device("meta"), place.dtype)
+    if quantize is not None:
+        replace_linears(model, quantised_forms(model, Quantised(quantize), None))
+    return model
+
+
+def _random_base(size: Size, place: BenchPlace, cut: Layout, quantize: Quantize | None) -> StreamedBase:
+    model = _outline(size, place, quantize)
     return streamed_base(
         model,
         model_shape(model, place.dtype),
         BaseSpec(model="random weights"),
         place.device,
         cut.on(0),
-        lambda name, out: fill_random(name, out, place),
+        random_filler(model, place),
     )
+
+
+def random_filler(model: PreTrainedModel, place: BenchPlace) -> Fill:
+    """Writes random values, and of quantised weights what a matrix of such values is quantised to."""
+
+    def matrix(name: str) -> Tensor:
+        linear = model.get_submodule(name.rpartition(".")[0])
+        assert isinstance(linear, QuantLinear)
+        shape = linear.out_features, linear.in_features
+        out_NK = torch.empty(shape, dtype=linear.matrix_dtype, device=place.device)
+        fill_random(name, out_NK, place)
+        return out_NK
+
+    quantised = QuantReader(
+        model, {path: f"{path}.weight" for path in quant_paths(model)}, (), matrix, place.device
+    )
+
+    def fill(name: str, out: Tensor) -> None:
+        if quantised.knows(name):
+            quantised(name, out)
+        else:
+            fill_random(name, out, place)
+
+    return fill
 
 
 def fill_random(name: str, out: Tensor, place: BenchPlace) -> None:

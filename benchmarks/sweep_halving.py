@@ -32,6 +32,7 @@ from weftune.bench.sizes import Size
 from weftune.bench.table import aligned
 from weftune.bench.timing import BenchPlace
 from weftune.errors import UserError
+from weftune.jobs.store.states import State
 from weftune.jobs.sweeps.record import SweepRecord, read_record
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -155,9 +156,11 @@ def trained(
 ) -> SweepRecord:
     """Of a run that goes on where an earlier one in the folder was stopped."""
     output = folder / ("halved" if halving else "grid")
-    weftune.train(
+    ended = weftune.train(
         jobs(folder, model, case, seed, halving), output=output, resume=output.exists(), progress=False
     )
+    if any(result.state == State.PAUSED for result in ended.values()):
+        raise SystemExit("Stopped. With --work the next call goes on from here.")
     record = read_record(output / NAME)
     assert record is not None, f"{output} holds no sweep"
     return record

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from weftune.bench.sizes import Size, build, random_ids
 from weftune.bench.timing import BenchPlace, Block, MeasuredStep, Repeats, measure, repeated
 from weftune.core.batch import IGNORED
+from weftune.core.shapes import layer_of
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PHI3_TARGETS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
@@ -81,7 +83,39 @@ def peft_one_by_one(
     return MeasuredStep(one.seconds * work.jobs, one.peak_bytes)
 
 
-def peft_model(size: Size, rank: int, place: BenchPlace, wide: bool) -> Any:
+def qlora_one_by_one(size: Size, work: BaselineWork, place: BenchPlace, pace: Repeats) -> MeasuredStep:
+    """The same on a base in bitsandbytes' nf4 with adapters in the base's dtype; nothing is recomputed."""
+    model = peft_model(size, work.rank, place, wide=False, nf4=True)
+    held = sum(value.nbytes for name, value in model.named_parameters() if "lora_" not in name)
+    step = job_step(model, random_ids(size, work.batch, work.length, place))
+    one = measure(repeated(step), place, pace)
+    assert one.seconds is not None
+    return MeasuredStep(one.seconds * work.jobs, one.peak_bytes, base_bytes=held)
+
+
+def in_nf4(model: PreTrainedModel) -> PreTrainedModel:
+    """The linears of its layers as those of bitsandbytes, which PEFT knows."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for path, linear in list(model.named_modules()):
+        if not isinstance(linear, nn.Linear) or layer_of(path) is None:
+            continue
+        made = Linear4bit(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            compute_dtype=linear.weight.dtype,
+            quant_type="nf4",
+            device="meta",
+        )
+        made.bias = linear.bias
+        made.weight = Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
+        model.set_submodule(path, made.to(linear.weight.device))
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]
+    return model
+
+
+def peft_model(size: Size, rank: int, place: BenchPlace, wide: bool, nf4: bool = False) -> Any:
     targets = PHI3_TARGETS if size.family == "phi3" else TARGETS[:4] if size.experts else TARGETS
     config = LoraConfig(
         r=rank,
@@ -90,7 +124,8 @@ def peft_model(size: Size, rank: int, place: BenchPlace, wide: bool) -> Any:
         target_parameters=EXPERTS if size.experts else None,
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(build(size, place), config, autocast_adapter_dtype=wide).train()
+    base = in_nf4(build(size, place)) if nf4 else build(size, place)
+    return get_peft_model(base, config, autocast_adapter_dtype=wide).train()
 
 
 def job_step(model: Any, ids_BL: Tensor) -> Callable[[], None]:

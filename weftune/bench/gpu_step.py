@@ -13,6 +13,8 @@ over the measured time.
 --ranks, --dropouts: one of each job, with commas, nx for n times the same. --leave: the last N jobs are
 aboard while it warms up, and are not when the clock runs. --order: one order of the tiled route at all sites,
 such as `wide`, which is what GPUs without copy engines take.
+--baselines: of frozen, peft, peft-bf16, processes, liger; and qlora, PEFT on bitsandbytes' nf4, which has to
+be installed.
 --profile: one more round of Weftune's under torch's profiler, and where its time went by kind of work.
 --deterministic: one more row, Weftune with torch's deterministic kernels and its own choices pinned, as
 `deterministic: true` in a jobs file has them.
@@ -28,6 +30,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import cast, get_args
 
 from weftune.adapters.lora.spec import LoraSpec
@@ -35,7 +38,7 @@ from weftune.base.quant.linear import quantise_linears
 from weftune.base.quant.stored import Quantised
 from weftune.base.spec import Quantize
 from weftune.base.weights import quantised_forms
-from weftune.bench.baselines import EXPERTS, BaselineWork, frozen, peft_one_by_one
+from weftune.bench.baselines import EXPERTS, BaselineWork, frozen, peft_one_by_one, qlora_one_by_one
 from weftune.bench.liger import peft_with_liger
 from weftune.bench.processes import ProcessTask, peft_at_once
 from weftune.bench.result import arguments, finish
@@ -62,6 +65,8 @@ DETERMINISTIC = "Weftune, deterministic"
 OFFLOADED = "Weftune, optimizer in host memory"
 QUANTISED = {quantize: f"Weftune, base in {quantize}" for quantize in get_args(Quantize)}
 BASELINES = ("frozen", "peft", "peft-bf16", "processes", "liger")
+QLORA = "qlora"
+"""On request only: it needs bitsandbytes."""
 GB = 1e9
 
 
@@ -157,6 +162,8 @@ def rows(
         made = row("PEFT bf16, one by one", lambda: peft_one_by_one(size, work, place, pace, wide=False))
         narrow = made.measured
         yield made
+    if QLORA in baselines:
+        yield row("PEFT QLoRA bf16, one by one", lambda: qlora_one_by_one(size, work, place, pace))
     if "processes" in baselines:
         yield row("PEFT bf16, processes", lambda: peft_at_once(task, narrow.peak_bytes))
     if "liger" in baselines:
@@ -215,10 +222,11 @@ def main() -> None:
     if place is None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")
     baselines = [] if asked.baselines in ("none", "") else asked.baselines.split(",")
-    if unknown := set(baselines) - set(BASELINES):
-        parser.error(
-            f"--baselines: {min(unknown)} is none of {', '.join(BASELINES)}; for no other write none"
-        )
+    if unknown := set(baselines) - {*BASELINES, QLORA}:
+        known = ", ".join((*BASELINES, QLORA))
+        parser.error(f"--baselines: {min(unknown)} is none of {known}; for no other write none")
+    if QLORA in baselines and find_spec("bitsandbytes") is None:
+        parser.error("--baselines qlora needs bitsandbytes: pip install 'weftune[bitsandbytes]'")
     if asked.ranks and asked.dropouts and len(asked.ranks) != len(asked.dropouts):
         parser.error("--ranks and --dropouts must have one word for each job, and as many as each other")
     task = task_of(asked, place)
