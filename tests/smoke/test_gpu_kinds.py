@@ -1,4 +1,4 @@
-"""Kinds of adapter and quantised bases that the README names, by `weftune train` on a GPU: `make smoke-gpu`."""
+"""Kinds of adapter and quantised bases that the README names, by `weftune train` on a GPU."""
 
 from __future__ import annotations
 
