@@ -20,8 +20,8 @@ pytestmark = [
 
 KINDS = ("lora", "dora", "pissa", "vera", "ia3", "bottleneck", "prompt", "prefix")
 SHARE_OF_CODES = 0.1
-"""How far the mean loss on a base in fewer bits may be from that on the plain one, of itself. Single steps of so
-small a base differ by more."""
+"""How far the mean loss on a base in fewer bits may be from that on the plain one, of itself; single steps on
+so small a base differ by more."""
 
 
 def test_jobs_of_all_kinds_learn_in_one_run(stories, tmp_path):
