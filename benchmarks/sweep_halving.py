@@ -42,7 +42,8 @@ NAME = "trial"
 SHARE_BAR = 0.28
 NEAR = 0.01
 """How far above the grid's best loss still counts as found."""
-HALVING = {"at": [0.1, 0.3], "keep": 0.33}
+HALVING = {"at": [0.08], "keep": 0.2}
+"""One early rung: in the middle of a decaying schedule large learning rates look worse than they will end."""
 TOY = Size(
     name="toy", hidden=32, layers=2, heads=2, kv_heads=2, intermediate=64, vocabulary=64, context=64,
     rope_theta=10000.0,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weftune.core.shapes import SiteShape
-from weftune.ops.lora.factors import Factored
+from weftune.ops.lora.computed import ComputedPair
 from weftune.ops.lora.scales import SiteScale
 from weftune.ops.lora.table import Entry
 
@@ -26,7 +26,7 @@ class WovenPart:
     low_rank: Entry | None = None
     g_out: SiteScale | None = None
     g_in: SiteScale | None = None
-    factors: Factored | None = None
+    computed: ComputedPair | None = None
     """What A and B are computed from, where the job does not train themselves."""
 
 

@@ -18,7 +18,7 @@ from weftune.adapters.kind import Frozen, Pass
 from weftune.core.shapes import SiteShape
 from weftune.ops.lora.addresses import AddressTable
 from weftune.ops.lora.choice import Contest
-from weftune.ops.lora.factors import factor_table, put_factors
+from weftune.ops.lora.computed import computed_table, put_computed
 from weftune.ops.lora.scales import put_scales, scale_table
 from weftune.ops.lora.table import Group, SlotTable, bands_for
 from weftune.ops.lora.tiled import contest_at, woven_linear
@@ -48,7 +48,7 @@ class _Tables:
     """The same on the host."""
     g_out: AddressTable | None
     g_in: AddressTable | None
-    factors: AddressTable | None
+    computed: AddressTable | None
 
     def put(self, slot: int, parts: Sequence[WovenPart | None]) -> None:
         """Into the tables on the host: many jobs may come and go before the next pass."""
@@ -57,11 +57,11 @@ class _Tables:
             put_scales(self.g_out, slot, [part.g_out if part else None for part in parts])
         if self.g_in is not None:
             put_scales(self.g_in, slot, [part.g_in if part else None for part in parts])
-        if self.factors is not None:
-            put_factors(self.factors, slot, [part.factors if part else None for part in parts])
+        if self.computed is not None:
+            put_computed(self.computed, slot, [part.computed if part else None for part in parts])
 
     def send(self) -> None:
-        for table in (self.low_rank, self.g_out, self.g_in, self.factors):
+        for table in (self.low_rank, self.g_out, self.g_in, self.computed):
             if table is not None:
                 table.send()
 
@@ -77,7 +77,7 @@ class WovenBank:
         self._tables: _Tables | None = None
         self._unsent = False
         self._rank, self._large_rank, self._drops = LEAST_RANK, LEAST_RANK, False
-        self._scales_out = self._scales_in = self._lengths = self._factors = False
+        self._scales_out = self._scales_in = self._lengths = self._computes = False
         self._large: set[str] = set()
         """Jobs that have more ranks than a fused product takes by itself."""
         stops = list(accumulate(site.out_features for site in sites))
@@ -109,7 +109,7 @@ class WovenBank:
             self._scales_out |= part.g_out is not None
             self._scales_in |= part.g_in is not None
             self._lengths |= part.g_out is not None and part.g_out.inverse_M is not None
-            self._factors |= part.factors is not None
+            self._computes |= part.computed is not None
         if before != (self._bands, self._has):
             self._tables = None
 
@@ -125,7 +125,7 @@ class WovenBank:
     @property
     def _has(self) -> tuple[bool, ...]:
         """Which of the tables there are, besides that of A and B."""
-        return self._scales_out, self._scales_in, self._lengths, self._factors
+        return self._scales_out, self._scales_in, self._lengths, self._computes
 
     def resize(self, slots: int) -> None:
         """From now on slots may be numbered up to `slots`."""
@@ -183,7 +183,7 @@ class WovenBank:
             g_out=tables.g_out,
             g_in=tables.g_in,
             lengths=self._lengths,
-            factors=tables.factors,
+            computed=tables.computed,
         )
 
     def _made(self, device: torch.device) -> _Tables:
@@ -198,7 +198,7 @@ class WovenBank:
             low_rank_views=table.host_views(),
             g_out=scale_table(count, self._slots, device) if self._scales_out else None,
             g_in=scale_table(count, self._slots, device) if self._scales_in else None,
-            factors=factor_table(count, self._slots, device) if self._factors else None,
+            computed=computed_table(count, self._slots, device) if self._computes else None,
         )
         for seat in self._seats.values():
             made.put(seat.slot, seat.parts)

@@ -48,7 +48,7 @@ KERNELS = {
     **dict.fromkeys(("add_dx", "add_gradients", "deal_runs"), KernelKind.ADAPTERS),
     **dict.fromkeys(("large_y", "large_dx"), KernelKind.ADAPTERS),
     **dict.fromkeys(("scale", "unscale", "add_shares", "row_lengths"), KernelKind.ADAPTERS),
-    **dict.fromkeys(("write_factors", "add_factors"), KernelKind.ADAPTERS),
+    **dict.fromkeys(("write_pairs", "add_pair_gradients"), KernelKind.ADAPTERS),
     **dict.fromkeys(
         ("norm_forward", "norm_backward", "rotary_forward", "rotary_backward"), KernelKind.ELEMENTS
     ),

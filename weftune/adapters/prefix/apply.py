@@ -6,7 +6,7 @@ heads of keys.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,6 @@ class PrefixTuning(PlainKind):
             inference_mode=True,
             base_model_name_or_path=base,
         )
-
-    def read_spec(self, config: Mapping[str, Any]) -> PrefixSpec:
-        return PrefixSpec(num_virtual_tokens=int(config["num_virtual_tokens"]))
 
     def save(
         self, folder: Path, spec: PrefixSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str

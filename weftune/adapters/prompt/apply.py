@@ -6,7 +6,7 @@ What puts them there is `Banks`; samples are laid out with room for them (`Sampl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,9 +55,6 @@ class Prompt(PlainKind):
             inference_mode=True,
             base_model_name_or_path=base,
         )
-
-    def read_spec(self, config: Mapping[str, Any]) -> PromptSpec:
-        return PromptSpec(num_virtual_tokens=int(config["num_virtual_tokens"]))
 
 
 def _repeated(tokens: Sequence[int], count: int) -> Tensor:

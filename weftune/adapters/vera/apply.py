@@ -21,7 +21,7 @@ from weftune.adapters.plain_kind import PREFIX, MergeAt, PlainKind
 from weftune.adapters.vector import SHARED
 from weftune.adapters.vera.spec import D, E, VeraSpec
 from weftune.core.shapes import SiteShape
-from weftune.ops.lora.factors import Factored
+from weftune.ops.lora.computed import ComputedPair
 from weftune.ops.lora.table import Entry
 
 A, B = "vera_A", "vera_B"
@@ -53,7 +53,7 @@ class Vera(PlainKind):
         constants = at.weights[SHARED, A], at.weights[SHARED, B]
         return WovenPart(
             low_rank=Entry(a_rK, b_rN, da_rK, db_rN, scale=1.0, dropout=spec.dropout),
-            factors=Factored(d_r, e_N, at.total(D), at.total(E), *constants),
+            computed=ComputedPair(d_r, e_N, at.total(D), at.total(E), *constants),
         )
 
     def start(self, new: NewAdapter) -> None:

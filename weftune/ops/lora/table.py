@@ -183,8 +183,8 @@ class Group:
     """The scales of inputs, where the group is one site."""
     lengths: bool = False
     """Whether scales of outputs may have to be divided by the lengths of rows."""
-    factors: AddressTable | None = None
-    """What matrices are computed from (`ops.lora.factors`); None where no job has had such."""
+    computed: AddressTable | None = None
+    """What matrices are computed from (`ops.lora.computed`); None where no job has had such."""
 
     @property
     def bands(self) -> int:

@@ -30,7 +30,7 @@ from weftune.ops.lora.scales import scaled, unscaled
 from weftune.ops.lora.table import Group
 from weftune.ops.lora.tiled_kernels import (
     add_gradients,
-    compute_factors,
+    compute_pairs,
     da,
     db,
     down,
@@ -39,7 +39,7 @@ from weftune.ops.lora.tiled_kernels import (
     room_for_da,
     room_for_db,
     row_lengths,
-    take_factor_gradients,
+    take_pair_gradients,
 )
 from weftune.ops.lora.weave import Weave, contestants, tiling
 from weftune.ops.lora.wide import wide_dx, wide_y
@@ -129,8 +129,8 @@ def forward(
     """y, and what its backward needs: s, and u, the outputs before they are scaled, where they are."""
     group = weave.group
     with torch.cuda.device_of(x_TK):
-        if group.factors is not None:
-            compute_factors(x_TK, weave)
+        if group.computed is not None:
+            compute_pairs(x_TK, weave)
         if group.g_in is not None:
             x_TK = scaled(x_TK, group.g_in, ((0, x_TK.shape[1]),), weave.rows)
         s_TPR = down(x_TK, weave)
@@ -155,8 +155,8 @@ def backward(
     """dx, if wanted; gradients of the adapters are added to the jobs' accumulators."""
     group = weave.group
     with torch.cuda.device_of(x_TK):
-        if group.factors is not None:
-            compute_factors(x_TK, weave)
+        if group.computed is not None:
+            compute_pairs(x_TK, weave)
         if group.g_out is not None:
             assert u_TN is not None
             dy_TN = unscaled(dy_TN, u_TN, bias_N, group.g_out, group.columns, weave.rows)
@@ -164,8 +164,8 @@ def backward(
         if group.g_in is not None:
             assert dx_TK is not None
             dx_TK = unscaled(dx_TK, x_TK, None, group.g_in, ((0, x_TK.shape[1]),), weave.rows)
-        if group.factors is not None:
-            take_factor_gradients(x_TK, weave)
+        if group.computed is not None:
+            take_pair_gradients(x_TK, weave)
         return dx_TK if wants_dx else None
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weftune.ops.lora.factors import add_factors, write_factors
+from weftune.ops.lora.computed import add_pair_gradients, write_pairs
 from weftune.ops.lora.rows import BLOCK
 from weftune.ops.lora.table import ALIGNMENT
 from weftune.ops.lora.weave import DIRECT_RANKS, RowSpan, Weave
@@ -428,18 +428,18 @@ def row_lengths(weight_NK: Tensor, weave: Weave) -> None:
     )
 
 
-def compute_factors(like_TK: Tensor, weave: Weave) -> None:
+def compute_pairs(like_TK: Tensor, weave: Weave) -> None:
     """A and B of the slots that have them computed."""
     group = weave.group
-    assert group.factors is not None
-    write_factors(like_TK, group.factors, group.table.address_PS4, group.columns)
+    assert group.computed is not None
+    write_pairs(like_TK, group.computed, group.table.address_PS4, group.columns)
 
 
-def take_factor_gradients(like_TK: Tensor, weave: Weave) -> None:
+def take_pair_gradients(like_TK: Tensor, weave: Weave) -> None:
     """From dA and dB of these slots to what A and B were computed from."""
     group = weave.group
-    assert group.factors is not None
-    add_factors(like_TK, group.factors, group.table.address_PS4, group.columns)
+    assert group.computed is not None
+    add_pair_gradients(like_TK, group.computed, group.table.address_PS4, group.columns)
 
 
 def alignment(x: Tensor, weave: Weave) -> int:

@@ -14,13 +14,13 @@ from weftune.ops.triton.slots import matrix
 
 
 @triton.jit
-def factor_pointer(factors, entry, WHICH: tl.constexpr, TYPE: tl.constexpr):
-    return tl.load(factors + entry * 6 + WHICH).to(tl.pointer_type(TYPE))
+def pair_pointer(pairs, entry, WHICH: tl.constexpr, TYPE: tl.constexpr):
+    return tl.load(pairs + entry * 6 + WHICH).to(tl.pointer_type(TYPE))
 
 
 @triton.jit
-def write_factors(
-    like, factors, strides, matrices, K,
+def write_pairs(
+    like, pairs, strides, matrices, K,
     WIDTHS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """A = d ⊙ the rows of one constant and B = e ⊙ the columns of the other, C columns of both, for a slot
@@ -33,9 +33,9 @@ def write_factors(
         ranks = tl.load(strides + entry * 3)
         if ranks > 0:
             in_k, in_n = column_C < K, column_C < WIDTHS[site]
-            d, e = factor_pointer(factors, entry, 0, TYPE), factor_pointer(factors, entry, 1, TYPE)
-            constant_a = factor_pointer(factors, entry, 4, TYPE)
-            constant_b = factor_pointer(factors, entry, 5, TYPE)
+            d, e = pair_pointer(pairs, entry, 0, TYPE), pair_pointer(pairs, entry, 1, TYPE)
+            constant_a = pair_pointer(pairs, entry, 4, TYPE)
+            constant_b = pair_pointer(pairs, entry, 5, TYPE)
             a, b = matrix(matrices, entry, 0, TYPE, 1), matrix(matrices, entry, 1, TYPE, 1)
             stride_a = tl.load(strides + entry * 3 + 1).to(tl.int64)
             stride_b = tl.load(strides + entry * 3 + 2).to(tl.int64)
@@ -50,8 +50,8 @@ def write_factors(
 
 
 @triton.jit
-def add_factors(
-    like, factors, strides, matrices, K,
+def add_pair_gradients(
+    like, pairs, strides, matrices, K,
     WIDTHS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """de += Σ over ranks of dB ⊙ its constant, C columns of it; dd += Σ over columns of dA ⊙ its constant,
@@ -64,7 +64,7 @@ def add_factors(
         ranks = tl.load(strides + entry * 3)
         if ranks > 0:
             in_n = column_C < WIDTHS[site]
-            constant_b = factor_pointer(factors, entry, 5, TYPE)
+            constant_b = pair_pointer(pairs, entry, 5, TYPE)
             db = matrix(matrices, entry, 3, tl.float32, 1)
             stride_b = tl.load(strides + entry * 3 + 2).to(tl.int64)
             sum_C = tl.full((C,), 0.0, tl.float32)
@@ -73,12 +73,12 @@ def add_factors(
                 db_at = db + r * WIDTHS[site] + column_C
                 sum_C += tl.load(db_at, mask=in_n, other=0.0) * b_C
                 tl.store(db_at, tl.full((C,), 0.0, tl.float32), mask=in_n)
-            de = factor_pointer(factors, entry, 3, tl.float32) + column_C
+            de = pair_pointer(pairs, entry, 3, tl.float32) + column_C
             tl.store(de, tl.load(de, mask=in_n, other=0.0) + sum_C, mask=in_n)
             # Ranks are dealt out to the programs.
-            constant_a = factor_pointer(factors, entry, 4, TYPE)
+            constant_a = pair_pointer(pairs, entry, 4, TYPE)
             da = matrix(matrices, entry, 2, tl.float32, 1)
-            dd = factor_pointer(factors, entry, 2, tl.float32)
+            dd = pair_pointer(pairs, entry, 2, tl.float32)
             stride_a = tl.load(strides + entry * 3 + 1).to(tl.int64)
             for r in range(tl.program_id(1), ranks, tl.num_programs(1)):
                 total_C = tl.full((C,), 0.0, tl.float32)

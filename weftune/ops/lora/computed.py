@@ -23,7 +23,7 @@ COLUMNS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Factored:
+class ComputedPair:
     """Such a job at one site. The kernels keep only the addresses: the job keeps the tensors alive."""
 
     d_R: Tensor
@@ -37,39 +37,39 @@ class Factored:
     """At least as wide as its outputs."""
 
 
-def factor_table(sites: int, slots: int, device: torch.device) -> AddressTable:
+def computed_table(sites: int, slots: int, device: torch.device) -> AddressTable:
     """Addresses of d, e, their accumulators and the constants; the ranks, 0 where a slot has no such job, and
     how far the next rank is in either constant."""
     return AddressTable.empty(sites, slots, device, addresses=6, numbers=3)
 
 
-def put_factors(table: AddressTable, slot: int, found: Sequence[Factored | None]) -> None:
+def put_computed(table: AddressTable, slot: int, found: Sequence[ComputedPair | None]) -> None:
     """One for every site."""
     table.put(slot, [None if one is None else (_addresses(one), _numbers(one)) for one in found])
 
 
-def _addresses(one: Factored) -> list[int]:
+def _addresses(one: ComputedPair) -> list[int]:
     return [each.data_ptr() for each in (one.d_R, one.e_N, one.dd_R, one.de_N, one.a_RK, one.b_RN)]
 
 
-def _numbers(one: Factored) -> tuple[int, int, int]:
+def _numbers(one: ComputedPair) -> tuple[int, int, int]:
     return len(one.d_R), one.a_RK.stride(0), one.b_RN.stride(0)
 
 
-def write_factors(like_TK: Tensor, table: AddressTable, matrices_PS4: Tensor, columns: Columns) -> None:
+def write_pairs(like_TK: Tensor, table: AddressTable, matrices_PS4: Tensor, columns: Columns) -> None:
     """A and B of all slots that have them computed, for inputs like these."""
-    from weftune.ops.triton import factors
+    from weftune.ops.triton import computed
 
-    factors.write_factors[(table.slots, _blocks(like_TK, columns))](
+    computed.write_pairs[(table.slots, _blocks(like_TK, columns))](
         *_given(like_TK, table, matrices_PS4), **_constants(table, columns)
     )
 
 
-def add_factors(like_TK: Tensor, table: AddressTable, matrices_PS4: Tensor, columns: Columns) -> None:
+def add_pair_gradients(like_TK: Tensor, table: AddressTable, matrices_PS4: Tensor, columns: Columns) -> None:
     """From dA and dB, which are zero afterwards, add to the accumulators of d and e."""
-    from weftune.ops.triton import factors
+    from weftune.ops.triton import computed
 
-    factors.add_factors[(table.slots, _blocks(like_TK, columns))](
+    computed.add_pair_gradients[(table.slots, _blocks(like_TK, columns))](
         *_given(like_TK, table, matrices_PS4), **_constants(table, columns)
     )
 
