@@ -6,7 +6,9 @@ is the sum over the jobs of one step of each, one after another; it has no bottl
 LoRA job of their width stands. Last, kinds join and leave among LoRA jobs, and captured graphs are counted.
 
     python -m benchmarks.gpu_kinds [--shape 8b] [--layers N] [--batch 1x1024] [--rank 16] [--size 64]
-        [--tokens 16] [--no-peft] [--profile] [--toy] [--json FILE]
+        [--tokens 16] [--gather] [--no-peft] [--profile] [--toy] [--json FILE]
+
+--gather: passes with bottlenecks and prefixes are captured, too (`weftune/run/passes/gathered.py`).
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from weftune.bench.timing import (
 )
 from weftune.bench.weftune_side import JobsAboard, resident
 from weftune.bench.where import Spent, drawn, spent, traced
+from weftune.run.passes import graphs
 
 BAR = 1.15
 """How many times eight LoRA jobs a company may take at most."""
@@ -51,7 +54,7 @@ COMPANIES: Mapping[str, tuple[str, ...]] = {
     "8 DoRA": ("dora",) * 8,
     "mixed": ("lora", "lora", "dora", "dora", "vera", "ia3", "bottleneck", "prefix"),
 }
-JOINING = ("dora", "vera", "ia3")
+JOINING = ("dora", "vera", "ia3", "bottleneck", "prefix")
 """Kinds that come and go among LoRA jobs."""
 
 
@@ -188,6 +191,7 @@ def main() -> None:
     place = here(asked.toy)
     if place is None:
         raise SystemExit("no CUDA device that torch can use; --toy runs on the CPU")
+    graphs.GATHERS |= asked.gather
     case, rate = _case(asked), gemm_rate(place)
     made = list(rows(case, place, asked.peft))
     print(f"\n{case.size.name}, {case.size.layers} layers: 8 jobs, {case.batch}×{case.length} tokens each\n")
@@ -232,6 +236,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=3, help="steps before the clock runs")
     parser.add_argument("--blocks", type=int, default=3, help="the median of so many blocks")
     parser.add_argument("--steps", type=int, default=4, help="steps of a block")
+    parser.add_argument("--gather", action="store_true", help="capture passes that gather rows")
     parser.add_argument("--no-peft", dest="peft", action="store_false", help="only Weftune's rows")
     parser.add_argument("--profile", action="store_true", help="say where the time of each company goes")
     parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")

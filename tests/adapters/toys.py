@@ -58,6 +58,9 @@ class ToyKind:
     def weaves(self, spec: Any) -> bool:
         return False
 
+    def gathers(self, spec: Any) -> bool:
+        return False
+
     def woven(self, *_: Any) -> None: ...
 
 

@@ -53,7 +53,14 @@ from weftune.ops.lora.experts import ExpertSite, Owners, multiplies_at_once, wov
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows, Seat
 from weftune.ops.lora.weave import Order
-from weftune.ops.site import changed_rows, scaled_outputs, scaled_rows, with_rows, zero_where_changed
+from weftune.ops.site import (
+    GatheredRows,
+    changed_rows,
+    scaled_outputs,
+    scaled_rows,
+    with_rows,
+    zero_where_changed,
+)
 
 SLOTS = 64
 """Jobs that the kernels' tables have room for at first; doubled when more come aboard."""
@@ -71,8 +78,12 @@ class Aboard:
     totals: Parameters
     groups: tuple[SiteGroup | ExpertGroup, ...]
     """The groups of sites with its adapter."""
+    serial: int
+    """Counts those that have come aboard: who comes again has other memory."""
     tiled: bool
     """Whether the tiled route's kernels do all that its adapter does."""
+    gathers: bool
+    """Whether else a captured pass can apply its adapter to rows that it finds by their numbers."""
     woven: bool
     """Whether they do what it does at linears."""
     rows_before: Tensor | None
@@ -81,6 +92,11 @@ class Aboard:
     """By layer, the keys and values that it puts before every sample."""
     tokens: TrainedTokens | None
     """Its own rows of the embedding."""
+
+    @property
+    def keys(self) -> int:
+        """How many it puts before every sample."""
+        return len(next(iter(self.prefixes.values())).keys) if self.prefixes else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +126,13 @@ class SiteGroup:
         for site in self.sites:
             yield site.name, low, low + site.out_features
             low += site.out_features
+
+    def output(self, x_TK: Tensor, residual_TN: Tensor | None, bound: Pass) -> Tensor:
+        """By the tiled kernels, where they have an adapter to weave in."""
+        if self.woven is not None:
+            return self.woven.linear(x_TK, self.frozen, residual_TN, bound)
+        y_TN = self.frozen.product(x_TK)
+        return (y_TN if residual_TN is None else residual_TN + y_TN).to(x_TK.dtype)
 
     def contest(self, bound: Pass) -> Contest | None:
         """What its linear will have to choose from in a pass, where kernels make all of it."""
@@ -159,6 +182,7 @@ class Banks:
         take the tiled route, for which adapters are laid out."""
         self.aboard: dict[str, Aboard] = {}
         self.slots = SLOTS
+        self._come = 0
         self._free: list[int] = []
         """A heap of the slots that jobs have left, below those that were never taken."""
         self._like = like
@@ -238,6 +262,7 @@ class Banks:
         assert tokens is None or self._embedding is not None, "rows of a job's own go in at the embedding"
         if self._free:
             heappop(self._free)
+        self._come += 1
         self.aboard[member.job] = Aboard(
             member=member,
             layout=layout,
@@ -246,10 +271,12 @@ class Banks:
             gradient=gradient,
             totals=totals,
             groups=groups,
+            serial=self._come,
             tiled=before is tokens is None
             and not prefixes
             and woven is not None
             and all(group.banks[kind.name].tiled for group in at_experts),
+            gathers=before is tokens is None and not at_experts and kind.gathers(spec),
             woven=woven is not None,
             rows_before=before,
             prefixes=prefixes,
@@ -370,10 +397,22 @@ class Banks:
         """What a captured pass depends on besides its rows: slots, ranks, and who may use dropout."""
         return self.slots, tuple(bank.limits() for bank in self._woven_banks())
 
-    def capturable(self, microbatch: Microbatch) -> bool:
+    def capturable(self, microbatch: Microbatch, gathers: bool = False) -> bool:
         """Whether a captured pass can serve the microbatch. It is captured without knowing whose rows come,
-        so kinds whose form the kernels do not take would be missing from it."""
-        return all(aboard.tiled for aboard in map(self._through, microbatch.segments) if aboard is not None)
+        so kinds whose form the kernels do not take would be missing from it, but for those whose rows it
+        `gathers` by their numbers."""
+        found = (aboard for aboard in map(self._through, microbatch.segments) if aboard is not None)
+        return all(aboard.tiled or (gathers and aboard.gathers) for aboard in found)
+
+    def gathered(self, microbatch: Microbatch) -> list[tuple[Segment, Aboard]]:
+        """The jobs in the microbatch whose rows a captured pass has to gather; each has one run of them."""
+        found: dict[str, tuple[Segment, Aboard]] = {}
+        for segment in microbatch.segments:
+            if (aboard := self._through(segment)) is None or aboard.tiled:
+                continue
+            first, _ = found.get(segment.job, (segment, aboard))
+            found[segment.job] = replace(first, stop=segment.stop), aboard
+        return list(found.values())
 
     def _through(self, segment: Segment) -> Aboard | None:
         """The job whose adapter the rows of a segment pass through."""
@@ -407,9 +446,15 @@ class Banks:
 
     @contextmanager
     def bound(
-        self, microbatch: Microbatch, route: Route, training: bool, rows: Rows | None = None
+        self,
+        microbatch: Microbatch,
+        route: Route,
+        training: bool,
+        rows: Rows | None = None,
+        gathered: Mapping[str, GatheredRows] | None = None,
     ) -> Iterator[None]:
-        """Apply the adapters of `microbatch` in every forward inside, also in recomputation."""
+        """Apply the adapters of `microbatch` in every forward inside, also in recomputation. Of the jobs in
+        `gathered` the rows are found by their numbers, and not where their segments are."""
         assert self._pass is None, "a pass is already bound"
         if route is Route.tiled and rows is None:
             rows = Rows.empty(microbatch.rows, self.slots, self._like.device)
@@ -417,7 +462,9 @@ class Banks:
         own = all(segment.through in (segment.job, None) for segment in microbatch.segments)
         assert own or not training, "rows are trained through their own adapter only, or through none"
         totals = self._totals(microbatch)
-        self._pass = Pass(microbatch, route, training, self._anchor, totals, rows, self._choices)
+        self._pass = Pass(
+            microbatch, route, training, self._anchor, totals, rows, self._choices, gathered or {}
+        )
         self._beside = self._beside_kernels(self._pass)
         try:
             if rows is not None and training:
@@ -507,11 +554,7 @@ class Banks:
     def keys_before(self, microbatch: Microbatch) -> list[tuple[Segment, int]]:
         """The segments whose jobs put keys and values before their samples, and how many."""
         found = [(segment, self._through(segment)) for segment in microbatch.segments]
-        return [
-            (segment, len(next(iter(aboard.prefixes.values())).keys))
-            for segment, aboard in found
-            if aboard is not None and aboard.prefixes
-        ]
+        return [(segment, aboard.keys) for segment, aboard in found if aboard is not None and aboard.keys]
 
     def read_keys(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """The keys and values of each of these segments in one layer, in the pass that is bound."""
@@ -529,8 +572,8 @@ class Banks:
 
     def _linear(self, group: SiteGroup, x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:
         bound = self._pass
-        if bound is not None and bound.route is Route.tiled and group.woven is not None:
-            found = self._by_kernels(group, group.woven, x_TK, residual_TN, bound)
+        if bound is not None and bound.route is Route.tiled:
+            found = self._by_kernels(group, x_TK, residual_TN, bound)
             if found is not None:
                 return found
         kinds = [] if bound is None else [bank for bank in group.banks.values() if bank.segments(bound)]
@@ -543,7 +586,7 @@ class Banks:
         return (y_TN if residual_TN is None else residual_TN + y_TN).to(x_TK.dtype)
 
     def _by_kernels(
-        self, group: SiteGroup, woven: WovenBank, x_TK: Tensor, residual_TN: Tensor | None, bound: Pass
+        self, group: SiteGroup, x_TK: Tensor, residual_TN: Tensor | None, bound: Pass
     ) -> Tensor | None:
         """What kernels compute, and behind it what other jobs make of their own rows of it; None where one of
         those has a part in the product itself."""
@@ -551,7 +594,7 @@ class Banks:
         assert beside is not None
         banks = [bank for bank in group.banks.values() if bank.segments(beside)]
         if not banks:
-            return woven.linear(x_TK, group.frozen, residual_TN, bound)
+            return group.output(x_TK, residual_TN, bound)
         columns = list(group.columns())
         parts = [
             [bank.parts(name, group.frozen.part(low, high), beside) for bank in banks]
@@ -566,7 +609,7 @@ class Banks:
             for rows, change in part.after
         ]
         around_TN = None if residual_TN is None else zero_where_changed(residual_TN, changes)
-        return changed_rows(woven.linear(x_TK, group.frozen, around_TN, bound), residual_TN, changes)
+        return changed_rows(group.output(x_TK, around_TN, bound), residual_TN, changes)
 
 
 def _by_module(
@@ -596,7 +639,10 @@ def _site_output(frozen: Frozen, x_TK: Tensor, parts: Sequence[SiteParts]) -> Te
         if part.add is not None:
             y_TN = part.add(x_TK, y_TN)
     y_TN = y_TN if alone else scaled_outputs(y_TN, frozen.bias_N, g_out)
-    behind = [(rows, change(y_TN[rows])) for part in parts for rows, change in part.after]
+    behind = []
+    for rows, change in (one for part in parts for one in part.after):
+        assert isinstance(rows, slice), "rows are gathered where kernels run"
+        behind.append((rows, change(y_TN[rows])))
     return with_rows(y_TN, behind) if behind else y_TN
 
 

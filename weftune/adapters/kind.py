@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from weftune.ops.lora.choice import Choices
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.table import Group
-from weftune.ops.site import RowScale, summed_product
+from weftune.ops.site import GatheredRows, RowScale, summed_product
 
 Parameters = Mapping[tuple[str, str], Tensor]
 """(site, name) → tensor, as `VectorLayout.views` gives them; what all sites share has the site SHARED."""
@@ -105,6 +105,9 @@ class Pass:
     """The assignment of rows to programs, for the tiled route."""
     choices: Choices | None = None
     """Measured choices between kernels on this device."""
+    gathered: Mapping[str, GatheredRows] = field(default_factory=dict)
+    """By job, the rows of those that the pass finds by their numbers: where it is captured, and segments do
+    not say where they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ class SiteParts:
     """(x_TK, y_TN) → y with every job's part added; x is the site's own input, y may be overwritten."""
     g_in: tuple[RowScale, ...] = ()
     g_out: tuple[RowScale, ...] = ()
-    after: tuple[tuple[slice, Callable[[Tensor], Tensor]], ...] = ()
+    after: tuple[tuple[slice | GatheredRows, Callable[[Tensor], Tensor]], ...] = ()
     """(rows of a job, y_LN → what it makes of the outputs of the linear there, the bias in them)."""
 
 
@@ -196,7 +199,11 @@ class Kind(Protocol):
 
     def weaves(self, spec: Any) -> bool:
         """Whether adapters of this spec have the form that the tiled kernels take; others compute by the
-        parts of their bank on every route, and passes with them are not captured."""
+        parts of their bank on every route."""
+
+    def gathers(self, spec: Any) -> bool:
+        """Whether passes with such an adapter can be captured although it does not weave: at linears it does
+        nothing but change outputs, by an `ops.site.RowChange`."""
 
     def woven(self, member: Member, at: SiteTensors) -> WovenPart | None:
         """The adapter in that form at one site; None where it has none. Asked only of kinds that weave."""

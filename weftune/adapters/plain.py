@@ -42,8 +42,12 @@ class JobAt:
         return self._trained(SHARED, name)
 
     def untrained(self, name: str) -> Tensor:
-        """A parameter of this site that gets no gradient."""
+        """A parameter of this site as a plain tensor: one that gets no gradient, or by `add_gradient`."""
         return self.weights[self.site.name, name]
+
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
+        """Accumulate the gradient of a parameter of this site."""
+        self.bound.totals[self.member.job][self.site.name, name].add_(gradient)
 
     def constant(self, name: str) -> Tensor:
         """One of the kind's constants."""
@@ -110,11 +114,13 @@ class PlainBank:
             member, weights = self._aboard[segment.through or ""]
             at = JobAt(member, self._sites[site], segment, bound, weights, frozen, self._known)
             part = self._part(at)
+            others = part.add is part.g_in_K is part.g_out_N is None
+            assert others or member.job not in bound.gathered, "only outputs are changed in gathered rows"
             start, stop = segment.start, segment.stop
             if part.add is not None:
                 added.append((segment.rows, part.add))
             if part.after is not None:
-                behind.append((segment.rows, part.after))
+                behind.append((bound.gathered.get(member.job, segment.rows), part.after))
             if part.g_in_K is not None:
                 g_in.append(RowScale(start, stop, part.g_in_K))
             if part.g_out_N is not None:

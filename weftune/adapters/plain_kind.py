@@ -127,6 +127,9 @@ class PlainKind:
     def weaves(self, spec: Any) -> bool:
         return False
 
+    def gathers(self, spec: Any) -> bool:
+        return False
+
     def woven(self, member: Member, at: SiteTensors) -> WovenPart | None:
         raise AssertionError(f"a {self.name} adapter is not woven in")
 

@@ -1,7 +1,8 @@
 """The attention of a packed forward: every row sees the earlier rows of its own sample and nothing else.
 
 Transformers calls `attend` in place of its own attention; the samples' boundaries arrive as one keyword.
-Shapes: T rows of the pack, L rows of one sample, H query heads, G key and value heads, D width of a head.
+Shapes: T rows of the pack, L rows of one sample, Z rows of samples that are gathered, H query heads, G key
+and value heads, D width of a head.
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ class Pack:
     longest: int
     even: bool = False
     """Whether all samples are equally long: then they are a plain batch, which has faster kernels."""
-    prefixes: Prefixes | None = None
+    prefixes: Prefixes | GatheredPrefixes | None = None
+
+
+ReadKeys = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
+"""The number of a layer → for each job that has any the keys and the values, [P, G · D], P before every
+sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +51,26 @@ class Prefixes:
 
     runs: tuple[SampleRun, ...]
     """All samples, in order."""
-    read: Callable[[int], Sequence[tuple[Tensor, Tensor]]]
-    """The number of a layer → for each job that has any the keys and the values, [P, G · D], P before every
-    sample."""
+    read: ReadKeys
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredPrefixes:
+    """The same for a captured pass, which finds the samples by numbers: they are laid out once more, Z rows
+    in all, with their keys and with room that zeros fill."""
+
+    read: ReadKeys
+    pack: Pack
+    """The Z rows."""
+    source_Z: Tensor
+    """The row of the pack that each of them is; anywhere in the job's own rows where it is none."""
+    is_row_Z: Tensor
+    keys_at: tuple[Tensor, ...]
+    """For each job, the places of its keys, those of one sample after another."""
+    place_T: Tensor
+    """Where a row of the pack lies among them."""
+    is_behind_T: Tensor
+    """Whether a row of the pack has keys before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +114,7 @@ def with_prefixes(
     packed: Pack,
     counts: Sequence[int],
     jobs: Sequence[slice],
-    read: Callable[[int], Sequence[tuple[Tensor, Tensor]]],
+    read: ReadKeys,
 ) -> Pack:
     """The pack, with so many keys before each of its samples; `jobs` are the samples of those that have any,
     in order."""
@@ -170,6 +193,8 @@ def attend_behind(
     if prefixes is None:
         return attend_packed(q_THD, k_TGD, v_TGD, pack, rule)
     assert layer is not None, "whoever puts keys before samples must know the layer"
+    if isinstance(prefixes, GatheredPrefixes):
+        return _attend_gathered(q_THD, k_TGD, v_TGD, replace(pack, prefixes=None), prefixes, rule, layer)
     before, seen = prefixes.read(layer), list[Tensor]()
     # `split` and not slices: its backward writes each gradient once.
     parts = (x.split([run.rows for run in prefixes.runs]) for x in (q_THD, k_TGD, v_TGD))
@@ -179,6 +204,36 @@ def attend_behind(
         else:
             seen.append(_attend_spread(q, k, v, run.pack, run.spread, before[run.spread.job], rule))
     return torch.cat(seen)
+
+
+def _attend_gathered(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    pack: Pack,
+    prefixes: GatheredPrefixes,
+    rule: Rule,
+    layer: int,
+) -> Tensor:
+    """All rows as if there were no keys before them, and in the place of those that have some what they see
+    of both."""
+    plain_THD = attend_packed(q_THD, k_TGD, v_TGD, pack, rule)
+    q_ZHD, k_ZGD, v_ZGD = (_gathered(x, prefixes) for x in (q_THD, k_TGD, v_TGD))
+    for (keys_PN, values_PN), at in zip(prefixes.read(layer), prefixes.keys_at, strict=True):
+        k_ZGD, v_ZGD = _with_keys(k_ZGD, keys_PN, at), _with_keys(v_ZGD, values_PN, at)
+    seen_ZHD = attend_packed(q_ZHD, k_ZGD, v_ZGD, prefixes.pack, rule)
+    seen_THD = seen_ZHD.index_select(0, prefixes.place_T)
+    return torch.where(prefixes.is_behind_T[:, None, None], seen_THD, plain_THD)
+
+
+def _gathered(x_TGD: Tensor, prefixes: GatheredPrefixes) -> Tensor:
+    taken_ZGD = x_TGD.index_select(0, prefixes.source_Z)
+    return torch.where(prefixes.is_row_Z[:, None, None], taken_ZGD, 0.0)
+
+
+def _with_keys(x_ZGD: Tensor, before_PN: Tensor, at: Tensor) -> Tensor:
+    before_PGD = before_PN.view(-1, *x_ZGD.shape[1:]).to(x_ZGD.dtype)
+    return x_ZGD.index_copy(0, at, before_PGD.repeat(len(at) // len(before_PGD), 1, 1))
 
 
 def _attend_spread(
@@ -202,8 +257,7 @@ def _spread(x_TGD: Tensor, pack: Pack, spread: Spread, before_PN: Tensor | None)
     whole = x_TGD.new_zeros(sum(pack.lengths), *x_TGD.shape[1:]).index_copy(0, spread.rows_T, x_TGD)
     if before_PN is None:
         return whole
-    before_PGD = before_PN.view(-1, *x_TGD.shape[1:]).to(x_TGD.dtype)
-    return whole.index_copy(0, spread.keys_T, before_PGD.repeat(len(spread.keys_T) // len(before_PGD), 1, 1))
+    return _with_keys(whole, before_PN, spread.keys_T)
 
 
 def attend_packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule) -> Tensor:

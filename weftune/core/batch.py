@@ -80,3 +80,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def copy_to(into: Tensor, host: Tensor) -> None:
+    """The same into a tensor that is there."""
+    into.copy_(host.pin_memory() if into.is_cuda else host, non_blocking=True)

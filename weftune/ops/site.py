@@ -3,14 +3,16 @@
 Every job scales its own rows only, so that no reduction ever mixes rows of two jobs: a NaN stays with its
 owner. Sums are kept in at least float32 and rounded once, by whoever asks.
 
-Shapes: T rows, L of them that belong to one job, K inputs, N outputs, M columns of either.
+Shapes: T rows, L of them that belong to one job, R room for such rows, K inputs, N outputs, M columns of
+either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -75,7 +77,32 @@ def with_rows(y_TN: Tensor, made: Sequence[tuple[slice, Tensor]]) -> Tensor:
     return torch.cat([*parts, y_TN[row:]])
 
 
-Change = tuple[slice, slice, Callable[[Tensor], Tensor]]
+@dataclass(frozen=True, slots=True)
+class GatheredRows:
+    """The rows of one job by their numbers, so that a captured pass finds them wherever they lie.
+
+    There is room for R rows. Beyond those of the job, the first of them comes again and does not count.
+    """
+
+    index_R: Tensor
+    counts_R1: Tensor
+    """Whether a row counts."""
+
+
+@runtime_checkable
+class RowChange(Protocol):
+    """What a job makes of its rows, with a backward of its own: no graph of autograd is made for it."""
+
+    def __call__(self, y_LM: Tensor) -> Tensor:
+        """The same as autograd sees it."""
+
+    def forward(self, y_LM: Tensor) -> Tensor: ...
+
+    def backward(self, y_LM: Tensor, dy_LM: Tensor) -> Tensor:
+        """The gradient of y; those of the job's weights are added to their accumulators."""
+
+
+Change = tuple[slice | GatheredRows, slice, Callable[[Tensor], Tensor]]
 """Rows, columns, and what becomes of them."""
 
 
@@ -83,7 +110,7 @@ def zero_where_changed(residual_TN: Tensor, changes: Sequence[Change]) -> Tensor
     """The residual as y takes it before `changed_rows`; it gets its gradient there."""
     residual_TN = residual_TN.detach().clone()
     for rows, columns, _ in changes:
-        residual_TN[rows, columns] = 0.0
+        _zero(residual_TN[:, columns], rows)
     return residual_TN
 
 
@@ -100,10 +127,12 @@ def changed_rows(y_TN: Tensor, residual_TN: Tensor | None, changes: Sequence[Cha
 class _Changed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_TN: Tensor, residual_TN: Tensor | None, changes: Sequence[Change]) -> Tensor:
-        before = [y_TN[rows, columns].clone() for rows, columns, _ in changes]
+        before = [_copied(y_TN[:, columns], rows) for rows, columns, _ in changes]
         for own_LM, (rows, columns, change) in zip(before, changes, strict=True):
-            made_LM = change(own_LM)
-            y_TN[rows, columns] = made_LM if residual_TN is None else made_LM + residual_TN[rows, columns]
+            made_LM = change.forward(own_LM) if isinstance(change, RowChange) else change(own_LM)
+            if residual_TN is not None:
+                made_LM = made_LM + _taken(residual_TN[:, columns], rows)
+            _put(y_TN[:, columns], rows, made_LM.to(y_TN.dtype))
         ctx.mark_dirty(y_TN)
         ctx.changes = changes
         ctx.save_for_backward(*before)
@@ -113,11 +142,51 @@ class _Changed(torch.autograd.Function):
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor, Tensor | None, None]:
         own_TN = dy_TN.clone()
         for own_LM, (rows, columns, change) in zip(ctx.saved_tensors, ctx.changes, strict=True):
-            with torch.enable_grad():
-                before_LM = own_LM.detach().requires_grad_()
-                change(before_LM).backward(dy_TN[rows, columns])
-            own_TN[rows, columns] = before_LM.grad
+            dy_LM = _taken(dy_TN[:, columns], rows)
+            if isinstance(rows, GatheredRows):
+                # A gradient of zero gives one of zero: rows that come again add nothing to anybody.
+                dy_LM = torch.where(rows.counts_R1, dy_LM, 0.0)
+            back = change.backward if isinstance(change, RowChange) else partial(_through_autograd, change)
+            before_LM = back(own_LM, dy_LM)
+            part_TM = own_TN[:, columns]
+            if isinstance(rows, GatheredRows):
+                _zero(part_TM, rows)
+                part_TM.index_add_(0, rows.index_R, before_LM.to(part_TM.dtype))
+            else:
+                part_TM[rows] = before_LM
         return own_TN, dy_TN if ctx.needs_input_grad[1] else None, None
+
+
+def _through_autograd(change: Callable[[Tensor], Tensor], y_LM: Tensor, dy_LM: Tensor) -> Tensor:
+    with torch.enable_grad():
+        before_LM = y_LM.detach().requires_grad_()
+        change(before_LM).backward(dy_LM)
+    assert before_LM.grad is not None
+    return before_LM.grad
+
+
+def _taken(x_TM: Tensor, rows: slice | GatheredRows) -> Tensor:
+    return x_TM[rows] if isinstance(rows, slice) else x_TM.index_select(0, rows.index_R)
+
+
+def _copied(x_TM: Tensor, rows: slice | GatheredRows) -> Tensor:
+    taken_LM = _taken(x_TM, rows)
+    return taken_LM.clone() if isinstance(rows, slice) else taken_LM
+
+
+def _put(x_TM: Tensor, rows: slice | GatheredRows, value_LM: Tensor) -> None:
+    """A row that comes again has the same value each time."""
+    if isinstance(rows, slice):
+        x_TM[rows] = value_LM
+    else:
+        x_TM.index_copy_(0, rows.index_R, value_LM)
+
+
+def _zero(x_TM: Tensor, rows: slice | GatheredRows) -> None:
+    if isinstance(rows, slice):
+        x_TM[rows] = 0.0
+    else:
+        x_TM.index_fill_(0, rows.index_R, 0.0)
 
 
 def summed_product(x_TK: Tensor, weight: Weight) -> Tensor:

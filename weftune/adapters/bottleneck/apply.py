@@ -7,33 +7,37 @@ rows of one job.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, silu
 
-from weftune.adapters.bottleneck.spec import DOWN, DOWN_BIAS, UP, UP_BIAS, Activation
+from weftune.adapters.bottleneck.spec import DOWN, DOWN_BIAS, UP, UP_BIAS, Activation, BottleneckSpec
 from weftune.adapters.kind import NewAdapter
 from weftune.adapters.plain import JobAt, JobPart
 from weftune.adapters.plain_kind import PlainKind
 from weftune.ops.draw import fill_uniform
 
+aten = torch.ops.aten
+
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "gelu": gelu, "silu": silu}
+GRADIENTS: dict[Activation, Callable[[Tensor, Tensor], Tensor]] = {
+    "relu": lambda gradient, x: aten.threshold_backward(gradient, x, 0),
+    "gelu": aten.gelu_backward,
+    "silu": aten.silu_backward,
+}
+"""(gradient of the activation's output, its input) → the gradient of its input."""
 
 
 class Bottleneck(PlainKind):
     name = "bottleneck"
 
     def part(self, at: JobAt) -> JobPart:
-        activate = ACTIVATIONS[at.member.spec.activation]
-        down_bN, down_b = at.trained(DOWN), at.trained(DOWN_BIAS)
-        up_Nb, up_N = at.trained(UP), at.trained(UP_BIAS)
+        return JobPart(after=NarrowLayer(at, at.member.spec.activation))
 
-        def after(y_LN: Tensor) -> Tensor:
-            narrow_Lb = activate(linear(y_LN.to(down_bN.dtype), down_bN, down_b))
-            return y_LN + linear(narrow_Lb, up_Nb, up_N)
-
-        return JobPart(after=after)
+    def gathers(self, spec: BottleneckSpec) -> bool:
+        return True
 
     def start(self, new: NewAdapter) -> None:
         """D uniform within ±1/√N, as linears of torch begin."""
@@ -42,3 +46,33 @@ class Bottleneck(PlainKind):
                 fill_uniform(value, new.key(site, name), value.shape[1] ** -0.5, drawn_on=new.drawn_on)
             else:
                 value.zero_()
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowLayer:
+    """y + act(yDᵀ + d)Uᵀ + u of one job at one site; see `ops.site.RowChange`."""
+
+    at: JobAt
+    activation: Activation
+
+    def __call__(self, y_LN: Tensor) -> Tensor:
+        return self._made(y_LN, *(self.at.trained(name) for name in (DOWN, DOWN_BIAS, UP, UP_BIAS)))
+
+    def forward(self, y_LN: Tensor) -> Tensor:
+        return self._made(y_LN, *(self.at.untrained(name) for name in (DOWN, DOWN_BIAS, UP, UP_BIAS)))
+
+    def _made(self, y_LN: Tensor, down_bN: Tensor, down_b: Tensor, up_Nb: Tensor, up_N: Tensor) -> Tensor:
+        narrow_Lb = ACTIVATIONS[self.activation](linear(y_LN.to(down_bN.dtype), down_bN, down_b))
+        return y_LN + linear(narrow_Lb, up_Nb, up_N)
+
+    def backward(self, y_LN: Tensor, dy_LN: Tensor) -> Tensor:
+        down_bN, up_Nb = self.at.untrained(DOWN), self.at.untrained(UP)
+        y_LN, d_LN = y_LN.to(down_bN.dtype), dy_LN.to(down_bN.dtype)
+        before_Lb = linear(y_LN, down_bN, self.at.untrained(DOWN_BIAS))
+        narrow_Lb = ACTIVATIONS[self.activation](before_Lb)
+        d_Lb = GRADIENTS[self.activation](d_LN @ up_Nb, before_Lb)
+        self.at.add_gradient(UP, d_LN.T @ narrow_Lb)
+        self.at.add_gradient(UP_BIAS, d_LN.sum(0))
+        self.at.add_gradient(DOWN, d_Lb.T @ y_LN)
+        self.at.add_gradient(DOWN_BIAS, d_Lb.sum(0))
+        return dy_LN + d_Lb @ down_bN

@@ -171,6 +171,9 @@ class Lora:
     def weaves(self, spec: LoraSpec) -> bool:
         return True
 
+    def gathers(self, spec: LoraSpec) -> bool:
+        return False
+
     def woven(self, member: Member, at: SiteTensors) -> WovenPart | None:
         if (at.site.name, A) not in at.weights:
             return None

@@ -28,6 +28,9 @@ STORED = "prompt_embeddings"
 class PrefixTuning(PlainKind):
     name = "prefix"
 
+    def gathers(self, spec: PrefixSpec) -> bool:
+        return True
+
     def start(self, new: NewAdapter) -> None:
         for place, value in new.parameters.items():
             fill_normal(value, new.key(*place))

@@ -11,9 +11,10 @@ import torch
 
 from weftune.adapters.banks import Banks
 from weftune.base.attention import Pack
-from weftune.core.batch import IGNORED, Microbatch
+from weftune.core.batch import IGNORED, Microbatch, copy_to
 from weftune.ops.lora.rows import Rows
 from weftune.plan.program.recompute import Recompute
+from weftune.run.passes.gathered import GatheredJob, Gathering, gathered_jobs
 from weftune.run.passes.rows import LaidMicrobatch, Membership, bucket, longest_bucket
 
 
@@ -25,6 +26,7 @@ class GraphKey:
     even: bool
     limits: tuple[object, ...]
     recompute: Recompute
+    gathered: tuple[GatheredJob, ...] = ()
 
 
 def key_of(laid: LaidMicrobatch, banks: Banks, recompute: Recompute, context: int) -> GraphKey:
@@ -37,6 +39,7 @@ def key_of(laid: LaidMicrobatch, banks: Banks, recompute: Recompute, context: in
         even=even,
         limits=banks.limits(),
         recompute=recompute,
+        gathered=gathered_jobs(banks, laid.microbatch),
     )
 
 
@@ -50,25 +53,27 @@ class GraphInputs:
         self._positions_T = torch.zeros_like(self._tokens_T)
         self._held: LaidMicrobatch | None = None
         self.rows = Rows.empty(key.rows, banks.slots, device)
+        self.gathering = Gathering(key.gathered, key.rows, key.longest, banks, device)
         self.microbatch = Microbatch(
             tokens_T=self._tokens_T,
             positions_T=self._positions_T,
             targets_T=torch.full_like(self._tokens_T, IGNORED),
             token_index_T=self.rows.token_index_T,
             sample_lengths=(key.rows,),
-            segments=(),
+            segments=self.gathering.segments,
         )
-        self.pack = Pack((key.rows,), self._boundaries_B, key.longest, key.even)
+        self.pack = Pack((key.rows,), self._boundaries_B, key.longest, key.even, self.gathering.prefixes)
 
     def fill(self, laid: LaidMicrobatch) -> None:
         """Fill in a microbatch, and compute whose its rows are."""
         lengths = torch.tensor((0, *laid.microbatch.sample_lengths), dtype=torch.int32).cumsum(0)
         boundaries_B = torch.full((len(self._boundaries_B),), len(self._tokens_T), dtype=torch.int32)
         boundaries_B[: len(lengths)] = lengths
-        self._boundaries_B.copy_(boundaries_B.pin_memory(), non_blocking=True)
+        copy_to(self._boundaries_B, boundaries_B)
         self._tokens_T.copy_(laid.microbatch.tokens_T)
         self._positions_T.copy_(laid.microbatch.positions_T)
         self.rows.fill(self._banks.seats(laid.microbatch), laid.token_index)
+        self.gathering.fill(laid.microbatch)
 
     def copy(self, laid: LaidMicrobatch, membership: Membership) -> None:
         """Copy a microbatch whose rows are on the device already. It comes here at every stage, and is often

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from weftune.adapters.banks import Banks
 from weftune.base.model import Base
+from weftune.core.deterministic import are_kernels_deterministic
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import Program
 from weftune.plan.program.recompute import NOTHING
@@ -30,6 +31,9 @@ from weftune.run.passes.payback import Payback, WatchedPass
 from weftune.run.passes.plain import MadeBackward, MadeForward, PlainPasses
 from weftune.run.passes.rows import LaidMicrobatch, RowsHere, StageVisit
 
+GATHERS = False
+"""Whether passes are captured that have to gather rows (`gathered.py`). They compute the same on a CPU, in
+Triton's interpreter; no GPU has captured them yet, and until one has they are launched kernel by kernel."""
 MOST_GRAPHS = 128
 """How many graphs are kept; beyond that the least recently used one is dropped."""
 
@@ -79,14 +83,16 @@ class CapturedPasses:
 
     def forward(self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None, keep: bool) -> MadeForward:
         assert keep, "a forward that is recomputed is captured otherwise"
-        if not self._banks.capturable(rows.laid.microbatch):
+        # Gathered rows may be added up in another order, and whether a pass is captured depends on a clock.
+        gathers = GATHERS and not are_kernels_deterministic()
+        if not self._banks.capturable(rows.laid.microbatch, gathers):
             return self._plain.forward(visit, rows, given_TD, keep)
         context = self._plain.adapted.base.shape.context
         key = key_of(rows.laid, self._banks, self._recompute, context)
         is_new = (key, visit.stage) not in self._seen
         self._seen.add((key, visit.stage))
         before = self._captures
-        place = None if is_new else self._place(visit.stage, key)
+        place = None if is_new else self._place(visit.stage, key, rows.laid)
         began = self._clock.mark()
         if place is None:
             h_TD = self._plain.forward(visit, rows, given_TD, keep).h_TD
@@ -125,7 +131,7 @@ class CapturedPasses:
         self._graphs.clear()
         self._pools.clear()
 
-    def _place(self, stage: int, key: GraphKey) -> _Place | None:
+    def _place(self, stage: int, key: GraphKey, laid: LaidMicrobatch) -> _Place | None:
         """The place of a graph that has been captured, maybe just now; None where a capture does not pay."""
         place = _Place(key, stage, self._free_instance())
         if place in self._graphs:
@@ -136,7 +142,7 @@ class CapturedPasses:
         self._drop_oldest()
         base = self._plain.stages[stage]
         began = time.perf_counter()
-        self._graphs[place] = Graph(base, self._banks, key, self._pools[place.instance])
+        self._graphs[place] = Graph(base, self._banks, key, self._pools[place.instance], laid)
         self._payback.note_capture(time.perf_counter() - began)
         self._captures += 1
         return place
@@ -158,7 +164,8 @@ class CapturedPasses:
 class Graph:
     """One captured pass: inputs are copied in, then forward and backward are replayed."""
 
-    def __init__(self, base: Base, banks: Banks, key: GraphKey, pool: Any) -> None:
+    def __init__(self, base: Base, banks: Banks, key: GraphKey, pool: Any, laid: LaidMicrobatch) -> None:
+        """`laid` is a microbatch that it will serve."""
         self._inputs = feed = GraphInputs(banks, key, base.device)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         shape = (0 if base.first else key.rows, base.shape.hidden)
@@ -166,7 +173,9 @@ class Graph:
         self._hands_on, self._takes = not base.last, not base.first
         """Whether a later stage reads its output, and whether an earlier stage made its input."""
         stream = torch.cuda.current_stream(base.device)
-        with banks.bound(feed.microbatch, Route.tiled, True, feed.rows):
+        with banks.bound(feed.microbatch, Route.tiled, True, feed.rows, feed.gathering.gathered):
+            if key.gathered:
+                self._rehearse(base, laid)
             with captured(self._forward, pool, stream):
                 given_TD = self._given_TD.detach().requires_grad_() if self._takes else None
                 h_TD = base.hidden(feed.microbatch, feed.pack, given_TD)
@@ -180,6 +189,15 @@ class Graph:
                         assert given_TD.grad is not None
                         self._given_TD.copy_(given_TD.grad)
         self._h_TD = h_TD.detach()
+
+    def _rehearse(self, base: Base, laid: LaidMicrobatch) -> None:
+        """Load the kernels that gather rows: plain passes do without, and nothing may be loaded in a capture.
+        Gradients of zero change nobody's."""
+        self._inputs.fill(laid)
+        given_TD = self._given_TD.detach().requires_grad_() if self._takes else None
+        h_TD = base.hidden(self._inputs.microbatch, self._inputs.pack, given_TD)
+        if h_TD.requires_grad:
+            h_TD.backward(torch.zeros_like(h_TD))
 
     def forward(self, laid: LaidMicrobatch, given_TD: Tensor | None) -> Tensor:
         """Hidden states. Those of the last stage stay valid until `backward`; others are a copy, which may be

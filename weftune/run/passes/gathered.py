@@ -1,0 +1,142 @@
+"""Rows that a captured pass finds by their numbers: those of jobs whose adapters no kernels weave in.
+
+Every such job has room for so many rows and, where it puts keys before its samples, for so many samples. The
+sizes belong to the key of the pass; where the rows lie is content of tensors.
+
+Shapes: T rows, R room for those of a job, Z rows of samples that are laid out once more with keys before
+them, B boundaries of samples among those.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from weftune.adapters.banks import Banks
+from weftune.base.attention import GatheredPrefixes, Pack
+from weftune.core.batch import Microbatch, Segment, copy_to
+from weftune.ops.site import GatheredRows
+from weftune.run.passes.rows import LEAST, bucket
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredJob:
+    """What a captured pass has room for."""
+
+    job: str
+    serial: int
+    """Of its coming aboard: the pass reads memory of that time."""
+    rows: int
+    keys: int = 0
+    """Before every sample."""
+    samples: int = 0
+    """Where there are keys."""
+
+    @property
+    def laid_rows(self) -> int:
+        """Of its samples, with their keys."""
+        return self.rows + self.keys * self.samples
+
+
+def gathered_jobs(banks: Banks, microbatch: Microbatch) -> tuple[GatheredJob, ...]:
+    """Those of a microbatch, in the order in which they came aboard."""
+    found = []
+    for segment, aboard in banks.gathered(microbatch):
+        rows = bucket(segment.stop - segment.start, LEAST)
+        samples = bucket(len(_samples(microbatch, segment)), 1) if aboard.keys else 0
+        found.append(GatheredJob(segment.job, aboard.serial, rows, aboard.keys, samples))
+    return tuple(sorted(found, key=lambda one: one.serial))
+
+
+def _samples(microbatch: Microbatch, segment: Segment) -> Sequence[int]:
+    """The lengths of a segment's samples."""
+    begins = [0, *accumulate(microbatch.sample_lengths)]
+    return microbatch.sample_lengths[bisect_left(begins, segment.start) : bisect_left(begins, segment.stop)]
+
+
+class Gathering:
+    """The tensors by which passes of one key find the rows of such jobs."""
+
+    def __init__(
+        self, jobs: Sequence[GatheredJob], rows: int, longest: int, banks: Banks, device: torch.device
+    ) -> None:
+        """Of microbatches of so many rows, whose samples are no longer than `longest`."""
+        self._banks, self._rows = banks, rows
+        self.segments = tuple(Segment(one.job, 0, 0, 0) for one in jobs)
+        """They say who is there, and not where."""
+        self.gathered = {one.job: _empty_rows(one.rows, device) for one in jobs if not one.keys}
+        self._prefixed = [one for one in jobs if one.keys]
+        self._longest = longest + max((one.keys for one in jobs), default=0)
+        self.prefixes = self._empty_prefixes(banks, device) if self._prefixed else None
+
+    def _empty_prefixes(self, banks: Banks, device: torch.device) -> GatheredPrefixes:
+        laid = sum(one.laid_rows for one in self._prefixed)
+        boundaries_B = torch.zeros(1 + sum(map(self._most_samples, self._prefixed)), dtype=torch.int32)
+        return GatheredPrefixes(
+            read=banks.read_keys,
+            pack=Pack((laid,), boundaries_B.to(device), self._longest),
+            source_Z=torch.zeros(laid, dtype=torch.int64, device=device),
+            is_row_Z=torch.zeros(laid, dtype=torch.bool, device=device),
+            keys_at=tuple(
+                torch.zeros(one.keys * one.samples, dtype=torch.int64, device=device)
+                for one in self._prefixed
+            ),
+            place_T=torch.zeros(self._rows, dtype=torch.int64, device=device),
+            is_behind_T=torch.zeros(self._rows, dtype=torch.bool, device=device),
+        )
+
+    def _most_samples(self, job: GatheredJob) -> int:
+        """With those that fill its room."""
+        return job.samples + -(-job.laid_rows // self._longest)
+
+    def fill(self, microbatch: Microbatch) -> None:
+        """Let passes find the rows of this microbatch."""
+        segments = {segment.job: segment for segment, _ in self._banks.gathered(microbatch)}
+        for job, found in self.gathered.items():
+            count = segments[job].stop - segments[job].start
+            number_R = torch.arange(len(found.index_R))
+            copy_to(found.index_R, segments[job].start + torch.where(number_R < count, number_R, 0))
+            copy_to(found.counts_R1, (number_R < count)[:, None])
+        if self.prefixes is not None:
+            self._fill_prefixes(self.prefixes, microbatch, segments)
+
+    def _fill_prefixes(
+        self, prefixes: GatheredPrefixes, microbatch: Microbatch, segments: dict[str, Segment]
+    ) -> None:
+        source_Z = torch.zeros(len(prefixes.source_Z), dtype=torch.int64)
+        is_row_Z = torch.zeros(len(source_Z), dtype=torch.bool)
+        place_T = torch.zeros(self._rows, dtype=torch.int64)
+        is_behind_T = torch.zeros(self._rows, dtype=torch.bool)
+        boundaries, begin = [0], 0
+        for job, keys_at in zip(self._prefixed, prefixes.keys_at, strict=True):
+            end, row = begin + job.laid_rows, segments[job.job].start
+            source_Z[begin:end] = row
+            places, at, first = list[int](), begin, len(boundaries)
+            for length in _samples(microbatch, segments[job.job]):
+                places += range(at, at + job.keys)
+                rows = slice(at + job.keys, at + job.keys + length)
+                source_Z[rows], is_row_Z[rows] = torch.arange(row, row + length), True
+                place_T[row : row + length] = torch.arange(rows.start, rows.stop)
+                is_behind_T[row : row + length] = True
+                at, row = rows.stop, row + length
+                boundaries.append(at)
+            # Keys of samples that are not there, in what is left of the job's room; nobody sees them.
+            places += range(at, at + len(keys_at) - len(places))
+            boundaries += [*range(at + self._longest, end, self._longest), end]
+            boundaries += [end] * (first + self._most_samples(job) - len(boundaries))
+            copy_to(keys_at, torch.tensor(places))
+            begin = end
+        copy_to(prefixes.source_Z, source_Z)
+        copy_to(prefixes.is_row_Z, is_row_Z)
+        copy_to(prefixes.place_T, place_T)
+        copy_to(prefixes.is_behind_T, is_behind_T)
+        copy_to(prefixes.pack.boundaries, torch.tensor(boundaries, dtype=torch.int32))
+
+
+def _empty_rows(rows: int, device: torch.device) -> GatheredRows:
+    index_R = torch.zeros(rows, dtype=torch.int64, device=device)
+    return GatheredRows(index_R, torch.zeros(rows, 1, dtype=torch.bool, device=device))
