@@ -81,7 +81,7 @@ def with_rows(y_TN: Tensor, made: Sequence[tuple[slice, Tensor]]) -> Tensor:
 class GatheredRows:
     """The rows of one job by their numbers, so that a captured pass finds them wherever they lie.
 
-    There is room for R rows. Beyond those of the job, the first of them comes again and does not count.
+    There is room for R rows. Behind those of the job the same come again, and do not count.
     """
 
     index_R: Tensor

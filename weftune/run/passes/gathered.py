@@ -97,9 +97,9 @@ class Gathering:
         """Let passes find the rows of this microbatch."""
         segments = {segment.job: segment for segment, _ in self._banks.gathered(microbatch)}
         for job, found in self.gathered.items():
-            count = segments[job].stop - segments[job].start
+            start, count = segments[job].start, segments[job].stop - segments[job].start
             number_R = torch.arange(len(found.index_R))
-            copy_to(found.index_R, segments[job].start + torch.where(number_R < count, number_R, 0))
+            copy_to(found.index_R, start + number_R % count)
             copy_to(found.counts_R1, (number_R < count)[:, None])
         if self.prefixes is not None:
             self._fill_prefixes(self.prefixes, microbatch, segments)
@@ -109,12 +109,14 @@ class Gathering:
     ) -> None:
         source_Z = torch.zeros(len(prefixes.source_Z), dtype=torch.int64)
         is_row_Z = torch.zeros(len(source_Z), dtype=torch.bool)
-        place_T = torch.zeros(self._rows, dtype=torch.int64)
+        # Whoever has none has any, but not all the same: their gradients of zero are added there.
+        place_T = torch.arange(self._rows) % len(source_Z)
         is_behind_T = torch.zeros(self._rows, dtype=torch.bool)
         boundaries, begin = [0], 0
         for job, keys_at in zip(self._prefixed, prefixes.keys_at, strict=True):
             end, row = begin + job.laid_rows, segments[job.job].start
-            source_Z[begin:end] = row
+            count = segments[job.job].stop - row
+            source_Z[begin:end] = row + torch.arange(job.laid_rows) % count
             places, at, first = list[int](), begin, len(boundaries)
             for length in _samples(microbatch, segments[job.job]):
                 places += range(at, at + job.keys)
