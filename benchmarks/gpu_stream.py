@@ -42,7 +42,7 @@ from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.run.assemble import resident_executor
 from weftune.run.measure.link import HostLink, measure_link
-from weftune.run.measure.memory import budget_bytes
+from weftune.run.measure.memory import budget_bytes, taken_bytes
 
 STREAMED, RESIDENT, SAME = "Weftune, streamed", "Weftune, resident", "Weftune, resident, same passes"
 COMPARED = ("same", "resident", "fsdp")
@@ -152,10 +152,14 @@ def resident_row(case: Case, work: BaselineWork, passes: int | None = None) -> R
         nonlocal losses, described
         base = random_base(case.size, case.place, case.quantize)
         together = JobsAboard(resident_executor(base, graphs=passes is None))
-        capacity = passes or roomy(together, case, work)
-        again = together.recompute.layers
-        described = f"{capacity} tokens a microbatch, {again} layers made again"
+        capacity, predicted = (passes, 0) if passes else roomy(together, case, work)
+        described = f"{capacity} tokens a microbatch, {together.recompute.layers} layers recomputed"
         join_all(together, work)
+        if predicted:
+            # Said before anything is computed, so that a shortage says where it came from.
+            aboard = taken_bytes(case.place.device)
+            described += f", {predicted / GIB:.1f} GiB predicted, {aboard / GIB:.1f} before the first pass"
+            print(described, flush=True)
         measured = measure(together.block(capacity), case.place, few(case.pace))
         losses = all_losses(together)
         return measured
@@ -166,15 +170,17 @@ def resident_row(case: Case, work: BaselineWork, passes: int | None = None) -> R
     return Row(name, work.jobs, work.tokens, measured, floor, losses=losses, cut=described)
 
 
-def roomy(together: JobsAboard, case: Case, work: BaselineWork) -> int:
-    """Tokens of a microbatch, and what must be made again for so many to fit, as a run would choose them."""
+def roomy(together: JobsAboard, case: Case, work: BaselineWork) -> tuple[int, int]:
+    """Tokens of a microbatch, with what must be recomputed for so many to fit, as a run would choose them;
+    and the peak that is predicted for it."""
     device, base = case.place.device, together.base
     memory = MemoryModel(
         base.shape, base.shape.base_bytes + budget_bytes(device), fused=together.executor.fused
     )
     jobs, most = job_shapes(base.shape, work), max(case.most, work.length)
     together.recompute = memory.recompute(jobs, most)
-    return memory.capacity(jobs, most, together.recompute)
+    capacity = memory.capacity(jobs, most, together.recompute)
+    return capacity, memory.peak_bytes(jobs, capacity, together.recompute)
 
 
 def streamed_capacity(rows: Sequence[Row], work: BaselineWork) -> int:
