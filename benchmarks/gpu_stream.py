@@ -42,7 +42,7 @@ from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.run.assemble import resident_executor
 from weftune.run.measure.link import HostLink, measure_link
-from weftune.run.measure.memory import budget_bytes, taken_bytes
+from weftune.run.measure.memory import budget_bytes, resident_bytes
 
 STREAMED, RESIDENT, SAME = "Weftune, streamed", "Weftune, resident", "Weftune, resident, same passes"
 COMPARED = ("same", "resident", "fsdp")
@@ -157,7 +157,7 @@ def resident_row(case: Case, work: BaselineWork, passes: int | None = None) -> R
         join_all(together, work)
         if predicted:
             # Said before anything is computed, so that a shortage says where it came from.
-            aboard = taken_bytes(case.place.device)
+            aboard = resident_bytes(case.place.device)
             described += f", {predicted / GIB:.1f} GiB predicted, {aboard / GIB:.1f} before the first pass"
             print(described, flush=True)
         measured = measure(together.block(capacity), case.place, few(case.pace))
