@@ -1,7 +1,7 @@
 """Halving against the full grid and against random search with as many samples: 24 trials on stories15M.
 
-    python -m benchmarks.sweep_halving [--seeds 5] [--steps 120] [--model FOLDER] [--data FILE] [--toy]
-                                       [--only SEED ...] [--work FOLDER] [--json FILE]
+    python -m benchmarks.sweep_halving [--seeds 5] [--steps 120] [--at 0.08] [--keep 0.2] [--only SEED ...]
+                                       [--model FOLDER] [--data FILE] [--work FOLDER] [--toy] [--json FILE]
 
 Every seed has its own held-out rows, order of rows and beginnings of adapters. The grid is trained to its end
 once, then again with halving. Random search draws trials of the same grid and trains each to its end; what it
@@ -42,7 +42,7 @@ NAME = "trial"
 SHARE_BAR = 0.28
 NEAR = 0.01
 """How far above the grid's best loss still counts as found."""
-HALVING = {"at": [0.08], "keep": 0.2}
+AT, KEEP = (0.08,), 0.2
 """One early rung: in the middle of a decaying schedule large learning rates look worse than they will end."""
 TOY = Size(
     name="toy", hidden=32, layers=2, heads=2, kv_heads=2, intermediate=64, vocabulary=64, context=64,
@@ -167,10 +167,12 @@ def trained(
     return record
 
 
-def measured(folder: Path, seed: int, model: Path, data: Path | None, case: Case) -> Found:
+def measured(
+    folder: Path, seed: int, model: Path, data: Path | None, case: Case, halving: Mapping[str, Any]
+) -> Found:
     folder.mkdir(parents=True, exist_ok=True)
     write_data(folder, data, case.held_out, seed)
-    halved = trained(folder, model, case, seed, HALVING)
+    halved = trained(folder, model, case, seed, halving)
     grid = trained(folder, model, case, seed, None)
     return compared(seed, grid, halved)
 
@@ -205,6 +207,7 @@ def summary(found: Sequence[Found]) -> str:
 
 def run(options: Namespace) -> list[Found]:
     case = TOY_CASE if options.toy else replace(Case(), steps=options.steps)
+    halving = {"at": list(options.at), "keep": options.keep}
     found = []
     with tempfile.TemporaryDirectory() as name:
         work = options.work or Path(name)
@@ -213,7 +216,7 @@ def run(options: Namespace) -> list[Found]:
             model, data = Path(name) / "base", None
             write_base(model, TOY, BenchPlace(torch.device("cpu"), torch.float32))
         for seed in options.only or range(options.seeds):
-            found.append(measured(work / f"seed-{seed}", seed, model, data, case))
+            found.append(measured(work / f"seed-{seed}", seed, model, data, case, halving))
             print(json.dumps(asdict(found[-1])), flush=True)
     return found
 
@@ -224,6 +227,8 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="+", metavar="SEED", help="these seeds instead of all")
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="where a later call goes on")
     parser.add_argument("--steps", type=int, default=Case().steps, help="of a trial")
+    parser.add_argument("--at", type=float, nargs="+", default=AT, metavar="SHARE", help="the rungs")
+    parser.add_argument("--keep", type=float, default=KEEP, help="the share that goes on from each")
     parser.add_argument("--model", type=Path, default=STORIES, metavar="FOLDER")
     parser.add_argument(
         "--data", type=Path, default=DATA, metavar="FILE", help="rows as `weftune train` takes them"

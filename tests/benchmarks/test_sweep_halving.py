@@ -52,7 +52,8 @@ def test_the_summary_names_the_bars() -> None:
 def test_the_case_is_a_grid_of_24_trials_that_is_read(tmp_path: Path) -> None:
     for name in ("rows", "held_out"):
         (tmp_path / f"{name}.jsonl").touch()
-    run = parse_run(jobs(tmp_path, tmp_path, Case(), 0, sweep_halving.HALVING), tmp_path)
+    halving = {"at": list(sweep_halving.AT), "keep": sweep_halving.KEEP}
+    run = parse_run(jobs(tmp_path, tmp_path, Case(), 0, halving), tmp_path)
     assert len(run.sweeps[0].trials) == len(run.jobs) == 24
     assert len(parse_run(jobs(tmp_path, tmp_path, TOY_CASE, 0, None), tmp_path).jobs) == 6
 
