@@ -609,7 +609,7 @@ class Banks:
             for rows, change in part.after
         ]
         around_TN = None if residual_TN is None else zero_where_changed(residual_TN, changes)
-        return changed_rows(group.output(x_TK, around_TN, bound), residual_TN, changes)
+        return changed_rows(group.output(x_TK, around_TN, bound), residual_TN, changes, bound.anchor)
 
 
 def _by_module(

@@ -114,19 +114,23 @@ def zero_where_changed(residual_TN: Tensor, changes: Sequence[Change]) -> Tensor
     return residual_TN
 
 
-def changed_rows(y_TN: Tensor, residual_TN: Tensor | None, changes: Sequence[Change]) -> Tensor:
+def changed_rows(
+    y_TN: Tensor, residual_TN: Tensor | None, changes: Sequence[Change], anchor: Tensor
+) -> Tensor:
     """y, which is overwritten, with f(y) + residual in the place of some of its rows and columns; elsewhere
-    the residual is in y already.
+    the residual is in y already. `anchor`: see `ops.accumulate`.
 
     What a change computes is not kept but recomputed in the backward, and no more than its rows are copied.
     """
-    changed: Tensor = _Changed.apply(y_TN, residual_TN, changes)
+    changed: Tensor = _Changed.apply(y_TN, residual_TN, changes, anchor)
     return changed
 
 
 class _Changed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y_TN: Tensor, residual_TN: Tensor | None, changes: Sequence[Change]) -> Tensor:
+    def forward(
+        ctx: Any, y_TN: Tensor, residual_TN: Tensor | None, changes: Sequence[Change], anchor: Tensor
+    ) -> Tensor:
         before = [_copied(y_TN[:, columns], rows) for rows, columns, _ in changes]
         for own_LM, (rows, columns, change) in zip(before, changes, strict=True):
             made_LM = change.forward(own_LM) if isinstance(change, RowChange) else change(own_LM)
@@ -139,7 +143,7 @@ class _Changed(torch.autograd.Function):
         return y_TN
 
     @staticmethod
-    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         own_TN = dy_TN.clone()
         for own_LM, (rows, columns, change) in zip(ctx.saved_tensors, ctx.changes, strict=True):
             dy_LM = _taken(dy_TN[:, columns], rows)
@@ -154,7 +158,8 @@ class _Changed(torch.autograd.Function):
                 part_TM.index_add_(0, rows.index_R, before_LM.to(part_TM.dtype))
             else:
                 part_TM[rows] = before_LM
-        return own_TN, dy_TN if ctx.needs_input_grad[1] else None, None
+        of_y, of_residual, *_ = ctx.needs_input_grad
+        return own_TN if of_y else None, dy_TN if of_residual else None, None, None
 
 
 def _through_autograd(change: Callable[[Tensor], Tensor], y_LM: Tensor, dy_LM: Tensor) -> Tensor:

@@ -55,8 +55,14 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 class Aboard:
     """Jobs on a tiny base whose layers are fused, and what passes of it give them."""
 
-    def __init__(self, base: Base, specs: dict[str, AdapterSpec], sick: Sequence[str] = ()) -> None:
-        self.base, self.adapted = base, AdaptedBase(base, Route.tiled)
+    def __init__(
+        self,
+        base: Base,
+        specs: dict[str, AdapterSpec],
+        sick: Sequence[str] = (),
+        route: Route = Route.tiled,
+    ) -> None:
+        self.base, self.adapted = base, AdaptedBase(base, route)
         self.gradients: dict[str, Tensor] = {}
         for job, spec in specs.items():
             self.attach(job, spec, job in sick)
@@ -72,7 +78,7 @@ class Aboard:
     def plain(self, microbatch: Microbatch) -> dict[str, Tensor]:
         laid = lay(microbatch, microbatch.rows, bench.CPU)
         found = RowsHere(laid).membership(self.adapted)
-        with self.adapted.banks.bound(laid.microbatch, Route.tiled, True, found.rows):
+        with self.adapted.banks.bound(laid.microbatch, self.adapted.route, True, found.rows):
             return self._passed(self.base.hidden(laid.microbatch, found.pack), microbatch)
 
     def key(self, microbatch: Microbatch) -> GraphKey:
@@ -125,6 +131,22 @@ def test_a_pass_that_gathers_computes_what_one_that_knows_the_rows_does() -> Non
     for name, value in wanted.items():
         assert value.norm() > 0
         assert (found[name] - value).norm() <= CLOSE * value.norm(), name
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_where_nobody_else_has_adapters_a_bottleneck_gets_all_of_its_gradient(gathered: bool) -> None:
+    """The first linears of the base have no input that needs a gradient."""
+    base, spec, microbatch = one_layer("llama"), SPECS["relu"], microbatch_of({"relu": (5, 8)})
+    plain = Aboard(base, {"relu": spec}, route=Route.segmented)
+    wanted = plain.plain(microbatch)["d relu"]
+    plain.adapted.unweave()
+    jobs = Aboard(base, {"relu": spec})
+    found = jobs.gathered(jobs.inputs(microbatch), microbatch) if gathered else jobs.plain(microbatch)
+    layout = kind_named(spec.kind).layout(spec, base.shape.sites)
+    for parameter, value in layout.views(wanted).items():
+        assert value.norm() > 0, parameter
+        other = layout.views(found["d relu"])[parameter]
+        assert (other - value).norm() <= CLOSE * value.norm(), parameter
 
 
 def test_a_nan_stays_with_its_job() -> None:
