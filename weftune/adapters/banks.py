@@ -79,11 +79,11 @@ class Aboard:
     groups: tuple[SiteGroup | ExpertGroup, ...]
     """The groups of sites with its adapter."""
     serial: int
-    """Counts those that have come aboard: who comes again has other memory."""
+    """The number of its attachment: a job that is attached again has other memory."""
     tiled: bool
     """Whether the tiled route's kernels do all that its adapter does."""
     gathers: bool
-    """Whether else a captured pass can apply its adapter to rows that it finds by their numbers."""
+    """Whether a captured pass can apply its adapter to rows found by their numbers (`Kind.gathers`)."""
     woven: bool
     """Whether they do what it does at linears."""
     rows_before: Tensor | None
@@ -182,7 +182,7 @@ class Banks:
         take the tiled route, for which adapters are laid out."""
         self.aboard: dict[str, Aboard] = {}
         self.slots = SLOTS
-        self._come = 0
+        self._attached = 0
         self._free: list[int] = []
         """A heap of the slots that jobs have left, below those that were never taken."""
         self._like = like
@@ -262,7 +262,7 @@ class Banks:
         assert tokens is None or self._embedding is not None, "rows of a job's own go in at the embedding"
         if self._free:
             heappop(self._free)
-        self._come += 1
+        self._attached += 1
         self.aboard[member.job] = Aboard(
             member=member,
             layout=layout,
@@ -271,7 +271,7 @@ class Banks:
             gradient=gradient,
             totals=totals,
             groups=groups,
-            serial=self._come,
+            serial=self._attached,
             tiled=before is tokens is None
             and not prefixes
             and woven is not None

@@ -73,19 +73,11 @@ def frozen(size: Size, work: BaselineWork, place: BenchPlace, pace: Repeats) -> 
 
 
 def peft_one_by_one(
-    size: Size, work: BaselineWork, place: BenchPlace, pace: Repeats, wide: bool
+    size: Size, work: BaselineWork, place: BenchPlace, pace: Repeats, wide: bool, nf4: bool = False
 ) -> MeasuredStep:
-    """One job's step, times the jobs. `wide` adapters are float32, PEFT's default; else the base's dtype."""
-    model = peft_model(size, work.rank, place, wide)
-    step = job_step(model, random_ids(size, work.batch, work.length, place))
-    one = measure(repeated(step), place, pace)
-    assert one.seconds is not None
-    return MeasuredStep(one.seconds * work.jobs, one.peak_bytes)
-
-
-def qlora_one_by_one(size: Size, work: BaselineWork, place: BenchPlace, pace: Repeats) -> MeasuredStep:
-    """The same on a base in bitsandbytes' nf4 with adapters in the base's dtype; nothing is recomputed."""
-    model = peft_model(size, work.rank, place, wide=False, nf4=True)
+    """One job's step, times the jobs. `wide` adapters are float32, PEFT's default; else the base's dtype.
+    `nf4`: on a base that bitsandbytes has quantised so (QLoRA); nothing is recomputed."""
+    model = peft_model(size, work.rank, place, wide, nf4)
     held = sum(value.nbytes for name, value in model.named_parameters() if "lora_" not in name)
     step = job_step(model, random_ids(size, work.batch, work.length, place))
     one = measure(repeated(step), place, pace)

@@ -38,7 +38,7 @@ from weftune.base.quant.linear import quantise_linears
 from weftune.base.quant.stored import Quantised
 from weftune.base.spec import Quantize
 from weftune.base.weights import quantised_forms
-from weftune.bench.baselines import EXPERTS, BaselineWork, frozen, peft_one_by_one, qlora_one_by_one
+from weftune.bench.baselines import EXPERTS, BaselineWork, frozen, peft_one_by_one
 from weftune.bench.liger import peft_with_liger
 from weftune.bench.processes import ProcessTask, peft_at_once
 from weftune.bench.result import arguments, finish
@@ -163,7 +163,10 @@ def rows(
         narrow = made.measured
         yield made
     if QLORA in baselines:
-        yield row("PEFT QLoRA bf16, one by one", lambda: qlora_one_by_one(size, work, place, pace))
+        yield row(
+            "PEFT QLoRA bf16, one by one",
+            lambda: peft_one_by_one(size, work, place, pace, wide=False, nf4=True),
+        )
     if "processes" in baselines:
         yield row("PEFT bf16, processes", lambda: peft_at_once(task, narrow.peak_bytes))
     if "liger" in baselines:

@@ -83,5 +83,5 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def copy_to(into: Tensor, host: Tensor) -> None:
-    """The same into a tensor that is there."""
+    """Copy a host tensor into one on any device, without waiting for the device."""
     into.copy_(host.pin_memory() if into.is_cuda else host, non_blocking=True)

@@ -109,7 +109,7 @@ class Gathering:
     ) -> None:
         source_Z = torch.zeros(len(prefixes.source_Z), dtype=torch.int64)
         is_row_Z = torch.zeros(len(source_Z), dtype=torch.bool)
-        # Whoever has none has any, but not all the same: their gradients of zero are added there.
+        # Rows without keys before them get any place, spread out: gradients of zero are added there.
         place_T = torch.arange(self._rows) % len(source_Z)
         is_behind_T = torch.zeros(self._rows, dtype=torch.bool)
         boundaries, begin = [0], 0
