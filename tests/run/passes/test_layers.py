@@ -1,10 +1,12 @@
 """Fused decoder layers and the tiled route, in Triton's interpreter, against the plain path."""
 
+import gc
 import math
 from collections import Counter
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests import bench
 from tests.base.packs import packed, random_samples
@@ -27,6 +29,7 @@ from weftune.plan.program.recompute import NOTHING, Recompute
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import streamed_executor
 from weftune.run.events import Failed, Stepped
+from weftune.run.passes import layers as fused_layers
 from weftune.run.passes.adapted import AdaptedBase
 
 pytest.importorskip("triton")
@@ -182,6 +185,35 @@ def test_what_is_made_again_in_the_backward_has_the_bits_it_had(monkeypatch):
     assert again[0] == kept[0]
     for name in JOBS:
         assert torch.equal(again[1][name], kept[1][name]), name
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+def test_of_a_layer_that_is_recomputed_the_forward_keeps_nothing_but_its_input(layers, monkeypatch):
+    """Outputs that are recomputed from what is kept are so in the other layers only."""
+    kept, gate = [], fused_layers.ACTIVATIONS["silu"]
+
+    def watched(gate_up_TN):
+        kept.append(StorageWeakRef(gate_up_TN.untyped_storage()))
+        return gate(gate_up_TN)
+
+    monkeypatch.setitem(fused_layers.ACTIVATIONS, "silu", watched)
+    base = one_layer("llama")
+    adapted = AdaptedBase(base, Route.tiled)
+    adapted.layers.recompute = Recompute(outputs=True, layers=layers)
+    x_1TD = torch.randn(1, 5, base.shape.hidden, requires_grad=True)
+    h_1TD = base.model.base_model(
+        inputs_embeds=x_1TD,
+        position_ids=torch.arange(5)[None],
+        use_cache=False,
+        weftune_pack=pack([5], bench.CPU),
+    ).last_hidden_state
+    # The interpreter's own objects refer to one another, and to what kernels were called with.
+    gc.collect()
+    assert [one.expired() for one in kept] == [layers == 1]
+    h_1TD.sum().backward()
+    assert len(kept) == 1 + (layers == 1)
+    assert x_1TD.grad.norm() > 0
+    adapted.unweave()
 
 
 def test_a_nan_leaves_the_bits_of_the_others_as_they_are(monkeypatch):

@@ -132,11 +132,16 @@ class FusedLayer:
         assert weftune_pack is not None
         cos_TE, sin_TE = (x[0] for x in position_embeddings)
         arguments = hidden_states[0], cos_TE, sin_TE, weftune_pack
-        if torch.is_grad_enabled() and self._index < self._layers.recompute.layers:
+        if torch.is_grad_enabled() and self._is_recomputed:
             h_TD = checkpoint(self._run, *arguments, use_reentrant=False, preserve_rng_state=False)
         else:
             h_TD = self._run(*arguments)
         return h_TD[None]
+
+    @property
+    def _is_recomputed(self) -> bool:
+        """Whether all of the layer is, from its input."""
+        return self._index < self._layers.recompute.layers
 
     def _run(self, h_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, pack: Pack) -> Tensor:
         return self._mlp(self._attention(h_TD, cos_TE, sin_TE, pack))
@@ -166,8 +171,9 @@ class FusedLayer:
     @contextmanager
     def _recomputed(self, made: Tensor, make: Callable[[], Tensor]) -> Iterator[None]:
         """Where outputs are recomputed, autograd keeps a function that recomputes `made` instead of the
-        tensor."""
-        if not self._layers.recompute.outputs:
+        tensor. Not in a layer that is recomputed as a whole: what such a function reads would be kept from
+        the forward on."""
+        if not self._layers.recompute.outputs or self._is_recomputed:
             yield
             return
 
