@@ -67,10 +67,10 @@ class GatheredPrefixes:
     is_row_Z: Tensor
     keys_at: tuple[Tensor, ...]
     """For each job, the places of its keys, those of one sample after another."""
-    place_T: Tensor
-    """Where a row of the pack lies among them."""
-    is_behind_T: Tensor
-    """Whether a row of the pack has keys before it."""
+    rows_R: Tensor
+    """The rows of the pack that have keys before them; to fill the room, the same come again."""
+    place_R: Tensor
+    """Where each of those lies among the Z rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,13 +217,49 @@ def _attend_gathered(
 ) -> Tensor:
     """All rows as if there were no keys before them, and in the place of those that have some what they see
     of both."""
+    q_THD, k_TGD, v_TGD, q_ZHD, k_ZGD, v_ZGD = _LaidAgain.apply(prefixes, q_THD, k_TGD, v_TGD)
     plain_THD = attend_packed(q_THD, k_TGD, v_TGD, pack, rule)
-    q_ZHD, k_ZGD, v_ZGD = (_gathered(x, prefixes) for x in (q_THD, k_TGD, v_TGD))
     for (keys_PN, values_PN), at in zip(prefixes.read(layer), prefixes.keys_at, strict=True):
         k_ZGD, v_ZGD = _with_keys(k_ZGD, keys_PN, at), _with_keys(v_ZGD, values_PN, at)
     seen_ZHD = attend_packed(q_ZHD, k_ZGD, v_ZGD, prefixes.pack, rule)
-    seen_THD = seen_ZHD.index_select(0, prefixes.place_T)
-    return torch.where(prefixes.is_behind_T[:, None, None], seen_THD, plain_THD)
+    seen_THD: Tensor = _Replaced.apply(prefixes, plain_THD, seen_ZHD)
+    return seen_THD
+
+
+class _LaidAgain(torch.autograd.Function):
+    """Tensors as they are, and their rows that have keys before them laid out once more.
+
+    What is seen of such rows without keys is replaced, so their first gradients are zero: the others take
+    their place, and nothing as large as the pack is added up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, prefixes: GatheredPrefixes, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.prefixes = prefixes
+        return *given, *(_gathered(x_TGD, prefixes) for x_TGD in given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        prefixes: GatheredPrefixes = ctx.prefixes
+        own, laid = gradients[: len(gradients) // 2], gradients[len(gradients) // 2 :]
+        for dx_TGD, dx_ZGD in zip(own, laid, strict=True):
+            # The attention has just made it, for nobody else.
+            dx_TGD.index_copy_(0, prefixes.rows_R, dx_ZGD.index_select(0, prefixes.place_R))
+        return None, *own
+
+
+class _Replaced(torch.autograd.Function):
+    """What all rows see, with other values for those that have keys before them."""
+
+    @staticmethod
+    def forward(ctx: Any, prefixes: GatheredPrefixes, plain_THD: Tensor, seen_ZHD: Tensor) -> Tensor:
+        ctx.prefixes = prefixes
+        return plain_THD.index_copy(0, prefixes.rows_R, seen_ZHD.index_select(0, prefixes.place_R))
+
+    @staticmethod
+    def backward(ctx: Any, d_THD: Tensor) -> tuple[None, Tensor, Tensor]:
+        prefixes: GatheredPrefixes = ctx.prefixes
+        return None, d_THD.index_fill(0, prefixes.rows_R, 0.0), _gathered(d_THD, prefixes)
 
 
 def _gathered(x_TGD: Tensor, prefixes: GatheredPrefixes) -> Tensor:

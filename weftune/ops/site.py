@@ -87,6 +87,8 @@ class GatheredRows:
     index_R: Tensor
     counts_R1: Tensor
     """Whether a row counts."""
+    first_R: Tensor
+    """Where in this room the row stands that counts: its own place, or that of the row that it repeats."""
 
 
 @runtime_checkable
@@ -152,12 +154,9 @@ class _Changed(torch.autograd.Function):
                 dy_LM = torch.where(rows.counts_R1, dy_LM, 0.0)
             back = change.backward if isinstance(change, RowChange) else partial(_through_autograd, change)
             before_LM = back(own_LM, dy_LM)
-            part_TM = own_TN[:, columns]
             if isinstance(rows, GatheredRows):
-                _zero(part_TM, rows)
-                part_TM.index_add_(0, rows.index_R, before_LM.to(part_TM.dtype))
-            else:
-                part_TM[rows] = before_LM
+                before_LM = before_LM.index_select(0, rows.first_R)
+            _put(own_TN[:, columns], rows, before_LM.to(own_TN.dtype))
         of_y, of_residual, *_ = ctx.needs_input_grad
         return own_TN if of_y else None, dy_TN if of_residual else None, None, None
 

@@ -174,6 +174,17 @@ def onto(y_MH, residual, bias, n_H, row, column, N):
 
 
 @triton.jit
+def scales_some(runs, first, end, scales, part, S: tl.constexpr):
+    """Whether one of the runs belongs to a slot that scales outputs."""
+    some = False
+    turn = first
+    while turn < end:
+        some = some | is_scaled(scales, part * S + tl.load(runs + turn * 3 + 2))
+        turn += 1
+    return some
+
+
+@triton.jit
 def scaled_by_runs(
     y_MH, runs, first, end, bias, scales, with_bias, part, row_M, n_H, low, high, S: tl.constexpr, s
 ):
@@ -239,7 +250,8 @@ def product(
 ):
     """target [T, N] = left [T, K] · right + residual + bias + the adapters' products.
 
-    Where jobs scale their outputs, what they scale is written to `unscaled`, before residual and bias.
+    Where jobs scale their outputs, what they scale is written to `unscaled`, before residual and bias; blocks
+    without rows of such jobs are left as they are.
 
     Forward: the adapters add sB of the site that the columns belong to. Backward: the adapters add the
     dropped ds · A of all sites. What large slots add is in `target`. Right lies in memory as [K, N], or
@@ -305,7 +317,8 @@ def product(
                 written_MH = target.load([row_block * M, column]).to(tl.float32)
                 y_MH += tl.where(large_M[:, None], written_MH, 0.0)
             if unscaled is not None:
-                unscaled.store([row_block * M, column], y_MH.to(target.dtype))
+                if scales_some(runs, first, end, scales, part, S):
+                    unscaled.store([row_block * M, column], y_MH.to(target.dtype))
                 y_MH = scaled_by_runs(
                     y_MH, runs, first, end, bias, scales, with_bias, part, row_M, n_H, low, high, S, s
                 )

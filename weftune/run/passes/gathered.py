@@ -3,8 +3,8 @@
 Every such job has room for so many rows and, where it puts keys before its samples, for so many samples. The
 sizes belong to the key of the pass; where the rows lie is content of tensors.
 
-Shapes: T rows, R room for those of a job, Z rows of samples that are laid out once more with keys before
-them, B boundaries of samples among those.
+Shapes: R room for rows, Z rows of samples that are laid out once more with keys before them, B boundaries of
+samples among those.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from weftune.adapters.banks import Banks
 from weftune.base.attention import GatheredPrefixes, Pack
@@ -61,11 +62,9 @@ def _samples(microbatch: Microbatch, segment: Segment) -> Sequence[int]:
 class Gathering:
     """The tensors by which passes of one key find the rows of such jobs."""
 
-    def __init__(
-        self, jobs: Sequence[GatheredJob], rows: int, longest: int, banks: Banks, device: torch.device
-    ) -> None:
-        """Of microbatches of so many rows, whose samples are no longer than `longest`."""
-        self._banks, self._rows = banks, rows
+    def __init__(self, jobs: Sequence[GatheredJob], longest: int, banks: Banks, device: torch.device) -> None:
+        """Of microbatches whose samples are no longer than `longest`."""
+        self._banks = banks
         self.segments = tuple(Segment(one.job, 0, 0, 0) for one in jobs)
         """They say who is there, and not where."""
         self.gathered = {one.job: _empty_rows(one.rows, device) for one in jobs if not one.keys}
@@ -75,6 +74,7 @@ class Gathering:
 
     def _empty_prefixes(self, banks: Banks, device: torch.device) -> GatheredPrefixes:
         laid = sum(one.laid_rows for one in self._prefixed)
+        behind = sum(one.rows for one in self._prefixed)
         boundaries_B = torch.zeros(1 + sum(map(self._most_samples, self._prefixed)), dtype=torch.int32)
         return GatheredPrefixes(
             read=banks.read_keys,
@@ -85,8 +85,8 @@ class Gathering:
                 torch.zeros(one.keys * one.samples, dtype=torch.int64, device=device)
                 for one in self._prefixed
             ),
-            place_T=torch.zeros(self._rows, dtype=torch.int64, device=device),
-            is_behind_T=torch.zeros(self._rows, dtype=torch.bool, device=device),
+            rows_R=torch.zeros(behind, dtype=torch.int64, device=device),
+            place_R=torch.zeros(behind, dtype=torch.int64, device=device),
         )
 
     def _most_samples(self, job: GatheredJob) -> int:
@@ -99,6 +99,7 @@ class Gathering:
         for job, found in self.gathered.items():
             start, count = segments[job].start, segments[job].stop - segments[job].start
             number_R = torch.arange(len(found.index_R))
+            copy_to(found.first_R, number_R % count)
             copy_to(found.index_R, start + number_R % count)
             copy_to(found.counts_R1, (number_R < count)[:, None])
         if self.prefixes is not None:
@@ -109,36 +110,34 @@ class Gathering:
     ) -> None:
         source_Z = torch.zeros(len(prefixes.source_Z), dtype=torch.int64)
         is_row_Z = torch.zeros(len(source_Z), dtype=torch.bool)
-        # Rows without keys before them get any place, spread out: gradients of zero are added there.
-        place_T = torch.arange(self._rows) % len(source_Z)
-        is_behind_T = torch.zeros(self._rows, dtype=torch.bool)
-        boundaries, begin = [0], 0
+        behind, places, boundaries, begin = list[Tensor](), list[Tensor](), [0], 0
         for job, keys_at in zip(self._prefixed, prefixes.keys_at, strict=True):
             end, row = begin + job.laid_rows, segments[job.job].start
             count = segments[job.job].stop - row
             source_Z[begin:end] = row + torch.arange(job.laid_rows) % count
-            places, at, first = list[int](), begin, len(boundaries)
+            keys, at, first = list[int](), begin, len(boundaries)
             for length in _samples(microbatch, segments[job.job]):
-                places += range(at, at + job.keys)
+                keys += range(at, at + job.keys)
                 rows = slice(at + job.keys, at + job.keys + length)
                 source_Z[rows], is_row_Z[rows] = torch.arange(row, row + length), True
-                place_T[row : row + length] = torch.arange(rows.start, rows.stop)
-                is_behind_T[row : row + length] = True
                 at, row = rows.stop, row + length
                 boundaries.append(at)
+            number_R = torch.arange(job.rows) % count
+            behind.append(segments[job.job].start + number_R)
+            places.append((begin + is_row_Z[begin:end].nonzero()[:, 0])[number_R])
             # Keys of samples that are not there, in what is left of the job's room; nobody sees them.
-            places += range(at, at + len(keys_at) - len(places))
+            keys += range(at, at + len(keys_at) - len(keys))
             boundaries += [*range(at + self._longest, end, self._longest), end]
             boundaries += [end] * (first + self._most_samples(job) - len(boundaries))
-            copy_to(keys_at, torch.tensor(places))
+            copy_to(keys_at, torch.tensor(keys))
             begin = end
         copy_to(prefixes.source_Z, source_Z)
         copy_to(prefixes.is_row_Z, is_row_Z)
-        copy_to(prefixes.place_T, place_T)
-        copy_to(prefixes.is_behind_T, is_behind_T)
+        copy_to(prefixes.rows_R, torch.cat(behind))
+        copy_to(prefixes.place_R, torch.cat(places))
         copy_to(prefixes.pack.boundaries, torch.tensor(boundaries, dtype=torch.int32))
 
 
 def _empty_rows(rows: int, device: torch.device) -> GatheredRows:
-    index_R = torch.zeros(rows, dtype=torch.int64, device=device)
-    return GatheredRows(index_R, torch.zeros(rows, 1, dtype=torch.bool, device=device))
+    index_R, first_R = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
+    return GatheredRows(index_R, torch.zeros(rows, 1, dtype=torch.bool, device=device), first_R)

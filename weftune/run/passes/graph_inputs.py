@@ -53,7 +53,7 @@ class GraphInputs:
         self._positions_T = torch.zeros_like(self._tokens_T)
         self._held: LaidMicrobatch | None = None
         self.rows = Rows.empty(key.rows, banks.slots, device)
-        self.gathering = Gathering(key.gathered, key.rows, key.longest, banks, device)
+        self.gathering = Gathering(key.gathered, key.longest, banks, device)
         self.microbatch = Microbatch(
             tokens_T=self._tokens_T,
             positions_T=self._positions_T,
