@@ -259,7 +259,9 @@ class _Replaced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_THD: Tensor) -> tuple[None, Tensor, Tensor]:
         prefixes: GatheredPrefixes = ctx.prefixes
-        return None, d_THD.index_fill(0, prefixes.rows_R, 0.0), _gathered(d_THD, prefixes)
+        d_ZHD = _gathered(d_THD, prefixes)
+        # The linear behind the attention has just made it, for nobody else.
+        return None, d_THD.index_fill_(0, prefixes.rows_R, 0.0), d_ZHD
 
 
 def _gathered(x_TGD: Tensor, prefixes: GatheredPrefixes) -> Tensor:

@@ -19,7 +19,10 @@ from torch import Tensor
 from weftune.ops.lora.addresses import AddressTable
 from weftune.ops.lora.scales import Columns
 
-COLUMNS = 512
+RANKS, COLUMNS = 16, 256
+"""What a program takes of A and B at a time."""
+RANK_COLUMNS = 2048
+"""What it takes of dA to add up a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ def write_pairs(like_TK: Tensor, table: AddressTable, matrices_PS4: Tensor, colu
     """A and B of all slots that have them computed, for inputs like these."""
     from weftune.ops.triton import computed
 
-    computed.write_pairs[(table.slots, _blocks(like_TK, columns))](
+    computed.write_pairs[(len(columns) * table.slots, _blocks(like_TK, columns))](
         *_given(like_TK, table, matrices_PS4), **_constants(table, columns)
     )
 
@@ -69,8 +72,8 @@ def add_pair_gradients(like_TK: Tensor, table: AddressTable, matrices_PS4: Tenso
     """From dA and dB, which are zero afterwards, add to the accumulators of d and e."""
     from weftune.ops.triton import computed
 
-    computed.add_pair_gradients[(table.slots, _blocks(like_TK, columns))](
-        *_given(like_TK, table, matrices_PS4), **_constants(table, columns)
+    computed.add_pair_gradients[(len(columns) * table.slots, _blocks(like_TK, columns))](
+        *_given(like_TK, table, matrices_PS4), WIDE=RANK_COLUMNS, **_constants(table, columns)
     )
 
 
@@ -86,4 +89,5 @@ def _given(like_TK: Tensor, table: AddressTable, matrices_PS4: Tensor) -> tuple[
 
 def _constants(table: AddressTable, columns: Columns) -> dict[str, Any]:
     widths = tuple(high - low for low, high in columns)
-    return {"WIDTHS": widths, "S": table.slots, "P": len(columns), "C": COLUMNS, "num_warps": 4}
+    blocks = {"R": RANKS, "C": COLUMNS, "num_warps": 4}
+    return {"WIDTHS": widths, "S": table.slots, "P": len(columns), **blocks}

@@ -78,13 +78,19 @@ def scaled(x_TM: Tensor, table: AddressTable, columns: Columns, rows: Rows) -> T
 
 
 def unscaled(
-    dy_TM: Tensor, u_TM: Tensor, bias_M: Tensor | None, table: AddressTable, columns: Columns, rows: Rows
+    dy_TM: Tensor,
+    u_TM: Tensor,
+    bias_M: Tensor | None,
+    table: AddressTable,
+    columns: Columns,
+    rows: Rows,
+    in_place: bool,
 ) -> Tensor:
-    """The way back from g ⊙ u: g ⊙ dy. What dy · u sums up to over a job's rows is added to its
-    accumulator."""
+    """The way back from g ⊙ u: g ⊙ dy, `in_place` of dy or beside it. What dy · u sums up to over a job's
+    rows is added to its accumulator."""
     from weftune.ops.triton import scales
 
-    du_TM = torch.empty_like(dy_TM)
+    du_TM = dy_TM if in_place else torch.empty_like(dy_TM)
     partial_QM = dy_TM.new_empty(rows.partials, dy_TM.shape[1], dtype=torch.float32)
     where = {"COLUMNS": edges(columns), "S": table.slots, "P": len(columns), "C": COLUMNS, "num_warps": 4}
     scales.unscale[(_blocks(columns), len(rows.pieces_Q4))](
@@ -97,6 +103,7 @@ def unscaled(
         table.address_PSA,
         table.number_PSn,
         dy_TM.shape[1],
+        IN_PLACE=in_place,
         M=ROWS,
         **where,
     )

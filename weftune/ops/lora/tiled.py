@@ -69,7 +69,8 @@ def woven_linear(
 ) -> Tensor:
     """y = residual + bias + g_out ⊙ ((x ⊙ g_in)Wᵀ + every job's factor · drop(x)AᵀB).
 
-    The backward adds dA and dB to the jobs' own accumulators. `anchor` is a scalar that requires a gradient
+    The backward adds dA and dB to the jobs' own accumulators; of a group of several sites it may overwrite
+    the gradient that it is given. `anchor` is a scalar that requires a gradient
     and gets none: with it the backward is called even where x needs no gradient.
     """
     assert x_TK.shape[0] == len(rows.token_index_T)
@@ -159,11 +160,15 @@ def backward(
             compute_pairs(x_TK, weave)
         if group.g_out is not None:
             assert u_TN is not None
-            dy_TN = unscaled(dy_TN, u_TN, bias_N, group.g_out, group.columns, weave.rows)
+            # Only fused layers have groups of several sites: what follows those has just made dy, for nobody
+            # else. Elsewhere it may be the gradient of others, too.
+            alone = weave.sites > 1
+            dy_TN = unscaled(dy_TN, u_TN, bias_N, group.g_out, group.columns, weave.rows, in_place=alone)
         dx_TK = _low_rank_backward(dy_TN, x_TK, weight, s_TPR, weave, wants_dx or group.g_in is not None)
         if group.g_in is not None:
             assert dx_TK is not None
-            dx_TK = unscaled(dx_TK, x_TK, None, group.g_in, ((0, x_TK.shape[1]),), weave.rows)
+            inputs = ((0, x_TK.shape[1]),)
+            dx_TK = unscaled(dx_TK, x_TK, None, group.g_in, inputs, weave.rows, in_place=True)
         if group.computed is not None:
             take_pair_gradients(x_TK, weave)
         return dx_TK if wants_dx else None

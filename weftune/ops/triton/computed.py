@@ -1,6 +1,7 @@
 """Kernels that compute a slot's A and B from constants and two trained vectors, and the way back.
 
-Shapes: C columns of a program, P sites, S slots, K inputs.
+Shapes: R ranks and C columns that a program takes at a time, W columns of a rank, P sites, S slots, K inputs,
+N outputs.
 """
 
 # mypy: allow-untyped-defs, disable-error-code=assignment
@@ -19,73 +20,83 @@ def pair_pointer(pairs, entry, WHICH: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
+def width_of(site, WIDTHS: tl.constexpr, P: tl.constexpr):
+    """The outputs of a site."""
+    width = WIDTHS[0]
+    for p in tl.static_range(1, P):
+        width = tl.where(site == p, WIDTHS[p], width)
+    return width
+
+
+@triton.jit
 def write_pairs(
     like, pairs, strides, matrices, K,
-    WIDTHS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+    WIDTHS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """A = d ⊙ the rows of one constant and B = e ⊙ the columns of the other, C columns of both, for a slot
     whose matrices are computed."""
-    slot = tl.program_id(0)
-    column_C = tl.program_id(1) * C + tl.arange(0, C)
+    site = tl.program_id(0) // S
+    entry = tl.program_id(0)
+    ranks = tl.load(strides + entry * 3)
+    if ranks == 0:
+        return
+    N = width_of(site, WIDTHS, P)
     TYPE: tl.constexpr = like.dtype.element_ty
-    for site in tl.static_range(P):
-        entry = site * S + slot
-        ranks = tl.load(strides + entry * 3)
-        if ranks > 0:
-            in_k, in_n = column_C < K, column_C < WIDTHS[site]
-            d, e = pair_pointer(pairs, entry, 0, TYPE), pair_pointer(pairs, entry, 1, TYPE)
-            constant_a = pair_pointer(pairs, entry, 4, TYPE)
-            constant_b = pair_pointer(pairs, entry, 5, TYPE)
-            a, b = matrix(matrices, entry, 0, TYPE, 1), matrix(matrices, entry, 1, TYPE, 1)
-            stride_a = tl.load(strides + entry * 3 + 1).to(tl.int64)
-            stride_b = tl.load(strides + entry * 3 + 2).to(tl.int64)
-            e_C = tl.load(e + column_C, mask=in_n, other=0.0).to(tl.float32)
-            for r in range(ranks):
-                a_C = tl.load(constant_a + r * stride_a + column_C, mask=in_k, other=0.0).to(tl.float32)
-                a_C = a_C * tl.load(d + r).to(tl.float32)
-                tl.store(a + r * K + column_C, a_C.to(TYPE), mask=in_k)
-                b_C = tl.load(constant_b + r * stride_b + column_C, mask=in_n, other=0.0).to(tl.float32)
-                b_at = b + r * WIDTHS[site] + column_C
-                tl.store(b_at, (b_C * e_C).to(TYPE), mask=in_n)
+    d, e = pair_pointer(pairs, entry, 0, TYPE), pair_pointer(pairs, entry, 1, TYPE)
+    constant_a, constant_b = pair_pointer(pairs, entry, 4, TYPE), pair_pointer(pairs, entry, 5, TYPE)
+    a, b = matrix(matrices, entry, 0, TYPE, 1), matrix(matrices, entry, 1, TYPE, 1)
+    stride_a = tl.load(strides + entry * 3 + 1).to(tl.int64)
+    stride_b = tl.load(strides + entry * 3 + 2).to(tl.int64)
+    column_1C = (tl.program_id(1) * C + tl.arange(0, C))[None, :]
+    e_1C = tl.load(e + column_1C, mask=column_1C < N, other=0.0).to(tl.float32)
+    for first in range(0, ranks, R):
+        r_R1 = (first + tl.arange(0, R))[:, None]
+        in_a, in_b = (r_R1 < ranks) & (column_1C < K), (r_R1 < ranks) & (column_1C < N)
+        d_R1 = tl.load(d + r_R1, mask=r_R1 < ranks, other=0.0).to(tl.float32)
+        a_RC = tl.load(constant_a + r_R1 * stride_a + column_1C, mask=in_a, other=0.0).to(tl.float32)
+        tl.store(a + r_R1 * K + column_1C, (a_RC * d_R1).to(TYPE), mask=in_a)
+        b_RC = tl.load(constant_b + r_R1 * stride_b + column_1C, mask=in_b, other=0.0).to(tl.float32)
+        tl.store(b + r_R1 * N + column_1C, (b_RC * e_1C).to(TYPE), mask=in_b)
 
 
 @triton.jit
 def add_pair_gradients(
     like, pairs, strides, matrices, K,
-    WIDTHS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+    WIDTHS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """de += Σ over ranks of dB ⊙ its constant, C columns of it; dd += Σ over columns of dA ⊙ its constant,
-    by the first program alone. Then dA and dB are zero again."""
-    slot = tl.program_id(0)
-    column_C = tl.program_id(1) * C + tl.arange(0, C)
+    the ranks dealt out to the programs. Then dA and dB are zero again."""
+    site = tl.program_id(0) // S
+    entry = tl.program_id(0)
+    ranks = tl.load(strides + entry * 3)
+    if ranks == 0:
+        return
+    N = width_of(site, WIDTHS, P)
     TYPE: tl.constexpr = like.dtype.element_ty
-    for site in tl.static_range(P):
-        entry = site * S + slot
-        ranks = tl.load(strides + entry * 3)
-        if ranks > 0:
-            in_n = column_C < WIDTHS[site]
-            constant_b = pair_pointer(pairs, entry, 5, TYPE)
-            db = matrix(matrices, entry, 3, tl.float32, 1)
-            stride_b = tl.load(strides + entry * 3 + 2).to(tl.int64)
-            sum_C = tl.full((C,), 0.0, tl.float32)
-            for r in range(ranks):
-                b_C = tl.load(constant_b + r * stride_b + column_C, mask=in_n, other=0.0).to(tl.float32)
-                db_at = db + r * WIDTHS[site] + column_C
-                sum_C += tl.load(db_at, mask=in_n, other=0.0) * b_C
-                tl.store(db_at, tl.full((C,), 0.0, tl.float32), mask=in_n)
-            de = pair_pointer(pairs, entry, 3, tl.float32) + column_C
-            tl.store(de, tl.load(de, mask=in_n, other=0.0) + sum_C, mask=in_n)
-            # Ranks are dealt out to the programs.
-            constant_a = pair_pointer(pairs, entry, 4, TYPE)
-            da = matrix(matrices, entry, 2, tl.float32, 1)
-            dd = pair_pointer(pairs, entry, 2, tl.float32)
-            stride_a = tl.load(strides + entry * 3 + 1).to(tl.int64)
-            for r in range(tl.program_id(1), ranks, tl.num_programs(1)):
-                total_C = tl.full((C,), 0.0, tl.float32)
-                for k in range(0, K, C):
-                    k_C = k + tl.arange(0, C)
-                    a_C = tl.load(constant_a + r * stride_a + k_C, mask=k_C < K, other=0.0).to(tl.float32)
-                    da_at = da + r * K + k_C
-                    total_C += tl.load(da_at, mask=k_C < K, other=0.0) * a_C
-                    tl.store(da_at, tl.full((C,), 0.0, tl.float32), mask=k_C < K)
-                tl.store(dd + r, tl.load(dd + r) + tl.sum(total_C, axis=0))
+    constant_b, db = pair_pointer(pairs, entry, 5, TYPE), matrix(matrices, entry, 3, tl.float32, 1)
+    stride_b = tl.load(strides + entry * 3 + 2).to(tl.int64)
+    column_C = tl.program_id(1) * C + tl.arange(0, C)
+    sum_C = tl.full((C,), 0.0, tl.float32)
+    for first in range(0, ranks, R):
+        r_R1 = (first + tl.arange(0, R))[:, None]
+        inside = (r_R1 < ranks) & (column_C < N)[None, :]
+        at_RC = r_R1 * N + column_C[None, :]
+        constant_at_RC = constant_b + r_R1 * stride_b + column_C[None, :]
+        b_RC = tl.load(constant_at_RC, mask=inside, other=0.0).to(tl.float32)
+        sum_C += tl.sum(tl.load(db + at_RC, mask=inside, other=0.0) * b_RC, axis=0)
+        tl.store(db + at_RC, tl.full((R, C), 0.0, tl.float32), mask=inside)
+    de = pair_pointer(pairs, entry, 3, tl.float32) + column_C
+    tl.store(de, tl.load(de, mask=column_C < N, other=0.0) + sum_C, mask=column_C < N)
+    constant_a, da = pair_pointer(pairs, entry, 4, TYPE), matrix(matrices, entry, 2, tl.float32, 1)
+    dd = pair_pointer(pairs, entry, 2, tl.float32)
+    stride_a = tl.load(strides + entry * 3 + 1).to(tl.int64)
+    for r in range(tl.program_id(1), ranks, tl.num_programs(1)):
+        total = 0.0
+        for k in range(0, K, WIDE):
+            k_W = k + tl.arange(0, WIDE)
+            a_W = tl.load(constant_a + r * stride_a + k_W, mask=k_W < K, other=0.0).to(tl.float32)
+            da_at = da + r * K + k_W
+            total += tl.sum(tl.load(da_at, mask=k_W < K, other=0.0) * a_W, axis=0)
+            tl.store(da_at, tl.full((WIDE,), 0.0, tl.float32), mask=k_W < K)
+        tl.store(dd + r, tl.load(dd + r) + total)
