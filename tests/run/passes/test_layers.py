@@ -9,6 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests import bench
+from tests.adapters.aboard import together
 from tests.base.packs import packed, random_samples
 from tests.base.quant.bases import quantised_base
 from tests.cases import slow_but
@@ -16,6 +17,9 @@ from tests.families import VOCABULARY, config, randomised, tiny
 from tests.interpreter import interpret
 from tests.run import aboard
 from weftune.adapters import banks
+from weftune.adapters.kind import Member
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.adapters.registry import kind_named
 from weftune.base.attention import pack
 from weftune.base.host.streamed import stream_model
 from weftune.base.model import Base
@@ -31,6 +35,7 @@ from weftune.run.assemble import streamed_executor
 from weftune.run.events import Failed, Stepped
 from weftune.run.passes import layers as fused_layers
 from weftune.run.passes.adapted import AdaptedBase
+from weftune.run.passes.rows import RowsHere, lay
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -187,32 +192,33 @@ def test_what_is_made_again_in_the_backward_has_the_bits_it_had(monkeypatch):
         assert torch.equal(again[1][name], kept[1][name]), name
 
 
-@pytest.mark.parametrize("layers", [0, 1])
-def test_of_a_layer_that_is_recomputed_the_forward_keeps_nothing_but_its_input(layers, monkeypatch):
-    """Outputs that are recomputed from what is kept are so in the other layers only."""
-    kept, gate = [], fused_layers.ACTIVATIONS["silu"]
+@pytest.mark.parametrize(
+    ("recompute", "kept"),
+    [(NOTHING, ["gate_up", "act"]), (Recompute(outputs=True), ["gate_up"]), (Recompute(True, 1), [])],
+)
+def test_the_forward_does_not_keep_what_is_recomputed(recompute, kept, monkeypatch):
+    found, gate = {}, fused_layers.ACTIVATIONS["silu"]
 
     def watched(gate_up_TN):
-        kept.append(StorageWeakRef(gate_up_TN.untyped_storage()))
-        return gate(gate_up_TN)
+        act_TI = gate(gate_up_TN)
+        made = {"gate_up": gate_up_TN, "act": act_TI}
+        found.update({name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in made.items()})
+        return act_TI
 
     monkeypatch.setitem(fused_layers.ACTIVATIONS, "silu", watched)
-    base = one_layer("llama")
+    base, spec = one_layer("llama"), LoraSpec(rank=2)
     adapted = AdaptedBase(base, Route.tiled)
-    adapted.layers.recompute = Recompute(outputs=True, layers=layers)
-    x_1TD = torch.randn(1, 5, base.shape.hidden, requires_grad=True)
-    h_1TD = base.model.base_model(
-        inputs_embeds=x_1TD,
-        position_ids=torch.arange(5)[None],
-        use_cache=False,
-        weftune_pack=pack([5], bench.CPU),
-    ).last_hidden_state
+    adapted.layers.recompute = recompute
+    layout = kind_named(spec.kind).layout(spec, base.shape.sites)
+    adapted.banks.attach(Member("job", spec, 0), layout, torch.ones(layout.size), torch.zeros(layout.size))
+    laid = lay(together(["job"], random_samples((LENGTH,))), LENGTH, bench.CPU)
+    membership = RowsHere(laid).membership(adapted)
+    with adapted.banks.bound(laid.microbatch, Route.tiled, True, membership.rows):
+        h_TD = base.hidden(laid.microbatch, membership.pack)
     # The interpreter's own objects refer to one another, and to what kernels were called with.
     gc.collect()
-    assert [one.expired() for one in kept] == [layers == 1]
-    h_1TD.sum().backward()
-    assert len(kept) == 1 + (layers == 1)
-    assert x_1TD.grad.norm() > 0
+    assert [name for name, storage in found.items() if not storage.expired()] == kept
+    assert h_TD.requires_grad
     adapted.unweave()
 
 

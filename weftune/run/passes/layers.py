@@ -177,8 +177,12 @@ class FusedLayer:
             yield
             return
 
+        # Autograd keeps the functions as long as what they pack: they must not refer to the tensor itself.
+        known = made.data_ptr(), made.shape
+        del made
+
         def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
-            return make if tensor.data_ptr() == made.data_ptr() and tensor.shape == made.shape else tensor
+            return make if (tensor.data_ptr(), tensor.shape) == known else tensor
 
         def unpack(kept: Tensor | Callable[[], Tensor]) -> Tensor:
             return kept if isinstance(kept, Tensor) else kept()
