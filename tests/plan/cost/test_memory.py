@@ -4,6 +4,7 @@ import pytest
 
 from weftune.core.shapes import JobShape, LayerRange, ModelShape, SiteShape, layer_sums, logit_rows
 from weftune.plan.cost.memory import (
+    ENOUGH_TOKENS,
     FUSED_SLACK_BYTES,
     SLACK_BYTES,
     MemoryFit,
@@ -101,9 +102,24 @@ def test_what_is_recomputed_is_the_least_that_lets_the_capacity_fit() -> None:
     assert outputs < whole
     assert deep(1000 * whole).recompute([job()], 1000) == NOTHING
     assert deep(1000 * whole - 1).recompute([job()], 1000) == Recompute(outputs=True)
-    assert deep(1000 * outputs - 1).recompute([job()], 1000) == Recompute(True, 2)
+    # One layer that is recomputed is held whole in its backward: a few save nothing.
+    assert deep(1000 * outputs - 1).recompute([job()], 1000) == Recompute(True, 3)
     assert deep(0).recompute([job()], 1000) == Recompute(True, 10)
     assert model(0).recompute([job()], 1000) == NOTHING
+
+
+def test_fewer_tokens_are_taken_before_layers_are_recomputed() -> None:
+    outputs, most = deep(0).bytes_per_token(Recompute(outputs=True)), 4 * ENOUGH_TOKENS
+    memory = deep(ENOUGH_TOKENS * outputs)
+    assert memory.recompute([job()], most) == Recompute(outputs=True)
+    assert memory.capacity([job()], most, Recompute(outputs=True)) == ENOUGH_TOKENS
+    little = deep(ENOUGH_TOKENS * outputs - 1)
+    chosen = little.recompute([job()], most)
+    assert chosen == Recompute(True, 3)
+    assert ENOUGH_TOKENS <= little.capacity([job()], most, chosen) < 2 * ENOUGH_TOKENS
+    long = [job(tokens=2 * ENOUGH_TOKENS)]
+    assert memory.recompute(long, most).layers > 3
+    assert memory.capacity(long, most, memory.recompute(long, most)) >= 2 * ENOUGH_TOKENS
 
 
 def test_every_further_layer_that_is_recomputed_takes_less() -> None:

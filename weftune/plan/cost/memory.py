@@ -26,6 +26,11 @@ FUSED_FACTOR = 0.92
 OUTPUTS_FACTOR = 0.64
 """The same for fused layers: 0.83 to 0.85 by counting, and 0.55 to 0.57 if outputs of norms and activations
 are recomputed; the rest is for what a backward holds for a moment."""
+RECOMPUTED_FACTOR = 1.4
+"""The same for a layer that is recomputed, in its own backward: all that it keeps, and gradients."""
+
+ENOUGH_TOKENS = 2048
+"""Microbatches of so many tokens keep a device busy: below, layers are recomputed rather than fewer taken."""
 
 ON_THE_WAY = 4
 """Full microbatches' activations or gradients that a stage of the template may hold to be sent or used."""
@@ -276,9 +281,11 @@ class MemoryModel:
             # Jobs that scale outputs mostly scale the same ones, which are kept once for all.
             extra += max((job.scaled for job in jobs), default=0) / self.shape.layers
         layers, again = part.layers, min(recompute.layers, part.layers)
-        # Of layers that are recomputed, one is held whole at a time, and of each its input.
-        whole = min(layers, layers - again + (1 if again else 0))
-        values = factor * widths * whole / layers + extra * whole + again * part.hidden
+        kept, one = layers - again, widths / layers
+        values = kept * (factor * one + extra)
+        if again:
+            # Of each its input, and one of them is held whole at a time.
+            values += again * part.hidden + RECOMPUTED_FACTOR * one + extra
         return int(values * part.bytes_per_value) + part.code_bytes
 
     # -- adapters ----------------------------------------------------------------------------------------
@@ -305,10 +312,15 @@ class MemoryModel:
         return self.need(jobs, capacity, recompute).total(self.fit)
 
     def recompute(self, jobs: Sequence[JobShape], most: int) -> Recompute:
-        """The least that lets microbatches of `most` tokens fit; all there is if nothing does."""
+        """The least that lets microbatches of `most` tokens fit; all there is if nothing does. Layers are
+        recomputed, which costs their forward, only so that enough tokens fit: smaller microbatches cost
+        less."""
         choices = self._choices()
-        fits = (choice for choice in choices if self._room(jobs, choice) >= most)
-        return next(fits, choices[-1])
+        rooms = {choice: self._room(jobs, choice) for choice in choices}
+        enough = min(most, max(ENOUGH_TOKENS, longest(jobs)))
+        whole = (choice for choice in choices if not choice.layers and rooms[choice] >= most)
+        less = (choice for choice in choices if choice != NOTHING and rooms[choice] >= enough)
+        return next(whole, None) or next(less, choices[-1])
 
     def capacity(self, jobs: Sequence[JobShape], most: int, recompute: Recompute = NOTHING) -> int:
         """The largest token capacity that fits, at most `most`, never below the longest sample."""
