@@ -16,9 +16,10 @@ from weftune.ops.lora.rows import BLOCK
 from weftune.ops.lora.table import ALIGNMENT
 from weftune.ops.lora.weave import DIRECT_RANKS, RowSpan, Weave
 
-LENGTH_ROWS, LENGTH_COLUMNS, LENGTH_SLOTS = 64, 128, 8
-"""The block of W that a program takes at a time to find the lengths of its rows, and the slots that it finds
-them for."""
+LENGTH_ROWS, LENGTH_COLUMNS, LENGTH_RANKS = 64, 128, 64
+"""The block of W that a program takes at a time to find the lengths of its rows, and the ranks of all slots
+that it finds them for."""
+LENGTH_WARPS, LENGTH_STAGES = 4, 3
 LARGE_SPAN = 1024
 """Columns of a program that writes what large slots add: most programs find none, so they are to be few."""
 
@@ -403,8 +404,9 @@ def row_lengths(weight_NK: Tensor, weave: Weave) -> None:
 
     table, g_out = weave.group.table, weave.group.g_out
     assert g_out is not None
-    half = weight_NK.dtype.itemsize == 2
-    scales.row_lengths[(-(-weave.slots // LENGTH_SLOTS), sum(weave.blocks(LENGTH_ROWS)))](
+    ranks = min(weave.ranks, DIRECT_RANKS)
+    slots, half = LENGTH_RANKS // ranks, weight_NK.dtype.itemsize == 2
+    scales.row_lengths[(-(-weave.slots // slots), sum(weave.blocks(LENGTH_ROWS)))](
         weight_NK,
         table.address_PS4,
         table.factor_PS2,
@@ -416,14 +418,14 @@ def row_lengths(weight_NK: Tensor, weave: Weave) -> None:
         COLUMNS=weave.columns,
         S=weave.slots,
         P=weave.sites,
-        G=LENGTH_SLOTS,
-        R=min(weave.ranks, DIRECT_RANKS),
+        G=slots,
+        R=ranks,
         M=LENGTH_ROWS,
         C=LENGTH_COLUMNS if half else LENGTH_COLUMNS // 2,
         ALIGNMENT=alignment(weight_NK, weave),
         PRECISION=precision(weight_NK),
-        num_warps=4,
-        num_stages=1,
+        num_warps=LENGTH_WARPS,
+        num_stages=LENGTH_STAGES if half else 1,
     )
 
 

@@ -2,7 +2,7 @@
 works on rows or on vectors of one slot only.
 
 Shapes: M rows of a program, C columns of a program, G slots of a program, R ranks of one up to a power of
-two, P sites, S slots, N columns of a row.
+two, Z ranks of all of them, P sites, S slots, N columns of a row.
 """
 
 # mypy: allow-untyped-defs, disable-error-code=assignment
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weftune.ops.triton.slots import column_block, matrix
+from weftune.ops.triton.slots import column_block
 
 
 @triton.jit
@@ -139,13 +139,13 @@ def add_shares(
 
 
 @triton.jit
-def nth_slots(scales, site, nth_G, S: tl.constexpr):
+def nth_slots(scales, site, nth_Z, S: tl.constexpr):
     """Of the slots whose scale has something to be multiplied by, the n-th; −1 where there are fewer."""
     slot_S = tl.arange(0, S)
     asks_S = tl.load(scales + (site * S + slot_S) * 3 + 2) != 0
     number_S = tl.cumsum(asks_S.to(tl.int32), axis=0) - 1
-    match_GS = asks_S[None, :] & (number_S[None, :] == nth_G[:, None])
-    return tl.sum(tl.where(match_GS, slot_S[None, :] + 1, 0), axis=1) - 1
+    match_ZS = asks_S[None, :] & (number_S[None, :] == nth_Z[:, None])
+    return tl.sum(tl.where(match_ZS, slot_S[None, :] + 1, 0), axis=1) - 1
 
 
 @triton.jit
@@ -155,19 +155,31 @@ def row_lengths(
     M: tl.constexpr, C: tl.constexpr, ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """1 / ‖W + scale · BA‖ of M rows of W, for G of the slots whose scale asks for it: W is read once for all
-    of these, and each has sums of its own."""
+    of these.
+
+    From products of rank R: ‖w‖² + 2 scale w·(BA) + scale² ‖BA‖². The ranks of the slots stand one below the
+    other. Products of two slots are left out by selection, and B comes into such products without what is not
+    finite: its owner meets that again in the next product.
+    """
+    Z: tl.constexpr = G * R
     site, low, high, origin = column_block(tl.program_id(1), COLUMNS, P, M)
-    g_G = tl.arange(0, G)
-    slot_G = nth_slots(scales, site, tl.program_id(0) * G + g_G, S)
-    count = tl.sum((slot_G >= 0).to(tl.int32), axis=0)
-    if count == 0:
+    first = tl.program_id(0) * G
+    slot_G = nth_slots(scales, site, first + tl.arange(0, G), S)
+    if tl.max(slot_G, axis=0) < 0:
         return
+    z_Z = tl.arange(0, Z)
+    slot_Z = nth_slots(scales, site, first + z_Z // R, S)
+    entry_Z = site * S + tl.maximum(slot_Z, 0)
+    owned_Z = (slot_Z >= 0) & (z_Z % R < tl.load(rank + entry_Z))
     TYPE: tl.constexpr = weight.dtype.element_ty
-    r_R = tl.arange(0, R)
+    a_Z = tl.load(matrices + entry_Z * 4).to(tl.pointer_type(TYPE)) + z_Z % R * K
+    b_Z = tl.load(matrices + entry_Z * 4 + 1).to(tl.pointer_type(TYPE)) + z_Z % R * (high - origin)
     n_M = low + tl.arange(0, M)
     inside_M = n_M < high
     weight_M = weight + n_M.to(tl.int64) * stride_n
-    sum_GM = tl.full((G, M), 0.0, tl.float32)
+    own_M = tl.full((M,), 0.0, tl.float32)
+    across_MZ = tl.full((M, Z), 0.0, tl.float32)
+    gram_ZZ = tl.full((Z, Z), 0.0, tl.float32)
     for k in range(0, K, C):
         k_C = k + tl.arange(0, C)
         inside_C = k_C < K
@@ -176,21 +188,22 @@ def row_lengths(
             mask=inside_M[:, None] & inside_C[None, :],
             other=0.0,
         )
-        for g in range(count):
-            entry = site * S + tl.sum(tl.where(g_G == g, slot_G, 0), axis=0)
-            owned_R = r_R < tl.load(rank + entry)
-            a_R = matrix(matrices, entry, 0, TYPE, ALIGNMENT) + r_R * K
-            b_R = matrix(matrices, entry, 1, TYPE, 1) + r_R * (high - origin)
-            a_at_RC = tl.multiple_of(a_R[:, None] + k_C[None, :], (1, ALIGNMENT))
-            a_RC = tl.load(a_at_RC, mask=owned_R[:, None] & inside_C[None, :], other=0.0)
-            b_at_RM = b_R[:, None] + (n_M - origin)[None, :]
-            b_RM = tl.load(b_at_RM, mask=owned_R[:, None] & inside_M[None, :], other=0.0)
-            added_MC = tl.dot(tl.trans(b_RM), a_RC, input_precision=PRECISION)
-            whole_MC = block_MC.to(tl.float32) + tl.load(factor + entry * 2 + 1) * added_MC
-            sum_M = tl.sum(whole_MC * whole_MC, axis=1)
-            sum_GM += tl.where((g_G == g)[:, None], sum_M[None, :], 0.0)
-    inside_GM = (slot_G >= 0)[:, None] & inside_M[None, :]
-    inverse_GM = 1.0 / tl.sqrt(tl.where(inside_GM, sum_GM, 1.0))
+        a_at_ZC = tl.multiple_of(a_Z[:, None] + k_C[None, :], (1, ALIGNMENT))
+        a_ZC = tl.load(a_at_ZC, mask=owned_Z[:, None] & inside_C[None, :], other=0.0)
+        across_MZ = tl.dot(block_MC, tl.trans(a_ZC), across_MZ, input_precision=PRECISION)
+        gram_ZZ = tl.dot(a_ZC, tl.trans(a_ZC), gram_ZZ, input_precision=PRECISION)
+        wide_MC = block_MC.to(tl.float32)
+        own_M += tl.sum(wide_MC * wide_MC, axis=1)
+    b_at_ZM = b_Z[:, None] + (n_M - origin)[None, :]
+    b_ZM = tl.load(b_at_ZM, mask=owned_Z[:, None] & inside_M[None, :], other=0.0).to(tl.float32)
+    finite_ZM = tl.where(tl.abs(b_ZM) < float("inf"), b_ZM, 0.0)
+    same_ZZ = (z_Z[:, None] // R) == (z_Z[None, :] // R)
+    gram_ZZ = tl.where(same_ZZ, gram_ZZ, 0.0)
+    scale_Z = tl.load(factor + entry_Z * 2 + 1)
+    square_ZM = scale_Z[:, None] * tl.dot(gram_ZZ, finite_ZM, input_precision="ieee")
+    added_ZM = scale_Z[:, None] * b_ZM * (2.0 * tl.trans(across_MZ) + square_ZM)
+    length_GM = own_M[None, :] + tl.sum(tl.reshape(added_ZM, (G, R, M)), axis=1)
+    inverse_GM = 1.0 / tl.sqrt(tl.where(inside_M[None, :], tl.maximum(length_GM, 0.0), 1.0))
     where_G = tl.load(scales + (site * S + tl.maximum(slot_G, 0)) * 3 + 2).to(tl.pointer_type(tl.float32))
     at_GM = where_G[:, None] + (n_M - origin)[None, :]
-    tl.store(at_GM, inverse_GM, mask=inside_GM)
+    tl.store(at_GM, inverse_GM, mask=(slot_G >= 0)[:, None] & inside_M[None, :])
