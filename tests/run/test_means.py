@@ -6,29 +6,40 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from tests import bench
 from tests.interpreter import interpret
 from tests.run import aboard
-from tests.run.models import LAYERS
+from tests.run.models import LAYERS, deep
 from tests.run.processes import run_workers
 from tests.run.test_streamed import CUTS as STREAMED
 from tests.run.test_streamed import evaluated_jobs, run, streamed, take_aboard, told, travelling
 from tests.run.workers.test_agreed import (
     CAPACITY,
     CUTS,
+    PACE,
     cut,
     make_jobs,
     on_worker,
     pipeline_program,
     whole_base,
 )
-from weftune.plan.program.layout import one_device
-from weftune.plan.window.pipeline import PipelineOrder
+from weftune.adapters.kind import Member
+from weftune.base.load import inspect
+from weftune.base.spec import BaseSpec
+from weftune.plan.layout.cut import cut_layers
+from weftune.plan.program.layout import in_stages, one_device
+from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
 from weftune.run.events import Evaluated, Stepped
 from weftune.run.parts import delivered
 from weftune.run.training import checkpoint
+from weftune.run.training.state import new_training
+from weftune.run.workers.driver import open_pipeline
+from weftune.run.workers.messages import Staff
+from weftune.run.workers.worker import serve
 from weftune.trainer.job import lay_out
 
 SPANS = ((2, 3), (4, 4))
@@ -213,3 +224,44 @@ def test_every_worker_keeps_the_mean_of_its_own_parameters(replicas, cuts):
             torch.testing.assert_close(mean, want, rtol=1e-14, atol=1e-14)
     if replicas == 2:
         assert all(torch.equal(found[0][name][0], found[1][name][0]) for name in found[0])
+
+
+def driven(wires, folder, checkpoints, until):
+    """The first worker of a pipeline, and those behind it: train a job to that step from its newest
+    checkpoint, if there is one, and save it there."""
+    if wires.place.worker > 0:
+        serve(wires, bench.CPU)
+        return
+    staff = Staff(wires)
+    spec = BaseSpec(model=str(folder / "model"), dtype="float64")
+    layout = in_stages(cut_layers(inspect(spec, bench.CPU), wires.place.workers))
+    pipeline = open_pipeline(staff, spec, bench.CPU, layout, lambda job: checkpoints)
+    base = pipeline.base
+    (job, *_) = averaged(make_jobs(whole_base("llama", torch.float64)))
+    member = Member(job.name, job.spec.adapter, job.spec.seed)
+    training = new_training(member, job.recipe, base.shape.sites, base.dtype, base.device, base.whole_sites)
+    checkpoint.restore(checkpoints, training)
+    pipeline.attach(training)
+    while training.progress.step < until:
+        rules = PipelineRules(CAPACITY, (PACE,) * wires.place.workers)
+        program = plan_pipeline([job.course(training.progress.step, 1, False)], rules)
+        fetch = lambda plan, held_out: lay_out(plan, held_out, {job.name: job})  # noqa: E731
+        list(pipeline.run(program, fetch, lambda: False))
+    pipeline.save_now(job.name, checkpoints)
+    pipeline.finish_saves(job.name)
+    staff.dismiss()
+
+
+def test_a_pipeline_that_was_stopped_inside_a_span_goes_on_to_the_same_mean(tmp_path):
+    deep("llama", torch.float64).save_pretrained(tmp_path / "model")
+    run_workers(2, driven, tmp_path, tmp_path / "stopped", 2)
+    assert checkpoint.newest_progress(tmp_path / "stopped").averaged == 1
+    run_workers(2, driven, tmp_path, tmp_path / "stopped", 3)
+    run_workers(2, driven, tmp_path, tmp_path / "undisturbed", 3)
+    for worker in range(2):
+        found = [
+            load_file(tmp_path / name / "step-00000003" / f"tensors-{worker}.safetensors")
+            for name in ("stopped", "undisturbed")
+        ]
+        assert torch.equal(found[0]["mean"], found[1]["mean"])
+        assert not torch.equal(found[0]["mean"], found[0]["master"])
