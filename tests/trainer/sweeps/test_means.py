@@ -28,6 +28,7 @@ from weftune.errors import OutputError
 from weftune.jobs.sweeps.spec import Halving
 from weftune.report.read import read_run
 from weftune.run.events import Evaluated, Stepped
+from weftune.run.training import checkpoint
 from weftune.trainer.job import make_ready
 from weftune.trainer.sweeps.running import RunningSweep
 from weftune.trainer.sweeps.sweeping import Sweeping
@@ -187,6 +188,21 @@ def test_crashed_there_it_resumes_to_the_same_means_decisions_and_adapters(
     with pytest.raises(Crash):
         run(base, tmp_path / "out", jobs, callback)
     run(base, tmp_path / "out", jobs, resume=True)
+    assert_same_rungs(tmp_path / "out", undisturbed[0])
+
+
+def test_a_trial_that_resumes_before_a_rung_is_not_judged_there_again(base, jobs, undisturbed, tmp_path):
+    seldom = [replace(job, save_every=12) for job in jobs]
+
+    def callback(event):
+        if event.step == 9:
+            raise Crash
+
+    with pytest.raises(Crash):
+        run(base, tmp_path / "out", seldom, callback)
+    kept = decided(tmp_path / "out")[0][1]
+    assert all(checkpoint.newest_progress(tmp_path / "out" / name / "checkpoints").step == 6 for name in kept)
+    run(base, tmp_path / "out", seldom, resume=True)
     assert_same_rungs(tmp_path / "out", undisturbed[0])
 
 
