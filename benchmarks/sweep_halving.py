@@ -1,7 +1,8 @@
 """Halving against the full grid and against random search with as many samples: 24 trials on stories15M.
 
-    python -m benchmarks.sweep_halving [--seeds 5] [--steps 120] [--at 0.08] [--keep 0.2] [--only SEED ...]
-                                       [--model FOLDER] [--data FILE] [--work FOLDER] [--toy] [--json FILE]
+    python -m benchmarks.sweep_halving [--seeds 5] [--steps 120] [--at 0.08] [--keep 0.2] [--judge last]
+                                       [--only SEED ...] [--model FOLDER] [--data FILE] [--work FOLDER]
+                                       [--toy] [--json FILE]
 
 Every seed has its own held-out rows, order of rows and beginnings of adapters. The grid is trained to its end
 once, then again with halving. Random search draws trials of the same grid and trains each to its end; what it
@@ -21,7 +22,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -34,6 +35,7 @@ from weftune.bench.timing import BenchPlace
 from weftune.errors import UserError
 from weftune.jobs.store.states import State
 from weftune.jobs.sweeps.record import SweepRecord, read_record
+from weftune.jobs.sweeps.spec import Judge
 
 SHARED = Path(__file__).parents[2] / "shared"
 STORIES = SHARED / "models" / "stories15m"
@@ -207,7 +209,7 @@ def summary(found: Sequence[Found]) -> str:
 
 def run(options: Namespace) -> list[Found]:
     case = TOY_CASE if options.toy else replace(Case(), steps=options.steps)
-    halving = {"at": list(options.at), "keep": options.keep}
+    halving = {"at": list(options.at), "keep": options.keep, "judge": options.judge}
     found = []
     with tempfile.TemporaryDirectory() as name:
         work = options.work or Path(name)
@@ -229,18 +231,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=Case().steps, help="of a trial")
     parser.add_argument("--at", type=float, nargs="+", default=AT, metavar="SHARE", help="the rungs")
     parser.add_argument("--keep", type=float, default=KEEP, help="the share that goes on from each")
+    parser.add_argument("--judge", choices=get_args(Judge), default="mean", help="what a rung evaluates")
     parser.add_argument("--model", type=Path, default=STORIES, metavar="FOLDER")
     parser.add_argument(
         "--data", type=Path, default=DATA, metavar="FILE", help="rows as `weftune train` takes them"
     )
     parser.add_argument("--toy", action="store_true", help="six trials of ten steps on random weights")
     options = parser.parse_args()
+    rungs = ", ".join(f"{share:g}" for share in options.at)
+    print(f"Rungs at {rungs} of the steps keep {options.keep:g}; judge: {options.judge}.", flush=True)
     try:
         found = run(options)
     except UserError as error:
         raise SystemExit(str(error)) from None
     print(f"\n{aligned(TITLES, [row(one) for one in found])}\n\n{summary(found)}")
-    finish({"seeds": [asdict(one) | {"near": one.near} for one in found]}, options.json)
+    about = {"at": list(options.at), "keep": options.keep, "judge": options.judge}
+    finish({"halving": about, "seeds": [asdict(one) | {"near": one.near} for one in found]}, options.json)
 
 
 if __name__ == "__main__":

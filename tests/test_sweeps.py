@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests import bench, oracle
-from tests.outputs import assert_same_job, jobs_folder, states
+from tests.outputs import assert_same_job, jobs_folder, lines, states, status
 
 SEED = 20260107
 
@@ -63,6 +63,28 @@ def test_eight_trials_and_two_rungs_leave_two_winners_beside_an_ordinary_job(pla
     assert sorted(ended.values()) == ["cancelled"] * 6 + ["succeeded"] * 2
     assert {path.name for path in (output / "s" / "best").iterdir()} == set(found["best"])
     assert found["samples"] == {"trained": 4 * (4 * 4 + 2 * 10 + 2 * 20), "all": 4 * 8 * 20}
+
+
+def rung_losses(output):
+    return {(one["job"], one["step"]): one["rung_loss"] for one in lines(output) if "rung_loss" in one}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--pipeline", "2"), ("--replicas", "2"), ("--device", "cpu", "--gpu-memory", "512KiB")],
+    ids=["two stages", "two replicas", "streamed"],
+)
+def test_rungs_judge_the_same_means_in_every_layout(forks, place, words):
+    folder, _ = place
+    output, want = folder / "laid", folder / "undisturbed"
+    shutil.rmtree(output, ignore_errors=True)
+    assert forks.weftune("train", "jobs.yaml", "--output", "laid", *words, cwd=folder) == 0, log(folder)
+    assert_same_sweep(output, want)
+    judged = rung_losses(want)
+    assert len(judged) == 8 + 4
+    assert rung_losses(output) == pytest.approx(judged, rel=1e-9)
+    streamed = any("The base is streamed in" in note for note in status(output)["notes"])
+    assert streamed == ("--gpu-memory" in words)
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(24, marks=pytest.mark.slow)])

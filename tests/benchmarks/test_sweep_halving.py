@@ -15,6 +15,7 @@ from benchmarks import sweep_halving
 from benchmarks.sweep_halving import TOY_CASE, Case, Found, compared, expected_best, jobs, summary
 from tests.report.sweeps.example import sweep_record
 from weftune.jobs.spec.read import parse_run
+from weftune.jobs.sweeps.record import read_record
 
 LOSSES = [1.5, 1.2, 1.9, 1.21, 3.0, 1.4]
 
@@ -59,17 +60,25 @@ def test_the_case_is_a_grid_of_24_trials_that_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("judge", ["mean", "last"])
 def test_at_a_toy_size_trials_end_where_they_end_in_the_grid(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], judge: str
 ) -> None:
     file = tmp_path / "found.json"
     words = ["sweep_halving", "--toy", "--only", "3", "--work", str(tmp_path / "work"), "--json", str(file)]
+    words += ["--judge", judge]
     monkeypatch.setattr(sys, "argv", words)
     sweep_halving.main()
     (seed,) = json.loads(file.read_text())["seeds"]
     assert seed["seed"] == 3
     assert seed["apart"] < 1e-5
     assert seed["share"] < 0.6
-    assert "of the grid's samples" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"judge: {judge}." in told
+    assert "of the grid's samples" in told
+    assert json.loads(file.read_text())["halving"] == {"at": [0.08], "keep": 0.2, "judge": judge}
+    record = read_record(tmp_path / "work" / "seed-3" / "halved" / "trial")
+    assert record is not None
+    assert record.judge == judge
     sweep_halving.main()  # goes on behind the last step of both runs
     assert json.loads(file.read_text())["seeds"] == [seed]

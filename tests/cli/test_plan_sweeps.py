@@ -110,6 +110,20 @@ def test_tpe_lists_its_first_generation_and_counts_all(plan):
     assert numbers["expected_seconds"] == pytest.approx(4 * numbers["run"]["seconds"])
 
 
+def test_a_plan_counts_the_mean_that_rungs_judge(plan):
+    over = {"adapter.rank": [4, 8]}
+    found = {}
+    for judge in ("mean", "last"):
+        halving = HALVING | {"judge": judge}
+        _, numbers = plan({"name": "sql", "sweep": {"over": over, "halving": halving}}, {"name": "other"})
+        found[judge] = {name: job["state_bytes"] for name, job in numbers["run"]["jobs"].items()}
+    assert found["mean"].keys() == found["last"].keys() == {"sql-r4", "sql-r8", "other"}
+    assert found["mean"]["other"] == found["last"]["other"]
+    for name in ("sql-r4", "sql-r8"):
+        # bf16: a compute copy of 2 bytes, and 4 each of master, gradient and two moments.
+        assert found["mean"][name] * 18 == found["last"][name] * 22
+
+
 def outlook(halving=None):
     jobs = [
         {"name": "a", "data": ROWS, "eval": {"fraction": 0.5}, "batch_size": 4,

@@ -74,7 +74,8 @@ SWEEPS = st.fixed_dictionaries(
     optional={
         "search": st.sampled_from(["grid", "random"]) | VALUES,
         "trials": st.integers(1, 4) | VALUES,
-        "halving": st.fixed_dictionaries({}, optional={"at": VALUES, "keep": VALUES}) | VALUES,
+        "halving": st.fixed_dictionaries({}, optional={"at": VALUES, "keep": VALUES, "judge": VALUES})
+        | VALUES,
         "keep": VALUES,
         "metric": st.just("eval_loss") | VALUES,
         "mode": st.just("min") | VALUES,

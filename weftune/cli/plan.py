@@ -143,13 +143,14 @@ def read_wanted(jobs: Path, cluster: Cluster, asked: PlanAsked) -> Wanted:
     """The jobs file's jobs on a cluster."""
     from weftune.base.config import read_tokenizer
     from weftune.cli.plan_jobs import outline_jobs
-    from weftune.cli.plan_sweeps import sweep_outlooks
+    from weftune.cli.plan_sweeps import averaged_trials, sweep_outlooks
     from weftune.jobs.spec.read import read_run
 
     gpu = cluster.devices[0].is_gpu
     run = read_run(jobs, lambda base: described(base, gpu))
     shape = described(run.base, gpu)
-    outlined = outline_jobs(run.jobs, read_tokenizer(run.base), shape, asked.max_steps)
+    averaged = averaged_trials(run.sweeps)
+    outlined = outline_jobs(run.jobs, read_tokenizer(run.base), shape, asked.max_steps, averaged)
     sweeps = sweep_outlooks(run.sweeps, run.jobs, {one.name: one.total for one in outlined})
     return Wanted(asked, run.base, shape, cluster, speeds_of(cluster), outlined, sweeps)
 

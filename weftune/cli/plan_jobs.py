@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,14 @@ class Outlined:
 
 
 def outline_jobs(
-    jobs: Sequence[JobSpec], tokenizer: Any, shape: ModelShape, max_steps: int | None = None
+    jobs: Sequence[JobSpec],
+    tokenizer: Any,
+    shape: ModelShape,
+    max_steps: int | None = None,
+    averaged: Collection[str] = (),
 ) -> list[Outlined]:
-    """Every job's outline, or the mistakes of all of them at once."""
+    """Every job's outline, or the mistakes of all of them at once. The jobs `averaged` keep the mean of their
+    weights."""
     outlined: list[Outlined] = []
     mistakes: list[Mistake] = []
     rounds = OUTLOOK_ROUNDS if len(jobs) <= MANY_JOBS else FEW_ROUNDS
@@ -65,7 +70,7 @@ def outline_jobs(
             if not len(read.samples.train):
                 raise DataError("it has 0 samples to train on")
             planned = curriculum(job, read.samples, max_steps)
-            outline = _outline(job, place, planned, shape, rounds)
+            outline = _outline(job, place, planned, shape, rounds, means=int(job.name in averaged))
             total = _total(job, outline, read, shape, max_steps)
             outlined.append(Outlined(outline, planned, read.sampled, total))
         except DataError as error:
@@ -75,7 +80,9 @@ def outline_jobs(
     return outlined
 
 
-def _outline(job: JobSpec, place: int, planned: Curriculum, shape: ModelShape, most: int) -> JobOutline:
+def _outline(
+    job: JobSpec, place: int, planned: Curriculum, shape: ModelShape, most: int, means: int
+) -> JobOutline:
     train, adapter = planned.data.train, job.adapter
     sites = [site for site in shape.sites if adapter.adapts(site)]
     counts = list(adapter.counts(shape.sites))
@@ -92,6 +99,7 @@ def _outline(job: JobSpec, place: int, planned: Curriculum, shape: ModelShape, m
             resting=sum(site.resting(adapter.parameters_at(site)) for site in sites),
             starts_from=source_of(job.adapter),
             scaled=adapter.scaled_outputs(shape.sites),
+            means=means,
         ),
         ranks={site.name: adapter.rank_at(site.name) for site in sites},
         batches=tuple(tuple(train.lengths[planned.order.batch(step)].tolist()) for step in rounds),

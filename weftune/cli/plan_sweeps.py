@@ -60,6 +60,17 @@ class SweepOutlook:
         )
 
 
+def averaged_trials(sweeps: Iterable[Sweep]) -> set[str]:
+    """Those that keep the mean of their weights, since rungs judge it."""
+    halved = [(sweep, sweep.spec.halving) for sweep in sweeps]
+    return {
+        trial.name
+        for sweep, halving in halved
+        if halving is not None and halving.judge == "mean"
+        for trial in sweep.trials
+    }
+
+
 def sweep_outlooks(
     sweeps: Iterable[Sweep], jobs: Iterable[JobSpec], totals: Mapping[str, JobTotal]
 ) -> tuple[SweepOutlook, ...]:

@@ -170,11 +170,18 @@ class JobShape:
     scaled: int = 0
     """Outputs of the base, in all layers, that kernels keep for every token of a microbatch while it is
     aboard, since it scales them or some beside them."""
+    means: int = 0
+    """Vectors as large as its master weights that it keeps beside them: 1 for a trial whose rungs judge the
+    mean of its weights."""
 
     @property
     def met(self) -> int:
         """Adapter parameters that a token is multiplied by."""
         return self.trainable - self.resting
+
+    def averaged_in(self, held: LayerRange) -> int:
+        """Values of its mean in a stage."""
+        return self.means * self.trainable_in(held)
 
     def trainable_in(self, held: LayerRange) -> int:
         """Adapter parameters in a stage; those outside the layers count for every stage."""

@@ -37,14 +37,15 @@ class Curriculum:
     save_at: frozenset[int]
 
     def course(self, step: int, rounds: int, begins: bool, limit: int | None = None) -> Course:
-        """The job's part of a window that starts after `step`; a `limit` is a step that it may not pass."""
+        """The job's part of a window that starts after `step`; a `limit` is a step that it may not pass. One
+        that `begins` is evaluated where it stands."""
         last = min(step + rounds, self.steps if limit is None else limit)
         return Course(
             job=self.job,
             step=step,
             batches=tuple(self._batch(number) for number in range(step + 1, last + 1)),
             evaluation=self._held_out(),
-            evaluate_at=self.evaluate_at,
+            evaluate_at=self.evaluate_at | {step} if begins else self.evaluate_at,
             save_at=self.save_at,
             begins=begins,
         )

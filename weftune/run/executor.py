@@ -137,6 +137,15 @@ class Executor:
     ) -> None:
         self.aboard[job].note_evaluation(loss, keep_best, min_delta, counts)
 
+    def show_mean(self, job: str) -> None:
+        """Between windows: let passes read the mean of the job's last weights, as a sweep's rung judges it.
+        It makes no step until `show_master`."""
+        self.adapters.show(job, self.aboard[job].judged)
+
+    def show_master(self, job: str) -> None:
+        """Between windows: let passes read the job's own weights again."""
+        self.adapters.show(job, self.aboard[job].master)
+
     def save(self, job: str, folder: Path) -> None:
         """Take a snapshot of the job's current state. A checkpoint of it is written while training goes
         on."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from weftune.ops.triton.at_hand import kernels_run
 from weftune.run.measure.timers import Stopwatch
 from weftune.run.passes.adapted import AdaptedBase
@@ -55,6 +57,11 @@ class ResidentAdapters:
     def abandon(self) -> None:
         """Drop the open global batches."""
         self._roster.forget_open_batches()
+
+    def show(self, job: str, weights: Tensor) -> None:
+        """Between windows: let passes read these weights, until others are shown."""
+        with self._adapted.on_stream():
+            self._roster.trainings[job].state.weights.copy_(weights)
 
     # -- passes ------------------------------------------------------------------------------------------
 

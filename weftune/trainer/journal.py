@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from weftune.core.files import json_text, replace_file
 from weftune.errors import OutputError
-from weftune.jobs.store.folder import LEARNED, PROMISE
+from weftune.jobs.store.folder import LEARNED, PROMISE, RUNG_LOSS
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store
 from weftune.jobs.sweeps.record import SweepRecord
@@ -118,6 +118,19 @@ class Journal:
         self.store.best_job(event.job, progress.best_step, progress.best_loss)
         self._aside(self.store.write_status_soon)
         self.show(event.job, eval_loss=event.loss)
+
+    def rung(self, event: Evaluated) -> None:
+        """What a sweep's rung has judged of a trial."""
+        self._metrics(
+            {
+                "job": event.job,
+                "step": event.step,
+                RUNG_LOSS: event.loss,
+                "rung_tokens": event.tokens,
+                "rung_token_accuracy": event.token_accuracy,
+                "time": time.time(),
+            }
+        )
 
     def window(self, window: Window) -> None:
         self._saved += window.saved_seconds()

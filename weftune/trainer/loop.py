@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,8 @@ class Loop:
         """The sweeps that some of the jobs are trials of."""
         self.add: Callable[[JobSpec], Any] | None = None
         """Enters a job that a sweep proposes inside the run."""
+        self._judged: frozenset[str] = frozenset()
+        """Trials that make no step in this window, but are evaluated with the mean of their last weights."""
         self._crowd: Crowd | None = None
         self._overtaken: Mapping[str, int] = {}
         """Of waiting jobs: how many came aboard before them that stood behind them."""
@@ -313,12 +315,16 @@ class Loop:
                     # Somebody could not come aboard, and others may have waited for that one.
                     continue
                 break
-            program = self.windows.next(
-                frozenset(name for name in self.executor.aboard if self._begins(name))
-            )
+            aboard = self.executor.aboard
+            beginners = frozenset(name for name in aboard if self._begins(name))
+            self._judged = frozenset(name for name in aboard if self._is_judged(name)) - beginners
+            program = self.windows.next(beginners | self._judged)
             self._forget_ended()
             self.windows.plan_ahead(program)
-            self._watched(program.without_saves(self._saved_lately()), stop, callback)
+            # Who is judged is at the step of its last window, where it was saved if it was to be.
+            program = program.without_saves(self._saved_lately() | self._judged)
+            with self._means_shown():
+                self._watched(program, stop, callback)
             self._retire()
         if stop():
             self._suspend()
@@ -343,9 +349,26 @@ class Loop:
         job, progress = self.jobs[name], self.executor.aboard[name].progress
         if job.data.evaluation is None:
             return progress.step == 0
-        if self.sweeps.is_awaited(name, progress.step):
+        if self.sweeps.is_awaited(name, progress.step) and not self.sweeps.judges_mean(name):
             return True
         return progress.step in job.evaluate_at and progress.evaluated < progress.step
+
+    def _is_judged(self, name: str) -> bool:
+        """Whether a sweep waits for an evaluation of the mean of the trial's last weights."""
+        step = self.executor.aboard[name].progress.step
+        return self.sweeps.judges_mean(name) and self.sweeps.is_awaited(name, step)
+
+    @contextmanager
+    def _means_shown(self) -> Iterator[None]:
+        """For a window: passes read the means of those who are judged."""
+        for name in self._judged:
+            self.executor.show_mean(name)
+        yield
+        for name in self._judged:
+            # Who was killed reads zeros, and who had to leave comes back with its own.
+            if name in self.executor.aboard and name not in self._endings:
+                self.executor.show_master(name)
+        self._judged = frozenset()
 
     def _saved_lately(self) -> frozenset[str]:
         """The jobs that are not saved in the next window, since the last time was a moment ago and they do
@@ -466,13 +489,16 @@ class Loop:
                 self.journal.step(event, self.jobs[job], self.executor.aboard[job].progress)
                 if (reason := self.sweeps.step(event)) is not None and job not in self._endings:
                     self._end(job, Ending(State.CANCELLED, reason, leaves_sweep=True))
+            case Evaluated(job) if job in self._judged:
+                self.journal.rung(event)
+                self.sweeps.judge(event)
             case Evaluated():
                 self._on_evaluation(event)
             case SaveDue(job):
                 self._save(job, self.executor.save)
             case Failed(job, reason):
                 self._endings[job] = Ending(State.FAILED, reason)
-        if callback is not None and isinstance(event, Stepped | Evaluated):
+        if callback is not None and isinstance(event, Stepped | Evaluated) and event.job not in self._judged:
             began = time.monotonic()
             with phase(Phase.OTHER):
                 callback(event)

@@ -205,7 +205,7 @@ class Trainer:
             sweeping = self._recalled_sweeps(store)
             with nullcontext() if isinstance(self.base, Base) else base_read_ahead(self.spec):
                 ready = self.unfinished(store, shape)
-            shapes = [job.shape for job in ready]
+            shapes = [sweeping.averaging(job).shape for job in ready]
             engine = open_engine(self._setup(device, shape), shapes, self._tell(store)) if ready else None
             # Not before: while a base is loaded, which may take minutes, a signal has nothing to wait for.
             stop = stack.enter_context(interrupts(self._announce_stop))

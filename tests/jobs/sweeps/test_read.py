@@ -213,7 +213,8 @@ def test_trials_cannot_be_compared_without_held_out_rows(keys: Any, place: str) 
         ({"at": [0.3, 0.3], "keep": 0.3}, ".at", "must rise from each share to the next, such as [0.1, 0.3]"),
         ({"at": [0.3], "keep": 3}, ".keep", "must be below 1 (a share of the trials), got 3"),
         ({"at": [0.3], "keep": 0.5, "eta": 3}, ".eta",
-         "is not a key of sweep.halving; its keys are at, keep"),
+         "is not a key of sweep.halving; its keys are at, keep, judge"),
+        ({"at": [0.3], "keep": 0.5, "judge": "first"}, ".judge", 'must be mean or last, got "first"'),
     ],
 )  # fmt: skip
 def test_halving_is_shares_of_the_steps_and_of_the_trials(halving: Any, place: str, sentence: str) -> None:

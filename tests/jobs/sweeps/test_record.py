@@ -25,6 +25,7 @@ RECORD = SweepRecord(
     keep=2,
     at=(0.1,),
     share=0.5,
+    judge="mean",
     steps=200,
     rungs=(20, 200),
     trials=(
@@ -47,6 +48,14 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
     assert written["format"] == 1
     assert written["trials"][0]["values"] == {"adapter": {"rank": 8}, "betas": [0.9, 0.9]}
     assert written["decisions"][0]["kept"] == ["sql-r8"]
+
+
+def test_a_record_from_before_says_nothing_of_what_rungs_judge(tmp_path):
+    write_record(tmp_path, RECORD)
+    older = json.loads((tmp_path / "sweep.json").read_text())
+    del older["judge"], older["checksum"]
+    (tmp_path / "sweep.json").write_text(json.dumps(older))
+    assert read_record(tmp_path) == replace(RECORD, judge=None)
 
 
 def test_a_value_that_is_not_finite_is_null(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weftune.jobs.sweeps.rungs import LossTrend, Rungs, TrialEnd, ordinal, quota, rung_steps
+from weftune.jobs.sweeps.rungs import LossTrend, Rungs, TrialEnd, averaged_spans, ordinal, quota, rung_steps
 from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
 STEPS = 200
@@ -234,3 +234,20 @@ def test_a_falling_loss_or_one_whose_first_steps_are_not_known_is_no_fault():
     for step in range(5, 60):
         trend.add(step, 3.0)
     assert trend.fault() is None
+
+
+@pytest.mark.parametrize(
+    ("at", "steps", "spans"),
+    [
+        ((0.1, 0.3), 200, ((16, 20), (46, 60))),
+        ((0.25, 0.3), 120, ((24, 30), (31, 36))),
+        ((0.5,), 3, ((2, 2),)),
+        ((0.2, 0.4), 1, ()),
+    ],
+    ids=["a quarter of the steps", "nothing from before the last rung", "one step", "before the first step"],
+)
+def test_a_rung_judges_the_last_quarter_of_the_steps(
+    at: tuple[float, ...], steps: int, spans: tuple[tuple[int, int], ...]
+) -> None:
+    assert averaged_spans(Halving(at, 0.5), steps) == spans
+    assert averaged_spans(Halving(at, 0.5, "last"), steps) == averaged_spans(None, steps) == ()

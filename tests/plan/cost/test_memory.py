@@ -12,7 +12,7 @@ from weftune.plan.cost.memory import (
     gib,
     longest,
 )
-from weftune.plan.program.layout import in_stages
+from weftune.plan.program.layout import in_stages, one_device
 from weftune.plan.program.recompute import NOTHING, Recompute
 
 SITES = (SiteShape("up", 100, 400), SiteShape("down", 400, 100))
@@ -213,3 +213,15 @@ def test_the_capacity_leaves_room_for_the_logits_of_a_chunk() -> None:
     capacity = wide.capacity([job()], 10**6)
     assert wide.peak_bytes([job()], capacity) <= wide.budget
     assert capacity < model(10**8).capacity([job()], 10**6)
+
+
+@pytest.mark.parametrize(("value", "each"), [(2, 4), (4, 4), (8, 8)])
+def test_the_mean_of_a_trial_takes_a_master_more_where_that_is(value: int, each: int) -> None:
+    plain, averaged = [job("a"), job("b", 500)], [job("a"), replace(job("b", 500), means=1)]
+    model = MemoryModel(shape(value), budget=1 << 40)
+    assert model.state_bytes(averaged) - model.state_bytes(plain) == 500 * each
+    assert model.need(averaged, 10).state - model.need(plain, 10).state == 500 * each
+    layout = one_device(1, optimizer_offloaded=True)
+    offloaded = replace(model, layout=layout, host_budget=1 << 40)
+    assert offloaded.host_bytes(averaged) - offloaded.host_bytes(plain) == 500 * each
+    assert offloaded.need(averaged, 10).state == offloaded.need(plain, 10).state

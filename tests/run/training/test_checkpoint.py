@@ -1,10 +1,13 @@
 """Checkpoints come back exactly, and one that is damaged or not whole is never used."""
 
+import copy
 import random
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests import bench
 from tests.run import aboard
@@ -42,6 +45,7 @@ def same(first, second):
         and torch.equal(first.state.exp_avg_sq, second.state.exp_avg_sq)
         and (first.best is None) == (second.best is None)
         and (first.best is None or torch.equal(first.best, second.best))
+        and (not first.progress.averaged or torch.equal(first.mean, second.mean))
     )
 
 
@@ -164,3 +168,38 @@ def test_a_checkpoint_of_another_adapter_is_not_taken(tmp_path, base, fresh):
     untouched = fresh()
     assert not checkpoint.restore(tmp_path, untouched)
     assert same(untouched, fresh())
+
+
+def averaging(base, spans):
+    job = aboard.ready(base, "a")
+    return lambda: aboard.training(base, replace(job, recipe=replace(job.recipe, averaged=spans)))
+
+
+def test_a_mean_comes_back_to_the_bit_and_is_there_only_inside_its_span(tmp_path, base):
+    new = averaging(base, ((3, 4),))
+    saved = new()
+    for step in range(1, 5):
+        advance(saved)
+        path = checkpoint.save(tmp_path, saved)
+        assert ("mean" in load_file(path / "tensors.safetensors")) == (step >= 3)
+        restored = new()
+        assert checkpoint.restore(tmp_path, restored)
+        assert same(saved, restored)
+        assert restored.progress.averaged == max(0, step - 2)
+        advance(restored)
+        going_on = copy.deepcopy(saved)
+        advance(going_on)
+        assert same(going_on, restored)
+
+
+def test_where_the_checkpoint_has_no_mean_it_begins_with_the_next_step(tmp_path, base, fresh):
+    """One of an earlier release, or of the job before its sweep judged means."""
+    saved = fresh()
+    advance(saved, 3)
+    checkpoint.save(tmp_path, saved)
+    restored = averaging(base, ((3, 4),))()
+    assert checkpoint.restore(tmp_path, restored)
+    assert torch.equal(restored.judged, restored.master)
+    advance(restored)
+    assert restored.progress.averaged == 1
+    assert torch.equal(restored.judged, restored.master)

@@ -1,5 +1,7 @@
 """A checkpoint in slices: there when all are there, and read on any number of stages."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -121,3 +123,20 @@ def test_a_stage_draws_its_own_part_of_the_adapter_that_the_whole_base_would_hav
         float(view.abs().max()) * view.shape[1] ** 0.5 for (_, name), view in views.items() if name == "a_rK"
     ]
     assert min(bounds) > 0.8
+
+
+def test_a_mean_is_read_from_the_slices_of_all_stages(ready, tmp_path):
+    averaged = replace(ready, recipe=replace(ready.recipe, averaged=((4, 8),)))
+    parts = [stepped(slice_training(averaged, start, start + 2)) for start in (0, 2)]
+    for part in parts:
+        part.progress.averaged = 2
+        part.mean.copy_(part.master * 3)
+    save(tmp_path, parts)
+    for start, stop in ((0, 4), (1, 3)):
+        got = slice_training(averaged, start, stop)
+        assert checkpoint.restore(tmp_path, got)
+        assert got.progress.averaged == 2
+        assert torch.equal(got.mean, got.master * 3)
+    plain = slice_training(ready, 0, 4)
+    assert checkpoint.restore(tmp_path, plain)
+    assert (plain.mean, plain.progress.averaged) == (None, 0)

@@ -38,7 +38,7 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     "eval": ("path", "fraction", "every"),
     "early_stop": ("patience", "min_delta"),
     "sweep": ("over", "search", "trials", "metric", "mode", "halving", "keep"),
-    "halving": ("at", "keep"),
+    "halving": ("at", "keep", "judge"),
     "init_from": ("job",),
 }
 SAME_FOR_ALL: Mapping[str, str] = {

@@ -15,6 +15,8 @@ from weftune.jobs.store.states import State, move
 from weftune.jobs.store.status import RunStatus, from_json, status_text
 
 STATUS, METRICS, WINDOWS, LOCK = "status.json", "metrics.jsonl", "windows.jsonl", ".lock"
+RUNG_LOSS = "rung_loss"
+"""In lines of the metrics that say what a sweep's rung has judged of a trial."""
 LEARNED = "learned.json"
 """The learned models that later windows are planned with."""
 PROMISE = "promise.json"

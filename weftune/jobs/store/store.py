@@ -15,6 +15,7 @@ from weftune.errors import OutputError
 from weftune.jobs.store.folder import (
     LOCK,
     METRICS,
+    RUNG_LOSS,
     STATUS,
     WINDOWS,
     WORKER_LOGS,
@@ -221,13 +222,16 @@ class Store:
         """Drop the metrics that each job wrote beyond its cursor: it will write them again.
 
         A cursor of -1 drops the evaluation at step 0 too. Jobs that are not named keep all their lines.
-        `evaluated` is the last step that a job has evaluated, where that may be less than its cursor.
+        `evaluated` is the last step that a job has evaluated, where that may be less than its cursor. What
+        rungs have judged stays: a trial is judged there once.
         """
         eval_cursors = cursors if evaluated is None else evaluated
 
         def is_done(line: Mapping[str, Any]) -> bool:
             job, step = line.get("job"), line.get("step")
             if not (isinstance(job, str) and job in cursors and isinstance(step, int)):
+                return True
+            if RUNG_LOSS in line:
                 return True
             return step <= (eval_cursors if "eval_loss" in line else cursors)[job]
 

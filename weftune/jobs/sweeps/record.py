@@ -17,7 +17,7 @@ from weftune.core.files import json_text, replace_json
 from weftune.core.formats import FORMAT, refuse_unknown_format
 from weftune.errors import OutputError
 from weftune.jobs.sweeps.rungs import Decision
-from weftune.jobs.sweeps.spec import Metric, Mode, Search
+from weftune.jobs.sweeps.spec import Judge, Metric, Mode, Search
 
 SWEEP_FILE = "sweep.json"
 BEST = "best"
@@ -65,6 +65,8 @@ class SweepRecord:
     """The shares of the steps after which trials are halved."""
     share: float | None = None
     """Of the trials, that goes on from each of them."""
+    judge: Judge | None = None
+    """What the rungs judge; None in records of a Weftune that could judge the last weights only."""
     steps: int = 0
     """Of the first trial; each has its own where they are searched over."""
     rungs: tuple[int, ...] = ()

@@ -1,6 +1,6 @@
 """Successive halving as a state machine: who may train up to which step, who rests, who leaves.
 
-A rung is a step at which all trials of a generation are evaluated, and from which only the best go on. It is
+A rung is a step at which all trials of a generation are judged, and from which only the best go on. It is
 decided when each of its trials has been evaluated there or has ended: so a decision depends on the recorded
 values and on nothing else, in whatever order they arrive. Trials leave a sweep
 
@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 
 from weftune.jobs.spec.spec import in_steps
 from weftune.jobs.sweeps.spec import Halving, Mode, SweepSpec
@@ -79,6 +80,16 @@ def rung_steps(halving: Halving | None, steps: int) -> tuple[int, ...]:
     """The steps of a trial's rungs, all of them before its last."""
     shares = () if halving is None else sorted(halving.at)
     return tuple(min(in_steps(share, steps), steps - 1) for share in shares)
+
+
+def averaged_spans(halving: Halving | None, steps: int) -> tuple[tuple[int, int], ...]:
+    """The first and the last step of the weights whose mean each rung judges: the last quarter of the steps
+    so far, but nothing from before the last rung. Empty where rungs judge the last weights."""
+    if halving is None or halving.judge == "last":
+        return ()
+    rungs = rung_steps(halving, steps)
+    firsts = [max(rung - max(1, rung // 4), before) + 1 for before, rung in pairwise((0, *rungs))]
+    return tuple((first, rung) for first, rung in zip(firsts, rungs, strict=True) if first <= rung)
 
 
 def quota(keep: float, count: int) -> int:

@@ -12,6 +12,7 @@ from weftune.jobs.spec.layer import Layer
 Search = Literal["grid", "random", "tpe"]
 Mode = Literal["min", "max"]
 Metric = Literal["eval_loss", "eval_mean_token_accuracy"]
+Judge = Literal["mean", "last"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,9 @@ class Halving:
 
     at: tuple[float, ...]
     keep: float
+    judge: Judge = "mean"
+    """What is evaluated there: the mean of a trial's weights over the last quarter of its steps, or the last
+    ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -186,7 +186,8 @@ class MemoryModel:
         """Of an offloaded optimizer, what stays beside it, and what its Steps pass through."""
         parameters = sum(job.trainable_in(held) for job in jobs)
         if not self.layout.optimizer_offloaded:
-            return self.bytes_per_parameter * parameters
+            averaged = sum(job.averaged_in(held) for job in jobs)
+            return self.bytes_per_parameter * parameters + self.master_bytes * averaged
         value = self.shape.bytes_per_value
         ring = optimizer_ring_bytes((job.trainable for job in jobs), value)
         return (self.bytes_per_parameter - optimizer_bytes(value)) * parameters + ring
@@ -293,17 +294,23 @@ class MemoryModel:
     @property
     def bytes_per_parameter(self) -> int:
         """Compute copy, fp32 master, gradient and two moments."""
-        return self.shape.bytes_per_value + 4 * max(4, self.shape.bytes_per_value)
+        return self.shape.bytes_per_value + 4 * self.master_bytes
+
+    @property
+    def master_bytes(self) -> int:
+        """Of one parameter's master weight, and of whatever has its type."""
+        return max(4, self.shape.bytes_per_value)
 
     def state_bytes(self, jobs: Iterable[JobShape]) -> int:
         """Wherever it is."""
-        return sum(job.trainable for job in jobs) * self.bytes_per_parameter
+        return sum(job.trainable * (self.bytes_per_parameter + job.means * self.master_bytes) for job in jobs)
 
     def host_bytes(self, jobs: Iterable[JobShape]) -> int:
         """Of an offloaded optimizer, in the host's memory."""
         if not self.layout.optimizer_offloaded:
             return 0
-        return sum(job.trainable for job in jobs) * optimizer_bytes(self.shape.bytes_per_value)
+        each = optimizer_bytes(self.shape.bytes_per_value)
+        return sum(job.trainable * (each + job.means * self.master_bytes) for job in jobs)
 
     # -- what fits ---------------------------------------------------------------------------------------
 

@@ -405,9 +405,9 @@ def leaving_room(case: StreamCase, waiting: Iterable[JobShape]) -> StreamCase:
 def hungriest(jobs: Iterable[JobShape]) -> list[JobShape]:
     """Jobs that no other job dominates, which would need at least as much of everything: where each of them
     fits alone, all do."""
-    wants = {(job.trainable, job.longest, job.batch_tokens): job for job in jobs}
+    wants = {(job.trainable, job.longest, job.batch_tokens, job.means): job for job in jobs}
 
-    def outdone(want: tuple[int, int, int]) -> bool:
+    def outdone(want: tuple[int, ...]) -> bool:
         others = (other for other in wants if other != want)
         return any(all(map(ge, other, want)) for other in others)
 

@@ -136,7 +136,7 @@ class _Seating:
 
 def _is_as_large(job: JobShape, other: JobShape) -> bool:
     """Whether `job` takes no less than `other` of anything."""
-    if job.longest < other.longest or job.batch_tokens < other.batch_tokens:
+    if job.longest < other.longest or job.batch_tokens < other.batch_tokens or job.means < other.means:
         return False
     if job.trainable < other.trainable or len(job.by_layer) != len(other.by_layer):
         return False

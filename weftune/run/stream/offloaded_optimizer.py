@@ -95,6 +95,10 @@ class OffloadedOptimizer:
         self._finish()
         self._resident.abandon()
 
+    def show(self, job: str, weights: Tensor) -> None:
+        self._finish()
+        self._resident.show(job, weights)
+
     # -- passes ------------------------------------------------------------------------------------------
 
     def use(self, stage: int, jobs: Collection[str], returning: bool) -> bool:

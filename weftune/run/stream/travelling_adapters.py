@@ -13,6 +13,7 @@ from itertools import groupby
 from operator import itemgetter
 
 import torch
+from torch import Tensor
 
 from weftune.ops.adamw import update
 from weftune.run.measure.timers import Stopwatch
@@ -76,6 +77,14 @@ class TravellingAdapters:
         self._returning = None
         self.steps.wait_sent()
         self.travel.forget(self._roster.trainings)
+
+    def show(self, job: str, weights: Tensor) -> None:
+        self._make_all()
+        # Stages may still be on their way, with the weights that they had.
+        self.travel.wait()
+        self._roster.trainings[job].state.weights.copy_(weights)
+        with self._adapted.on_stream():
+            self.travel.bring_weights([job])
 
     # -- passes ------------------------------------------------------------------------------------------
 

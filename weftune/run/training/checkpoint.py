@@ -1,8 +1,9 @@
 """A job's checkpoints: whole or not at all, checked when read, never a pickle.
 
 A checkpoint is a folder `step-00000020` with `tensors.safetensors` (master weights, both moments, the best
-weights if kept), `state.json` (where the job stands) and `SHA256SUMS` over both. It is written from a
-snapshot of the job, under another name, synced, then renamed. The data cursor, the schedule and the dropout
+weights if kept, the mean of the last weights while a rung is to judge it), `state.json` (where the job
+stands) and `SHA256SUMS` over both. It is written from a snapshot of the job, under another name, synced, then
+renamed. The data cursor, the schedule and the dropout
 are functions of seed and step, so those two are all the random state there is. The last two checkpoints are
 kept: if a byte of the newer one has flipped, the older one serves.
 
@@ -116,6 +117,11 @@ def restore(folder: Path, training: Training) -> bool:
             training.best = training.master.clone()
         elif stored.has("best"):
             training.best = stored.vector("best", training).to(training.master.device)
+        if training.mean is not None and stored.has("mean"):
+            training.mean.copy_(stored.vector("mean", training))
+        else:
+            # It begins with the next step.
+            training.progress.averaged = 0
         training.forget_open_batch()
         return True
     return False

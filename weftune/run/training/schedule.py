@@ -22,6 +22,8 @@ class Recipe:
     eps: float = 1e-8
     clip: float | None = 1.0
     seed: int = 0
+    averaged: tuple[tuple[int, int], ...] = ()
+    """Spans of steps, the first and the last of each, over which the mean of the master weights is kept."""
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:

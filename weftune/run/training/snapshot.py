@@ -38,7 +38,8 @@ class Snapshot:
     seed: int
     layout: VectorLayout
     vectors: Mapping[str, Tensor]
-    """By the names that a checkpoint has for them: the master weights, the moments, the best weights."""
+    """By the names that a checkpoint has for them: the master weights, the moments, the best weights, the
+    mean."""
     memory: Tensor | None = None
     """The bytes that all of them lie in, if those are to be given back."""
     copied: torch.cuda.Event | None = None
@@ -63,6 +64,8 @@ def vectors_of(training: Training) -> dict[str, Tensor]:
     found = {name: getattr(training.state, name) for name in ("master", *MOMENTS)}
     if training.best is not None:
         found["best"] = training.best
+    if training.mean is not None and training.progress.averaged:
+        found["mean"] = training.mean
     return {name: value for name, value in found.items() if len(value) == training.layout.size}
 
 
@@ -81,7 +84,7 @@ class Snapshots:
     def take(self, training: Training) -> Snapshot:
         """Copy a job's state as it is when the device has done what it was asked for so far."""
         vectors = vectors_of(training)
-        memory = self._take_memory(snapshot_bytes(training))
+        memory = self._take_memory(sum(map(_aligned, vectors.values())))
         copies, start = {}, 0
         for name, vector in vectors.items():
             copies[name] = memory[start : start + vector.nbytes].view(vector.dtype)
@@ -154,9 +157,12 @@ class Snapshots:
 
 
 def snapshot_bytes(training: Training, keeps_best: bool = False) -> int:
-    """Of a snapshot now; of a later one, if the job `keeps_best` weights but has none yet."""
-    best = _aligned(training.master) if keeps_best and training.best is None else 0
-    return sum(map(_aligned, vectors_of(training).values())) + best
+    """Of the largest snapshot of the job: with the mean if it may have one, and with its best weights if it
+    `keeps_best`."""
+    found = vectors_of(training)
+    later = {"best": keeps_best, "mean": training.mean is not None}
+    more = sum(1 for name, comes in later.items() if comes and name not in found)
+    return sum(map(_aligned, found.values())) + more * _aligned(training.master)
 
 
 def _aligned(vector: Tensor) -> int:

@@ -1,4 +1,5 @@
-"""One job's training state: master weights, moments, accumulated gradients and progress.
+"""One job's training state: master weights, their mean where a sweep asks for it, moments, accumulated
+gradients and progress.
 
 All parameters of an adapter live in one flat vector, so that a step is a handful of vector operations.
 """
@@ -34,6 +35,8 @@ class Progress:
     """Consecutive evaluations without enough improvement over the best."""
     evaluated: int = -1
     """The step of the last evaluation."""
+    averaged: int = 0
+    """Steps whose master weights are in the mean; 0: there is none."""
 
 
 @dataclass(slots=True)
@@ -64,6 +67,9 @@ class Training:
     progress: Progress = field(default_factory=Progress)
     best: Tensor | None = None
     """The master weights of the best evaluation, where the job keeps them."""
+    mean: Tensor | None = None
+    """The mean of the master weights after the last `progress.averaged` steps, where the recipe asks for it.
+    A sweep's rung judges it."""
     open: OpenBatch | None = None
     copied: torch.cuda.Event | None = None
     """The end of a snapshot's copy, which the device may not have reached yet."""
@@ -111,6 +117,26 @@ class Training:
             self.open = OpenBatch(
                 before.loss + loss.detach(), before.correct + correct, before.tokens + tokens
             )
+
+    def average(self) -> None:
+        """Take the step that was just made into the mean. This allocates nothing, so it cannot fail."""
+        if self.mean is None:
+            return
+        progress, step = self.progress, self.progress.step
+        first = next((first for first, last in self.recipe.averaged if step <= last), None)
+        if first is None:
+            # The last rung is behind it.
+            self.mean, progress.averaged = None, 0
+            return
+        before = progress.averaged if step > first else 0
+        progress.averaged = before + 1 if step >= first else 0
+        if progress.averaged:
+            self.mean.lerp_(self.master, 1 / progress.averaged)
+
+    @property
+    def judged(self) -> Tensor:
+        """The weights that a rung judges: the mean, or the master weights where there is none."""
+        return self.mean if self.mean is not None and self.progress.averaged else self.master
 
     def take_batch(self, gradient: Tensor, loss: Tensor, correct: Tensor, tokens: int) -> None:
         """Replace the sums collected here by those of the whole global batch over all replicas."""
@@ -168,7 +194,9 @@ def new_training(
         gradient=torch.zeros_like(master),
         weights=master.to(dtype, copy=True),
     )
-    return Training(member, recipe, layout, state)
+    # Now, when its memory is counted: no Step may run short of it.
+    mean = torch.zeros_like(master) if recipe.averaged else None
+    return Training(member, recipe, layout, state, mean=mean)
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -197,10 +197,11 @@ def close_batch(due: Due, sums: Sums, rate: float) -> StepOutcome:
 
 
 def counted(due: Due, sums: Sums, rate: float, tokens: int) -> StepOutcome:
-    """Count a step of the job."""
+    """Count a step of the job. Its master weights are those of this step: no later one has been asked for."""
     progress = due.training.progress
     progress.step += 1
     progress.trained_tokens += tokens
+    due.training.average()
     return StepOutcome(
         loss=sums.loss,
         grad_norm=sums.norm,

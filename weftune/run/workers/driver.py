@@ -52,6 +52,8 @@ from weftune.run.workers.messages import (
     RunProgram,
     Saved,
     SaveSlice,
+    ShowMaster,
+    ShowMean,
     Staff,
     Through,
 )
@@ -185,6 +187,14 @@ class Driver:
             self.staff.command_all(KeepBest(job))
         if (pending := self._pending.get((job, training.progress.step))) is not None:
             pending.progress, pending.keeps_best = copy.copy(training.progress), training.best is not None
+
+    def show_mean(self, job: str) -> None:
+        self._own.show_mean(job)
+        self.staff.command_all(ShowMean(job))
+
+    def show_master(self, job: str) -> None:
+        self._own.show_master(job)
+        self.staff.command_all(ShowMaster(job))
 
     def run(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
         """Run a window on all workers. A window that has begun is finished, even if `stop` returns True,

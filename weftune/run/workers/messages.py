@@ -73,6 +73,20 @@ class KeepBest:
 
 
 @dataclass(frozen=True, slots=True)
+class ShowMean:
+    """Let passes read the mean of this job's last weights."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShowMaster:
+    """Let passes read this job's own weights again."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
 class SaveSlice:
     """Write a slice of a checkpoint. Only workers of the first replica are told, since the others hold the
     same."""
@@ -92,7 +106,7 @@ class End:
     pass
 
 
-Command = Begin | Attach | RunProgram | EndEarly | KeepBest | SaveSlice | Detach | End
+Command = Begin | Attach | RunProgram | EndEarly | KeepBest | ShowMean | ShowMaster | SaveSlice | Detach | End
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ from weftune.run.workers.messages import (
     RunProgram,
     Saved,
     SaveSlice,
+    ShowMaster,
+    ShowMean,
     Through,
 )
 from weftune.run.workers.transport import Transport
@@ -84,6 +86,10 @@ class Worker:
                 case KeepBest(job):
                     training = self.executor.aboard[job]
                     training.best = training.master.clone()
+                case ShowMean(job):
+                    self.executor.show_mean(job)
+                case ShowMaster(job):
+                    self.executor.show_master(job)
                 case SaveSlice(job):
                     self._save(job)
                 case Detach(job):

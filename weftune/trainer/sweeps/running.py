@@ -13,11 +13,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from weftune.core.files import json_text, kept_lines
 from weftune.errors import OutputError, SpecError
 from weftune.jobs.spec.spec import JobSpec
-from weftune.jobs.store.folder import METRICS
+from weftune.jobs.store.folder import METRICS, RUNG_LOSS
 from weftune.jobs.store.job_file import CHECKPOINTS
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store
@@ -31,10 +32,10 @@ from weftune.jobs.sweeps.record import (
     read_record,
     write_record,
 )
-from weftune.jobs.sweeps.rungs import LEFT, Decision, LossTrend, Rungs, TrialEnd
+from weftune.jobs.sweeps.rungs import LEFT, Decision, LossTrend, Rungs, TrialEnd, averaged_spans
 from weftune.jobs.sweeps.saving import trial_count
 from weftune.jobs.sweeps.search import Proposer, proposer
-from weftune.jobs.sweeps.spec import Sweep, Trial
+from weftune.jobs.sweeps.spec import Judge, Sweep, Trial
 from weftune.jobs.sweeps.trials import trial_job
 from weftune.run.events import Evaluated, Stepped
 from weftune.run.training import checkpoint
@@ -93,6 +94,9 @@ class RunningSweep:
         self.trials: dict[str, Trial] = {}
         self.resting: set[str] = set()
         self.best: tuple[str, ...] = ()
+        halving = sweep.spec.halving
+        self._judge: Judge | None = None if halving is None else halving.judge
+        """None: the record is of a Weftune that could judge the last weights only, and it goes on so."""
         self._tell = tell
         self.show: Callable[[SweepRecord], None] = lambda _: None
         """Hears how the sweep stands whenever that is recorded."""
@@ -118,6 +122,8 @@ class RunningSweep:
         record = self._read()
         generations = [self.sweep.trials]
         if record is not None:
+            if record.judge is None:
+                self._go_on_with_last(record)
             self._refuse_changes(record)
             later = [trial for trial in record.trials if trial.generation > 0]
             count = max((trial.generation for trial in later), default=0)
@@ -139,6 +145,14 @@ class RunningSweep:
         self._hear_ends((), again)
         return [trial for generation in generations[1:] for trial in generation]
 
+    def _go_on_with_last(self, record: SweepRecord) -> None:
+        if self.judges_mean and record.at and not record.best:
+            self._tell(
+                f"{self.sweep.name} began with a Weftune whose rungs judge the last weights of trials, and "
+                "goes on so (halving.judge: last)."
+            )
+        self._judge = None
+
     def _drop_checkpoints(self) -> None:
         """Of trials that have left: a kill may have come before they were deleted. One that the user has
         cancelled keeps its own, as any job does."""
@@ -159,10 +173,10 @@ class RunningSweep:
 
     def _refuse_changes(self, record: SweepRecord) -> None:
         mine = self._record(self.rungs)
-        names = {"at": "halving.at", "share": "halving.keep"}
+        names = {"at": "halving.at", "share": "halving.keep", "judge": "halving.judge"}
         changed = [
             names.get(name, name)
-            for name in ("search", "metric", "mode", "at", "share")
+            for name in ("search", "metric", "mode", "at", "share", "judge")
             if getattr(record, name) != getattr(mine, name)
         ]
         before = [(one.name, json_text(one.values)) for one in record.trials if one.generation == 0]
@@ -236,23 +250,39 @@ class RunningSweep:
                 self.rungs.enter(name, self.store.job(name).steps)
         wanted = kept_lines(self.store.records / METRICS, lambda line: line.get("job") in self.trials)
         for line in map(json.loads, wanted.splitlines()):
-            if "eval_loss" in line:
-                measured = Measured(line["eval_loss"], line.get("eval_token_accuracy"))
-                self._measure(line["job"], line["step"], measured)
+            if RUNG_LOSS in line:
+                self._give_rung(line["job"], line["step"], _measured(line, "rung"))
+            elif "eval_loss" in line:
+                self._measure(line["job"], line["step"], _measured(line, "eval"))
             elif line.get("loss") is not None:
                 self._trend(line["job"]).add(line["step"], line["loss"])
 
     def enter(self, job: Ready) -> Ready:
-        """A trial as the loop trains it: evaluated at its rungs too, and up to its limit only."""
+        """A trial as the loop trains it: up to its limit only, and evaluated at its rungs too where those
+        judge the last weights."""
+        job = self.averaging(job)
         self.rungs.enter(job.name, job.recipe.steps)
         self._own_evaluations[job.name] = job.evaluate_at
-        rungs = frozenset(self.rungs.rungs(job.name))
+        rungs = frozenset() if self.judges_mean else frozenset(self.rungs.rungs(job.name))
         limit = self.rungs.limit(job.name)
         if limit < job.recipe.steps and not self.rungs.awaited(job.name):
             found = checkpoint.newest_progress(self.store.output / job.name / CHECKPOINTS)
             if found is not None and found.step >= limit:
                 self.resting.add(job.name)
         return replace(job, evaluate_at=job.evaluate_at | rungs, own_evaluations=job.evaluate_at, limit=limit)
+
+    @property
+    def judges_mean(self) -> bool:
+        """Whether the rungs judge the mean of a trial's last weights."""
+        return self._judge == "mean"
+
+    def averaging(self, job: Ready) -> Ready:
+        """A trial with the mean that its rungs judge, and the memory for it."""
+        if not self.judges_mean:
+            return job
+        spans = averaged_spans(self.sweep.spec.halving, job.recipe.steps)
+        recipe, shape = replace(job.recipe, averaged=spans), replace(job.shape, means=1 if spans else 0)
+        return replace(job, recipe=recipe, shape=shape)
 
     # -- inside a window ---------------------------------------------------------------------------------
 
@@ -265,8 +295,17 @@ class RunningSweep:
     def evaluate(self, event: Evaluated) -> None:
         self._measure(event.job, event.step, Measured(event.loss, event.token_accuracy))
 
+    def judge(self, event: Evaluated) -> None:
+        """Take an evaluation of the mean of a trial's last weights."""
+        self._give_rung(event.job, event.step, Measured(event.loss, event.token_accuracy))
+
     def _measure(self, name: str, step: int, measured: Measured) -> None:
+        """Take an evaluation of the weights that a trial trains."""
         self._measured.setdefault(name, {})[step] = measured
+        if not self.judges_mean:
+            self._give_rung(name, step, measured)
+
+    def _give_rung(self, name: str, step: int, measured: Measured) -> None:
         self.rungs.evaluate(name, step, self._value(measured))
 
     def _trend(self, name: str) -> LossTrend:
@@ -385,6 +424,7 @@ class RunningSweep:
             keep=spec.keep,
             at=() if halving is None else tuple(halving.at),
             share=None if halving is None else halving.keep,
+            judge=self._judge,
             steps=steps,
             rungs=(*rungs.rungs(first), steps) if steps else (),
             trials=trials,
@@ -437,7 +477,8 @@ class RunningSweep:
         return SampleCount(trained, everything)
 
     def score(self, name: str) -> float | None:
-        """The metric of the adapter that the trial leaves, or of its last evaluation so far."""
+        """The metric of the adapter that the trial leaves, or of its last evaluation so far: a rung's, where
+        the trial has none of its own at that step."""
         if name in self._scores and name not in self._own_evaluations:
             return self._scores[name]
         # After a kill the lines of the metrics may end before a rung that is decided.
@@ -487,3 +528,8 @@ class RunningSweep:
         folder = self.folder / BEST
         there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         return self.best == winners and there == set(winners)
+
+
+def _measured(line: Mapping[str, Any], what: str) -> Measured:
+    """What a line of the metrics says, of a trial's own evaluation (`eval`) or of a rung's."""
+    return Measured(line[f"{what}_loss"], line.get(f"{what}_token_accuracy"))

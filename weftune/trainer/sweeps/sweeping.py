@@ -42,6 +42,16 @@ class Sweeping:
         sweep = self._of.get(name)
         return sweep is not None and step == sweep.rungs.limit(name) and sweep.rungs.awaited(name)
 
+    def judges_mean(self, name: str) -> bool:
+        """Whether the rungs of the trial judge the mean of its last weights."""
+        sweep = self._of.get(name)
+        return sweep is not None and sweep.judges_mean
+
+    def averaging(self, job: Ready) -> Ready:
+        """The job as it is trained and counted where its sweep judges means."""
+        sweep = self._of.get(job.name)
+        return job if sweep is None else sweep.averaging(job)
+
     def step(self, event: Stepped) -> str | None:
         sweep = self._of.get(event.job)
         return None if sweep is None else sweep.step(event)
@@ -49,6 +59,10 @@ class Sweeping:
     def evaluate(self, event: Evaluated) -> None:
         if (sweep := self._of.get(event.job)) is not None:
             sweep.evaluate(event)
+
+    def judge(self, event: Evaluated) -> None:
+        """Take an evaluation of the mean of a trial's last weights."""
+        self._of[event.job].judge(event)
 
     def orders(self, aboard: Mapping[str, int], delivering: Collection[str]) -> TrialOrders:
         found = [sweep.orders(aboard, delivering) for sweep in self.sweeps]

@@ -1,0 +1,267 @@
+"""The mean of a job's last weights, which a sweep's rung judges: in every layout it is the plain mean of the
+masters after each step, an evaluation of it is that of an adapter with those weights, and training goes on
+from the master as if nothing had been shown."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import bench
+from tests.interpreter import interpret
+from tests.run import aboard
+from tests.run.models import LAYERS, deep
+from tests.run.processes import run_workers
+from tests.run.test_streamed import CUTS as STREAMED
+from tests.run.test_streamed import evaluated_jobs, run, streamed, take_aboard, told, travelling
+from tests.run.workers.test_agreed import (
+    CAPACITY,
+    CUTS,
+    PACE,
+    cut,
+    make_jobs,
+    on_worker,
+    pipeline_program,
+    whole_base,
+)
+from weftune.adapters.kind import Member
+from weftune.base.load import inspect
+from weftune.base.spec import BaseSpec
+from weftune.plan.layout.cut import cut_layers
+from weftune.plan.program.layout import in_stages, one_device
+from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
+from weftune.plan.window.window import plan_window
+from weftune.run.assemble import resident_executor
+from weftune.run.events import Evaluated, Stepped
+from weftune.run.parts import delivered
+from weftune.run.training import checkpoint
+from weftune.run.training.state import new_training
+from weftune.run.workers.driver import open_pipeline
+from weftune.run.workers.messages import Staff
+from weftune.run.workers.worker import serve
+from weftune.trainer.job import lay_out
+
+SPANS = ((2, 3), (4, 4))
+"""Of two rungs, at the steps 3 and 4."""
+LAYOUTS = ("resident", "optimizer offloaded", "streamed", "streamed, adapters travel")
+TIGHT = {torch.float32: 1e-6, torch.float64: 1e-14}
+
+
+def averaged(jobs):
+    return [replace(job, recipe=replace(job.recipe, averaged=SPANS)) for job in jobs]
+
+
+def executor_of(layout, dtype=torch.float64):
+    if layout.startswith("streamed"):
+        held = STREAMED["uneven, two stay"]
+        return streamed("llama", dtype, travelling(held) if "travel" in layout else held)
+    offloaded = layout == "optimizer offloaded"
+    base = whole_base("llama", dtype)
+    return resident_executor(base, part=one_device(LAYERS, optimizer_offloaded=offloaded).on(0))
+
+
+def plan(executor, jobs, rounds, begins=()):
+    courses = [
+        job.course(executor.aboard[job.name].progress.step, rounds, job.name in begins) for job in jobs
+    ]
+    return plan_window(courses, executor.part.layout, CAPACITY)
+
+
+def train(executor, jobs, rounds, masters):
+    """A window; every job's master after each step is added to `masters`, by job and step."""
+    by_name = {job.name: job for job in jobs}
+    fetch = lambda plan, held_out: lay_out(plan, held_out, by_name)  # noqa: E731
+    for event in executor.run(plan(executor, jobs, rounds), fetch):
+        if isinstance(event, Stepped):
+            masters[event.job, event.step] = executor.aboard[event.job].master.clone()
+
+
+def plain_mean(masters, job, first, last):
+    return torch.stack([masters[job, step] for step in range(first, last + 1)]).mean(0)
+
+
+def assert_means(executor, jobs, masters, first, last, dtype=torch.float64):
+    for job in jobs:
+        training = executor.aboard[job.name]
+        assert training.progress.averaged == last - first + 1
+        assert training.mean.dtype == training.master.dtype
+        want = plain_mean(masters, job.name, first, last)
+        torch.testing.assert_close(training.mean, want, rtol=TIGHT[dtype], atol=TIGHT[dtype])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_mean_is_that_of_the_masters_of_its_steps_and_is_dropped_behind_the_last_span(layout, dtype):
+    executor, masters = executor_of(layout, dtype), {}
+    jobs = averaged(evaluated_jobs(executor.base)[:1])
+    take_aboard(executor, jobs)
+    (job,) = jobs
+    train(executor, jobs, 1, masters)
+    assert executor.aboard[job.name].progress.averaged == 0
+    assert torch.equal(executor.aboard[job.name].judged, masters[job.name, 1]), "there is nothing else yet"
+    train(executor, jobs, 2, masters)
+    assert_means(executor, jobs, masters, 2, 3, dtype)
+    assert not torch.equal(executor.aboard[job.name].mean, executor.aboard[job.name].master)
+    train(executor, jobs, 1, masters)
+    assert_means(executor, jobs, masters, 4, 4, dtype)
+    assert torch.equal(executor.aboard[job.name].mean, masters[job.name, 4])
+    train(executor, jobs, 1, masters)
+    training = executor.aboard[job.name]
+    assert (training.progress.step, training.progress.averaged, training.mean) == (5, 0, None)
+
+
+def test_with_the_kernels_of_a_gpu_too(monkeypatch):
+    """Which make the steps while the host goes on, and say later what came of them."""
+    interpret(monkeypatch)
+    executor, masters = executor_of("resident", torch.float32), {}
+    jobs = averaged(evaluated_jobs(executor.base)[:2])
+    take_aboard(executor, jobs)
+    train(executor, jobs, 3, masters)
+    assert_means(executor, jobs, masters, 2, 3, torch.float32)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_mean_that_is_shown_is_evaluated_as_its_own_adapter_and_training_goes_on_from_the_master(layout):
+    executor, undisturbed = executor_of(layout), executor_of(layout)
+    jobs = averaged(evaluated_jobs(executor.base))
+    looking = jobs[-1]
+    for one in (executor, undisturbed):
+        take_aboard(one, jobs)
+        run(one, plan(one, jobs, 3), jobs)
+    addresses = executor.aboard[looking.name].state.weights.data_ptr()
+    mean = executor.aboard[looking.name].mean.clone()
+    executor.show_mean(looking.name)
+    held = [replace(job, limit=3) if job is looking else job for job in jobs]
+    events = told(run(executor, plan(executor, held, 1, begins=[looking.name]), held))
+    executor.show_master(looking.name)
+    (judged,) = [event for event in events if isinstance(event, Evaluated)]
+    assert executor.aboard[looking.name].state.weights.data_ptr() == addresses
+    assert (judged.job, judged.step) == (looking.name, 3)
+    assert judged.loss == evaluated(looking, mean).loss != evaluated(looking, undisturbed, 3).loss
+
+    others = [job for job in jobs if job is not looking]
+    mine = told(run(executor, plan(executor, [looking], 1), jobs))
+    theirs = told(run(undisturbed, plan(undisturbed, [looking], 1), jobs))
+    assert mine == theirs
+    run(undisturbed, plan(undisturbed, others, 1), jobs)
+    for job in jobs:
+        assert torch.equal(executor.aboard[job.name].master, undisturbed.aboard[job.name].master), job.name
+
+
+def evaluated(job, weights, step=3):
+    """What comes of an evaluation of an adapter with these weights, or with the master of an executor."""
+    base = whole_base("llama", torch.float64)
+    executor = aboard.executor(base, [job])
+    master = weights if isinstance(weights, torch.Tensor) else weights.aboard[job.name].master
+    training = executor.aboard[job.name]
+    training.master.copy_(master)
+    training.state.weights.copy_(master)
+    training.progress.step = step
+    held = replace(job, limit=step)
+    (event,) = told(run(executor, plan(executor, [held], 1, begins=[job.name]), [held]))
+    return event
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_saved_inside_a_span_it_goes_on_to_the_same_mean(layout, tmp_path):
+    executor, restored = executor_of(layout), executor_of(layout)
+    (job,) = averaged(evaluated_jobs(executor.base)[:1])
+    take_aboard(executor, [job])
+    run(executor, plan(executor, [job], 2), [job])
+    executor.save(job.name, tmp_path)
+    executor.finish_saves(job.name)
+    run(executor, plan(executor, [job], 1), [job])
+
+    training = aboard.training(restored.base, job)
+    assert checkpoint.restore(tmp_path, training)
+    assert training.progress.averaged == 1
+    restored.attach(training)
+    run(restored, plan(restored, [job], 1), [job])
+    assert torch.equal(restored.aboard[job.name].mean, executor.aboard[job.name].mean)
+    assert restored.aboard[job.name].progress == executor.aboard[job.name].progress
+
+
+def as_worker(wires, cuts):
+    """Train the jobs on this worker; every job's mean as it is and as it should be, and its steps."""
+    jobs = averaged(make_jobs(whole_base("llama", torch.float64)))
+    base = cut("llama", torch.float64, wires.place, cuts)
+    executor, _, transport = on_worker(base, wires, cuts)
+    for job in jobs:
+        executor.attach(aboard.training(base, job))
+    program = pipeline_program(jobs, wires.place, PipelineOrder.alternating, rounds=3)
+    by_name = {job.name: job for job in jobs}
+    microbatches = {
+        n: lay_out(plan, False, by_name) for n, plan in enumerate(program.microbatches) if plan.segments
+    }
+    # Other workers than the first report no step: the master is noted where a step is made.
+    masters, make = {}, executor.adapters.make
+
+    def made(due, sums):
+        outcome = make(due, sums)
+        training = due.training
+        masters[training.job, training.progress.step] = training.master.clone()
+        return outcome
+
+    executor.adapters.make = made
+    list(executor.run(program, delivered(program, microbatches)))
+    transport.settle()
+    return {
+        name: (training.mean, plain_mean(masters, name, 2, 3), training.progress.averaged)
+        for name, training in executor.aboard.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("replicas", "cuts"), [(1, CUTS[2]), (2, [0, LAYERS])], ids=["two stages", "two replicas"]
+)
+def test_every_worker_keeps_the_mean_of_its_own_parameters(replicas, cuts):
+    found = run_workers(2, as_worker, cuts, replicas=replicas)
+    assert all(one.keys() == {"a", "b", "c"} for one in found)
+    for one in found:
+        for mean, want, steps in one.values():
+            assert steps == 2
+            torch.testing.assert_close(mean, want, rtol=1e-14, atol=1e-14)
+    if replicas == 2:
+        assert all(torch.equal(found[0][name][0], found[1][name][0]) for name in found[0])
+
+
+def driven(wires, folder, checkpoints, until):
+    """The first worker of a pipeline, and those behind it: train a job to that step from its newest
+    checkpoint, if there is one, and save it there."""
+    if wires.place.worker > 0:
+        serve(wires, bench.CPU)
+        return
+    staff = Staff(wires)
+    spec = BaseSpec(model=str(folder / "model"), dtype="float64")
+    layout = in_stages(cut_layers(inspect(spec, bench.CPU), wires.place.workers))
+    pipeline = open_pipeline(staff, spec, bench.CPU, layout, lambda job: checkpoints)
+    base = pipeline.base
+    (job, *_) = averaged(make_jobs(whole_base("llama", torch.float64)))
+    member = Member(job.name, job.spec.adapter, job.spec.seed)
+    training = new_training(member, job.recipe, base.shape.sites, base.dtype, base.device, base.whole_sites)
+    checkpoint.restore(checkpoints, training)
+    pipeline.attach(training)
+    while training.progress.step < until:
+        rules = PipelineRules(CAPACITY, (PACE,) * wires.place.workers)
+        program = plan_pipeline([job.course(training.progress.step, 1, False)], rules)
+        fetch = lambda plan, held_out: lay_out(plan, held_out, {job.name: job})  # noqa: E731
+        list(pipeline.run(program, fetch, lambda: False))
+    pipeline.save_now(job.name, checkpoints)
+    pipeline.finish_saves(job.name)
+    staff.dismiss()
+
+
+def test_a_pipeline_that_was_stopped_inside_a_span_goes_on_to_the_same_mean(tmp_path):
+    deep("llama", torch.float64).save_pretrained(tmp_path / "model")
+    run_workers(2, driven, tmp_path, tmp_path / "stopped", 2)
+    assert checkpoint.newest_progress(tmp_path / "stopped").averaged == 1
+    run_workers(2, driven, tmp_path, tmp_path / "stopped", 3)
+    run_workers(2, driven, tmp_path, tmp_path / "undisturbed", 3)
+    for worker in range(2):
+        found = [
+            load_file(tmp_path / name / "step-00000003" / f"tensors-{worker}.safetensors")
+            for name in ("stopped", "undisturbed")
+        ]
+        assert torch.equal(found[0]["mean"], found[1]["mean"])
+        assert not torch.equal(found[0]["mean"], found[0]["master"])
