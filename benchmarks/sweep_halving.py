@@ -1,6 +1,6 @@
 """Halving against the full grid and against random search with as many samples: 24 trials on stories15M.
 
-    python -m benchmarks.sweep_halving [--seeds 5] [--steps 120] [--at 0.08] [--keep 0.2] [--judge last]
+    python -m benchmarks.sweep_halving [--seeds 5] [--steps 120] [--at 0.1 0.3] [--keep 0.33] [--judge mean]
                                        [--only SEED ...] [--model FOLDER] [--data FILE] [--work FOLDER]
                                        [--toy] [--json FILE]
 
@@ -44,8 +44,7 @@ NAME = "trial"
 SHARE_BAR = 0.28
 NEAR = 0.01
 """How far above the grid's best loss still counts as found."""
-AT, KEEP = (0.08,), 0.2
-"""One early rung: in the middle of a decaying schedule large learning rates look worse than they will end."""
+AT, KEEP = (0.1, 0.3), 0.33
 TOY = Size(
     name="toy", hidden=32, layers=2, heads=2, kv_heads=2, intermediate=64, vocabulary=64, context=64,
     rope_theta=10000.0,
