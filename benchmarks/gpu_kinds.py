@@ -6,9 +6,7 @@ is the sum over the jobs of one step of each, one after another; it has no bottl
 LoRA job of their width stands. Last, kinds join and leave among LoRA jobs, and captured graphs are counted.
 
     python -m benchmarks.gpu_kinds [--shape 8b] [--layers N] [--batch 1x1024] [--rank 16] [--size 64]
-        [--tokens 16] [--gather] [--no-peft] [--profile] [--toy] [--json FILE]
-
---gather: passes with bottlenecks and prefixes are captured, too (`weftune/run/passes/gathered.py`).
+        [--tokens 16] [--no-peft] [--profile] [--toy] [--json FILE]
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, VeraConfig, get_peft_model
 
 from weftune.adapters.bottleneck.spec import BottleneckSpec
@@ -27,10 +26,12 @@ from weftune.adapters.ia3.spec import Ia3Spec
 from weftune.adapters.kinds import AdapterSpec
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.prefix.spec import PrefixSpec
+from weftune.adapters.registry import layout_of
 from weftune.adapters.vera.spec import VeraSpec
+from weftune.base.shape import model_shape
 from weftune.bench.baselines import TARGETS, job_step
 from weftune.bench.result import arguments, finish
-from weftune.bench.sizes import SIZES, Size, build, random_ids
+from weftune.bench.sizes import SIZES, Size, build, outline, random_ids
 from weftune.bench.table import aligned, number, ratio
 from weftune.bench.timing import (
     BenchPlace,
@@ -45,7 +46,8 @@ from weftune.bench.timing import (
 )
 from weftune.bench.weftune_side import JobsAboard, resident
 from weftune.bench.where import Spent, drawn, spent, traced
-from weftune.run.passes import graphs
+from weftune.core.shapes import JobShape
+from weftune.plan.cost.memory import MemoryModel
 
 BAR = 1.15
 """How many times eight LoRA jobs a company may take at most."""
@@ -95,6 +97,8 @@ class Case:
 class Row:
     name: str
     measured: MeasuredStep
+    predicted: int | None = None
+    """Bytes of the peak, as a run would count them beforehand."""
 
 
 def aboard(case: Case, place: BenchPlace, kinds: Sequence[str]) -> JobsAboard:
@@ -109,6 +113,18 @@ def with_weftune(case: Case, place: BenchPlace, kinds: Sequence[str]) -> Measure
     measured = measure(together.block(case.capacity), place, case.pace)
     captures = together.executor.captures
     return replace(measured, note="" if captures is None else f"{captures} captured")
+
+
+def predicted_bytes(case: Case, place: BenchPlace, kinds: Sequence[str]) -> int:
+    """The peak of a company, as a run would count it beforehand."""
+    shape = model_shape(outline(case.size, torch.device("meta"), place.dtype), place.dtype)
+    tokens, jobs = case.batch * case.length, []
+    for at, kind in enumerate(kinds):
+        spec = case.spec(kind)
+        trainable, scaled = layout_of(spec, shape.sites).size, spec.scaled_outputs(shape.sites)
+        jobs.append(JobShape(f"{kind}{at}", 0, at, trainable, case.length, tokens, scaled=scaled))
+    memory = MemoryModel(shape, 0, fused=place.device.type == "cuda")
+    return memory.peak_bytes(jobs, min(case.capacity, tokens * len(jobs)))
 
 
 def profiled(case: Case, place: BenchPlace, kinds: Sequence[str]) -> Spent:
@@ -142,7 +158,8 @@ def rows(case: Case, place: BenchPlace, peft: bool) -> Iterator[Row]:
     for name, way, kinds in ways:
         measured = attempted(lambda way=way, kinds=kinds: way(case, place, kinds), place)  # type: ignore[misc]
         print(f"{name}: {number(measured.seconds, scale=1e3)} ms {measured.note}", flush=True)
-        yield Row(name, measured)
+        predicted = predicted_bytes(case, place, kinds) if way is with_weftune else None
+        yield Row(name, measured, predicted)
 
 
 def captures_of_joins(case: Case, place: BenchPlace) -> dict[str, list[int]]:
@@ -172,13 +189,14 @@ def table(made: Sequence[Row]) -> str:
     seconds = {row.name: row.measured.seconds for row in made}
     lora = seconds["8 LoRA"]
     return aligned(
-        ("", "ms a round", "× 8 LoRA", "peak GB", ""),
+        ("", "ms a round", "× 8 LoRA", "peak GB", "predicted", ""),
         [
             (
                 row.name,
                 number(row.measured.seconds, scale=1e3),
                 number(ratio(row.measured.seconds, lora), ".3f"),
                 number(row.measured.peak_bytes, ".1f", 1e-9),
+                number(row.predicted, ".1f", 1e-9),
                 row.measured.note,
             )
             for row in made
@@ -191,7 +209,6 @@ def main() -> None:
     place = here(asked.toy)
     if place is None:
         raise SystemExit("no CUDA device that torch can use; --toy runs on the CPU")
-    graphs.GATHERS |= asked.gather
     case, rate = _case(asked), gemm_rate(place)
     made = list(rows(case, place, asked.peft))
     print(f"\n{case.size.name}, {case.size.layers} layers: 8 jobs, {case.batch}×{case.length} tokens each\n")
@@ -236,7 +253,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=3, help="steps before the clock runs")
     parser.add_argument("--blocks", type=int, default=3, help="the median of so many blocks")
     parser.add_argument("--steps", type=int, default=4, help="steps of a block")
-    parser.add_argument("--gather", action="store_true", help="capture passes that gather rows")
     parser.add_argument("--no-peft", dest="peft", action="store_false", help="only Weftune's rows")
     parser.add_argument("--profile", action="store_true", help="say where the time of each company goes")
     parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")

@@ -17,7 +17,6 @@ from weftune.plan.program.recompute import NOTHING, Recompute
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
 from weftune.run.events import Failed, Stepped
-from weftune.run.passes import graphs as captured_passes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -130,9 +129,8 @@ def test_a_captured_pass_gives_the_very_bits_of_a_plain_one(base):
     assert all(torch.equal(captured[name], plain[name]) for name in plain)
 
 
-def test_passes_are_captured_although_jobs_change_outputs_or_put_keys_before_samples(base, monkeypatch):
+def test_passes_are_captured_although_jobs_change_outputs_or_put_keys_before_samples(base):
     """Their rows are gathered by the graph, and lie elsewhere in every microbatch."""
-    monkeypatch.setattr(captured_passes, "GATHERS", True)
     adapters = [{"rank": 8}, {"kind": "bottleneck", "size": 16}, {"kind": "prefix", "num_virtual_tokens": 5}]
     adapters.append(
         {"kind": "bottleneck", "size": 8, "activation": "gelu", "targets": ["gate_proj", "o_proj"]}

@@ -35,12 +35,11 @@ def write_pairs(
 ):  # fmt: skip
     """A = d ⊙ the rows of one constant and B = e ⊙ the columns of the other, C columns of both, for a slot
     whose matrices are computed."""
-    site = tl.program_id(0) // S
     entry = tl.program_id(0)
     ranks = tl.load(strides + entry * 3)
     if ranks == 0:
         return
-    N = width_of(site, WIDTHS, P)
+    N = width_of(entry // S, WIDTHS, P)
     TYPE: tl.constexpr = like.dtype.element_ty
     d, e = pair_pointer(pairs, entry, 0, TYPE), pair_pointer(pairs, entry, 1, TYPE)
     constant_a, constant_b = pair_pointer(pairs, entry, 4, TYPE), pair_pointer(pairs, entry, 5, TYPE)
@@ -67,12 +66,11 @@ def add_pair_gradients(
 ):  # fmt: skip
     """de += Σ over ranks of dB ⊙ its constant, C columns of it; dd += Σ over columns of dA ⊙ its constant,
     the ranks dealt out to the programs. Then dA and dB are zero again."""
-    site = tl.program_id(0) // S
     entry = tl.program_id(0)
     ranks = tl.load(strides + entry * 3)
     if ranks == 0:
         return
-    N = width_of(site, WIDTHS, P)
+    N = width_of(entry // S, WIDTHS, P)
     TYPE: tl.constexpr = like.dtype.element_ty
     constant_b, db = pair_pointer(pairs, entry, 5, TYPE), matrix(matrices, entry, 3, tl.float32, 1)
     stride_b = tl.load(strides + entry * 3 + 2).to(tl.int64)

@@ -31,9 +31,6 @@ from weftune.run.passes.payback import Payback, WatchedPass
 from weftune.run.passes.plain import MadeBackward, MadeForward, PlainPasses
 from weftune.run.passes.rows import LaidMicrobatch, RowsHere, StageVisit
 
-GATHERS = False
-"""Whether passes are captured that have to gather rows (`gathered.py`). They compute the same on a CPU, in
-Triton's interpreter; no GPU has captured them yet, and until one has they are launched kernel by kernel."""
 MOST_GRAPHS = 128
 """How many graphs are kept; beyond that the least recently used one is dropped."""
 
@@ -84,7 +81,7 @@ class CapturedPasses:
     def forward(self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None, keep: bool) -> MadeForward:
         assert keep, "a forward that is recomputed is captured otherwise"
         # Gathered rows may be added up in another order, and whether a pass is captured depends on a clock.
-        gathers = GATHERS and not are_kernels_deterministic()
+        gathers = not are_kernels_deterministic()
         if not self._banks.capturable(rows.laid.microbatch, gathers):
             return self._plain.forward(visit, rows, given_TD, keep)
         context = self._plain.adapted.base.shape.context
