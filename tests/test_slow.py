@@ -40,3 +40,9 @@ def benchmark(name, folder):
         check=True,
     )
     return json.loads((folder / "numbers.json").read_text())
+
+
+def test_after_one_window_the_memory_of_every_kind_is_predicted_within_a_tenth(tmp_path):
+    for one in benchmark("kinds_memory", tmp_path)["kinds"]:
+        second = one["second"]
+        assert second["predicted"] == pytest.approx(second["measured"], rel=0.1), one["kind"]
