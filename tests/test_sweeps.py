@@ -71,7 +71,11 @@ def rung_losses(output):
 
 @pytest.mark.parametrize(
     "words",
-    [("--pipeline", "2"), ("--replicas", "2"), ("--device", "cpu", "--gpu-memory", "512KiB")],
+    [
+        ("--pipeline", "2"),
+        pytest.param(("--replicas", "2"), marks=pytest.mark.slow),
+        pytest.param(("--device", "cpu", "--gpu-memory", "512KiB"), marks=pytest.mark.slow),
+    ],
     ids=["two stages", "two replicas", "streamed"],
 )
 def test_rungs_judge_the_same_means_in_every_layout(forks, place, words):

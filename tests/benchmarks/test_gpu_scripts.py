@@ -235,9 +235,12 @@ def test_a_pipeline_on_one_device_has_the_losses_of_one_process(run: Any) -> Non
     assert found["gap"] <= pipeline_gpu.NOISE * max(found["noise"], 1e-6)
 
 
-def test_companies_of_kinds_are_measured_beside_eight_lora_jobs_and_peft(run: Any) -> None:
-    found = run(gpu_kinds, "--profile")
+@pytest.mark.parametrize("words", [("--no-peft",), pytest.param(("--profile",), marks=pytest.mark.slow)])
+def test_companies_of_kinds_are_measured_beside_eight_lora_jobs_and_peft(run: Any, words: tuple[str]) -> None:
+    found = run(gpu_kinds, *words)
     rows = {row["name"]: row["measured"]["seconds"] for row in found["rows"]}
-    assert [*rows] == [*gpu_kinds.COMPANIES, *(f"PEFT, {name}" for name in gpu_kinds.COMPANIES)]
+    peft = () if "--no-peft" in words else (f"PEFT, {name}" for name in gpu_kinds.COMPANIES)
+    assert [*rows] == [*gpu_kinds.COMPANIES, *peft]
     assert all(seconds > 0 for seconds in rows.values())
+    assert all(row["predicted"] for row in found["rows"][: len(gpu_kinds.COMPANIES)])
     assert found["captures"].keys() == {"lora", *gpu_kinds.JOINING}

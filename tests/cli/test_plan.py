@@ -206,7 +206,7 @@ def test_jobs_on_the_same_rows_are_tokenised_once(folder, weftune, monkeypatch):
 
 
 def test_where_host_memory_lets_more_jobs_aboard_the_plan_says_so(folder, weftune):
-    lines = [f"  - {{name: job{at}, data: long.jsonl, adapter: {{rank: 64}}}}" for at in range(4)]
+    lines = [f"  - {{name: job{at}, data: long.jsonl, adapter: {{rank: 48}}}}" for at in range(4)]
     (folder / "many.yaml").write_text(
         "\n".join(["base: ./base", "defaults: {batch_size: 32}", "jobs:", *lines, ""])
     )
