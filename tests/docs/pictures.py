@@ -22,7 +22,8 @@ from weftune.jobs.sweeps.record import SweepRecord
 from weftune.report.ending import final_table
 from weftune.report.read import read_run as read_records
 from weftune.report.terminal import JobRow, LiveView
-from weftune.trainer.trainer import Options, trainer_for
+from weftune.trainer.train import trainer_for
+from weftune.trainer.trainer import Options
 
 EXAMPLE = ROOT / "examples" / "sweep" / "jobs.yaml"
 PICTURES = ROOT / "docs" / "pictures"

@@ -126,3 +126,11 @@ def default_of(item: Field[Any]) -> Any:
 def test_the_script_of_the_quickstart_finds_what_it_imports() -> None:
     """It trains for minutes, so that `make quickstart` alone runs it."""
     runpy.run_path(str(ROOT / "examples/quickstart/quickstart.py"), run_name="imported")
+
+
+def test_the_script_that_draws_the_pictures_finds_what_it_draws_with() -> None:
+    pytest.importorskip("PIL")
+    from tests.docs import pictures
+
+    assert pictures.EXAMPLE.exists()
+    assert all((pictures.PICTURES / name).exists() for name in ("sweep.png", "sweep-terminal.png"))

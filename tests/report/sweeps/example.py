@@ -91,6 +91,7 @@ def sweep_record(
         keep=3,
         at=(0.1, 0.3),
         share=SHARE,
+        judge="mean",
         steps=STEPS,
         rungs=(*RUNGS, STEPS),
         trials=tuple(trials.values()),

@@ -43,7 +43,7 @@ def test_a_few_trials_all_stand_in_the_open(tmp_path: Path) -> None:
 
 def test_the_rungs_the_saving_the_winners_and_a_snippet_are_there(page: Page) -> None:
     text = words(page)
-    assert "the best 33 % go on at steps 20, 60 of 200" in text
+    assert "the best 33 % go on at steps 20, 60 of 200 · losses there are those of the mean of a" in text
     assert "20 24 8 went on the last to go on had 2.0698, the first to leave 2.0914, 1 failed" in text
     assert "25 % 9,632 of the 38,400 that all trials would take" in text
     # 884 seconds for a quarter of the samples.

@@ -156,6 +156,8 @@ def _facts(record: SweepRecord) -> str:
         at = ", ".join(f"{step:,}" for step in record.rungs[:-1])
         share = f"the best {100 * record.share:.0f} % go on" if record.share else "the best go on"
         parts.append(f"{share} at step{'s' * (len(record.rungs) > 2)} {at} of {record.steps:,}")
+        if record.judge == "mean":
+            parts.append("losses there are those of the mean of a trial's last weights")
     return " · ".join(parts)
 
 
