@@ -3,9 +3,9 @@
 A checkpoint is a folder `step-00000020` with `tensors.safetensors` (master weights, both moments, the best
 weights if kept, the mean of the last weights while a rung is to judge it), `state.json` (where the job
 stands) and `SHA256SUMS` over both. It is written from a snapshot of the job, under another name, synced, then
-renamed. The data cursor, the schedule and the dropout
-are functions of seed and step, so those two are all the random state there is. The last two checkpoints are
-kept: if a byte of the newer one has flipped, the older one serves.
+renamed. The data cursor, the schedule and the dropout are functions of seed and step, so those two are all
+the random state there is. The last two checkpoints are kept: if a byte of the newer one has flipped, the
+older one serves.
 
 A pipeline writes a file of tensors for each stage (`weftune.run.training.slices`). Either is read on any
 number of stages, since parameters are found by their site and name.
