@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-NF4_BLOCKS = 64
-"""Blocks of a program: 4096 values, 2 KiB of weights."""
+NF4_WORDS = 512
+"""Words of a program, with eight values each: a divisor of the 2048 that share a maximum of maxima."""
 ROWS_BLOCK = 4096
 WARPS = 4
 
@@ -25,7 +25,7 @@ def write_nf4(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
     assert out_NK.is_contiguous()
     absmax, code, values = parts["absmax"], parts["code"], out_NK.numel()
     with torch.cuda.device_of(out_NK):
-        write_nf4[(-(-values // (64 * NF4_BLOCKS)),)](
+        write_nf4[(-(-values // (8 * NF4_WORDS)),)](
             parts["weight"],
             absmax,
             parts.get("nested_absmax", code),
@@ -35,7 +35,7 @@ def write_nf4(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
             out_NK,
             values,
             NESTED="nested_absmax" in parts,
-            BLOCKS=NF4_BLOCKS,
+            WORDS=NF4_WORDS,
             num_warps=WARPS,
             # Plain torch rounds the product before it adds the offset.
             enable_fp_fusion=False,
