@@ -28,7 +28,7 @@ from typing import get_args
 import torch
 
 from benchmarks.fsdp import peft_offloaded
-from benchmarks.streamed_side import Streamed, job_shapes, random_base, streamed_jobs_aboard
+from benchmarks.streamed_side import Streamed, random_base, resident_choice, streamed_jobs_aboard
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.base.spec import Quantize
 from weftune.bench.baselines import BaselineWork
@@ -38,11 +38,11 @@ from weftune.bench.sizes import SIZES, Size, base_bytes, floor_seconds
 from weftune.bench.table import aligned, number, ratio
 from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, attempted, gemm_rate, here, measure
 from weftune.bench.weftune_side import JobsAboard
-from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
+from weftune.plan.layout.choose import Choice
 from weftune.run.assemble import resident_executor
 from weftune.run.measure.link import HostLink, measure_link
-from weftune.run.measure.memory import budget_bytes, resident_bytes
+from weftune.run.measure.memory import resident_bytes
 
 STREAMED, RESIDENT, SAME = "Weftune, streamed", "Weftune, resident", "Weftune, resident, same passes"
 COMPARED = ("same", "resident", "fsdp")
@@ -82,6 +82,11 @@ class Case:
     link: HostLink
     quantize: Quantize | None = None
     """What the weights of the layers are stored in."""
+
+    @property
+    def held(self) -> tuple[Size, BenchPlace, Quantize | None]:
+        """The base that it is about, and where."""
+        return self.size, self.place, self.quantize
 
 
 def join_all(together: JobsAboard, work: BaselineWork) -> None:
@@ -150,15 +155,19 @@ def resident_row(case: Case, work: BaselineWork, passes: int | None = None) -> R
 
     def run() -> MeasuredStep:
         nonlocal losses, described
-        base = random_base(case.size, case.place, case.quantize)
-        together = JobsAboard(resident_executor(base, graphs=passes is None))
-        capacity, predicted = (passes, 0) if passes else roomy(together, case, work)
+        choice = None if passes else resident_choice(*case.held, work, case.most, case.link)
+        base = random_base(*case.held)
+        part = choice.layout.on(0) if choice else None
+        together = JobsAboard(resident_executor(base, graphs=passes is None, part=part))
+        capacity = roomy(together, choice, case.most) if choice else passes or work.length
         described = f"{capacity} tokens a microbatch, {together.recompute.layers} layers recomputed"
         join_all(together, work)
-        if predicted:
+        if choice:
             # Said before anything is computed, so that a shortage says where it came from.
             aboard = resident_bytes(case.place.device)
-            described += f", {predicted / GIB:.1f} GiB predicted, {aboard / GIB:.1f} before the first pass"
+            described += f", {choice.bytes / GIB:.1f} GiB predicted, {aboard / GIB:.1f} before the first pass"
+            if choice.layout.optimizer_offloaded:
+                described += f", optimizer in host memory ({choice.host_bytes / GIB:.1f} GiB)"
             print(described, flush=True)
         measured = measure(together.block(capacity), case.place, few(case.pace))
         losses = all_losses(together)
@@ -170,17 +179,10 @@ def resident_row(case: Case, work: BaselineWork, passes: int | None = None) -> R
     return Row(name, work.jobs, work.tokens, measured, floor, losses=losses, cut=described)
 
 
-def roomy(together: JobsAboard, case: Case, work: BaselineWork) -> tuple[int, int]:
-    """Tokens of a microbatch, with what must be recomputed for so many to fit, as a run would choose them;
-    and the peak that is predicted for it."""
-    device, base = case.place.device, together.base
-    memory = MemoryModel(
-        base.shape, base.shape.base_bytes + budget_bytes(device), fused=together.executor.fused
-    )
-    jobs, most = job_shapes(base.shape, work), max(case.most, work.length)
-    together.recompute = memory.recompute(jobs, most)
-    capacity = memory.capacity(jobs, most, together.recompute)
-    return capacity, memory.peak_bytes(jobs, capacity, together.recompute)
+def roomy(together: JobsAboard, choice: Choice, most: int) -> int:
+    """Tokens of a microbatch, with what must be recomputed for so many to fit, as a run would choose them."""
+    together.recompute = choice.memory.recompute(choice.aboard, most)
+    return choice.memory.capacity(choice.aboard, most, together.recompute)
 
 
 def streamed_capacity(rows: Sequence[Row], work: BaselineWork) -> int:

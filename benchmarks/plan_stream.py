@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def foreseen(case: Case, shape: ModelShape, ways: Sequence[StreamWay] = WAYS) -> StreamChoice:
-    device = gpu_place(int(case.gib * GIB), case.host, bandwidth=55e9, flops=650e12)
+    device = gpu_place(int(case.gib * GIB), case.host, bandwidth=55e9, flops=650e12, memory_bandwidth=4e12)
     return choose(shape, case.work, device, 8192, "chosen", ways)
 
 

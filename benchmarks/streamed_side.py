@@ -30,6 +30,8 @@ from weftune.bench.weftune_side import JobsAboard
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.errors import PlanError
 from weftune.plan.cost.ring import step_bytes
+from weftune.plan.layout.choose import Choice, Machine
+from weftune.plan.layout.choose import choose as choose_layout
 from weftune.plan.layout.need import StreamCase, StreamDevice
 from weftune.plan.layout.one_device import gpu_place, pretended_place
 from weftune.plan.layout.search import largest_drafts, smallest_drafts
@@ -154,7 +156,26 @@ def stream_device(place: BenchPlace, cap: int | None, link: HostLink) -> StreamD
     host = int(psutil.virtual_memory().available * CPU_SHARE)
     if place.device.type != "cuda":
         return pretended_place(cap or 1 << 30, host)
-    return gpu_place(cap or budget_bytes(place.device), host, link.bandwidth, link.flops, link.both_ways)
+    budget = cap or budget_bytes(place.device)
+    return gpu_place(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)
+
+
+def resident_choice(
+    size: Size, place: BenchPlace, quantize: Quantize | None, work: BaselineWork, most: int, link: HostLink
+) -> Choice:
+    """How a run would hold these jobs with all of the base on the device, and no cap."""
+    shape, device = (
+        model_shape(_outline(size, place, quantize), place.dtype),
+        stream_device(place, None, link),
+    )
+    machine = Machine(
+        on_gpu=place.device.type == "cuda",
+        budget=device.budget,
+        host_budget=device.host_budget,
+        capacity=max(most, work.length),
+        gpu=lambda budget, host: replace(device, budget=budget, host_budget=host),
+    )
+    return choose_layout(shape, job_shapes(shape, work), machine)
 
 
 def random_base(size: Size, place: BenchPlace, quantize: Quantize | None = None) -> Base:

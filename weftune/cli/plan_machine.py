@@ -144,10 +144,11 @@ def gpu_of(wanted: Wanted, budget: int, host: int, workers: int) -> StreamDevice
 
     link = measured_link(wanted.base) if wanted.asked.here else None
     if link is not None:
-        return gpu_place(budget, host, link.bandwidth, link.flops, link.both_ways)
+        return gpu_place(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)
     cluster = wanted.cluster
     crowd = max(cluster.roots) if workers > 1 else 1
-    return gpu_place(budget, host, cluster.host.bandwidth / crowd, wanted.speeds[0].flops)
+    sheet = wanted.speeds[0]
+    return gpu_place(budget, host, cluster.host.bandwidth / crowd, sheet.flops, sheet.bandwidth)
 
 
 def host_budget() -> int:

@@ -30,7 +30,7 @@ from weftune.run.profile import key_here
 from weftune.run.workers.groups import WorkerPlace, own_gpus
 from weftune.run.workers.messages import Staff
 
-UNKNOWN_FLOPS, FILE_BANDWIDTH = 1e14, 2e9
+UNKNOWN_FLOPS, UNKNOWN_MEMORY, FILE_BANDWIDTH = 1e14, 1e12, 2e9
 """Of a GPU without a data sheet and of a disk, where nothing may be measured."""
 PLENTY = 0.9
 """The share of a plan's memory that must be free where it was not planned by what is."""
@@ -177,13 +177,15 @@ def host_budget(deterministic: bool = False) -> int:
 def sheet_gpu(budget: int, host: int) -> StreamDevice:
     """The GPU as its data sheet has it: the same in every run."""
     speed = speed_by_sheet(on_gpu=True)
-    return gpu_place(budget, host, PCIE.bandwidth, speed.flops if speed else UNKNOWN_FLOPS)
+    if speed is None:
+        return gpu_place(budget, host, PCIE.bandwidth, UNKNOWN_FLOPS, UNKNOWN_MEMORY)
+    return gpu_place(budget, host, PCIE.bandwidth, speed.flops, speed.bandwidth)
 
 
 def measured_gpu(spec: BaseSpec, device: torch.device, budget: int, host: int) -> StreamDevice:
     """The GPU with its link and its matrix products as measured now."""
     link = measure_link(device, base_dtype(spec, device))
-    return gpu_place(budget, host, link.bandwidth, link.flops, link.both_ways)
+    return gpu_place(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)
 
 
 def from_files(

@@ -1,4 +1,5 @@
-"""Master weights and moments go to host memory where more jobs come aboard so and training is as fast."""
+"""Master weights and moments go to host memory where more jobs come aboard so and training is as fast, or
+where all of them train faster."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from weftune.plan.layout.choose import Machine, choose
 from weftune.plan.layout.offloaded import GroupRound, OffloadedRound, is_worth, offloading, turns
 from weftune.plan.layout.one_device import gpu_place
 from weftune.plan.program.layout import one_device
+from weftune.plan.program.recompute import Recompute
 
 OFFLOADED = one_device(SHAPE.layers, optimizer_offloaded=True)
 
@@ -74,7 +76,7 @@ def test_a_job_with_a_short_batch_does_not_make_the_others_pay_for_it():
     """By itself it would take little: what counts is a step of all of them, in turns or together."""
     short, long = replace(jobs(1, tokens=64, rank=64)[0], longest=8), jobs(2, tokens=2048, rank=64)[1]
     memory = MemoryModel(SHAPE, int(21.6 * GIB), fused=True)
-    offloaded, place = offloading(memory, 1 << 50), gpu_place(0, 0, 25e9, 165e12)
+    offloaded, place = offloading(memory, 1 << 50), gpu_place(0, 0, 25e9, 165e12, 1e12)
     assert [len(turn) for turn in turns([short, long], memory)] == [1, 1]
     assert [len(turn) for turn in turns([short, long], offloaded)] == [2]
     assert not is_worth(offloaded, memory, [short, long], place, 8192)
@@ -82,11 +84,39 @@ def test_a_job_with_a_short_batch_does_not_make_the_others_pay_for_it():
     assert is_worth(offloaded, memory, [short, longer], place, 8192)
 
 
-def test_nothing_is_measured_where_every_job_is_aboard():
-    def measured(_budget, _host):
-        raise AssertionError("nobody needs to know")
+def unmeasured(_budget, _host):
+    raise AssertionError("nobody needs to know")
 
-    assert len(choose(SHAPE, jobs(4), replace(gpu(60), gpu=measured)).aboard) == 4
+
+def test_nothing_is_measured_where_every_job_is_aboard_with_all_the_room_it_wants():
+    assert len(choose(SHAPE, jobs(4), replace(gpu(60), gpu=unmeasured)).aboard) == 4
+
+
+def test_jobs_that_are_all_aboard_get_room_for_what_would_be_recomputed():
+    asked = jobs(8)
+    found, without = (choose(SHAPE, asked, replace(gpu(25), host_budget=host)) for host in (1 << 50, 0))
+    assert (found.layout, len(found.aboard)) == (OFFLOADED, 8)
+    assert (without.layout, len(without.aboard)) == (one_device(SHAPE.layers), 8)
+    before, after = (one.memory.recompute(asked, 8192).layers for one in (without, found))
+    assert before > after
+    assert f"{after} layers are recomputed instead of {before}" in found.why
+
+
+def test_jobs_on_a_quantised_base_get_room_for_larger_microbatches():
+    """A matrix is dequantised for every microbatch, so fewer of them take less time; one that is stored as it
+    is multiplied gains nothing by it."""
+    asked, quantised = jobs(16), replace(SHAPE, site_bytes_per_value=0.52)
+    tight = gpu(27)
+    found, without = (choose(quantised, asked, replace(tight, host_budget=host)) for host in (1 << 50, 0))
+    assert (found.layout, len(found.aboard)) == (OFFLOADED, 16)
+    assert (without.layout, len(without.aboard)) == (one_device(SHAPE.layers), 16)
+    after, before = (one.memory.capacity(asked, 8192, Recompute(outputs=True)) for one in (found, without))
+    assert after > 1.3 * before
+    assert f"microbatches have {after:,} tokens so and {before:,} otherwise, and the GPU" in found.why
+
+
+def test_few_tokens_hide_no_steps_so_nothing_is_gained():
+    assert choose(SHAPE, jobs(8, tokens=32), gpu(25)).layout == one_device(SHAPE.layers)
 
 
 def test_on_a_cpu_there_is_no_other_memory():

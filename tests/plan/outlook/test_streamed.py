@@ -27,7 +27,7 @@ GIB = 1 << 30
 
 
 def place(gib: float, bandwidth: float = 25e9, flops: float = 40e12) -> StreamDevice:
-    return gpu_place(int(gib * GIB), 1 << 50, bandwidth, flops)
+    return gpu_place(int(gib * GIB), 1 << 50, bandwidth, flops, memory_bandwidth=1e12)
 
 
 def alike(count: int, length: int = 512, batch: int = 8, rank: int = 16):

@@ -121,6 +121,18 @@ def layer_bytes(shape: ModelShape) -> int:
     return max(layer.weight_bytes for layer in layers if layer.kind == "layer")
 
 
+def dequantised_bytes(shape: ModelShape) -> int:
+    """What a pass over one layer reads and writes so that its weights are matrices, the most; 0 where they
+    are stored so, or multiplied as they are stored."""
+    layers = base_layers(shape, 0, apart=False)
+    return max(_dequantised(layer) for layer in layers if layer.kind == "layer")
+
+
+def _dequantised(layer: BaseLayer) -> int:
+    # A matrix that was dequantised has been written, and is read again.
+    return layer.weight_bytes + 2 * layer.matrix_bytes if layer.matrix_bytes else 0
+
+
 def layer_flops(shape: ModelShape) -> int:
     """Of a pass over one token in one layer, the most."""
     layers = base_layers(shape, 0, apart=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from weftune.core.shapes import JobShape, LayerRange, ModelShape
 from weftune.errors import HostTooSmall, PlanError
@@ -23,7 +24,7 @@ from weftune.plan.cost.time import NO_TIME, CostModel, JobShapes, Rate
 from weftune.plan.layout.cut import cut_layers, measured_costs, typical_work
 from weftune.plan.layout.foresee import StageTimes, taking_turns
 from weftune.plan.layout.need import StreamDevice
-from weftune.plan.layout.offloaded import is_worth, offloaded_round, offloading
+from weftune.plan.layout.offloaded import is_faster, is_worth, offloaded_round, offloading, would_gain
 from weftune.plan.layout.one_device import (
     choose_for_jobs,
     fits_whole,
@@ -199,27 +200,20 @@ def _whole(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Cho
 
 def _optimizer_offloaded(plain: Choice, jobs: Sequence[JobShape], machine: Machine) -> Choice | None:
     """The same with master weights and moments in host memory. None unless that lets more jobs aboard at
-    about the same speed, or a job that fits only so."""
-    if not machine.on_gpu or len(plain.aboard) == len(jobs):
+    about the same speed, or a job that fits only so, or all of them at a higher speed."""
+    if not machine.on_gpu:
         return None
     memory = offloading(plain.memory, machine.host_budget)
-    together = fitting(jobs, memory)
-    too_large = [job for job in jobs if plain.memory.why_not([job]) is not None]
-    only_so = any(memory.why_not([job]) is None for job in too_large)
-    if not only_so and len(together) <= len(plain.aboard):
+    all_aboard = len(plain.aboard) == len(jobs)
+    found = (_all_faster if all_aboard else _more_aboard)(plain, memory, jobs, machine)
+    if found is None:
         return None
-    place = machine.place(machine.budget)
-    if not only_so:
-        names = {job.name for job in too_large}
-        others = [job for job in jobs if job.name not in names]
-        if not is_worth(memory, plain.memory, others, place, machine.most):
-            return None
+    together, place, reason = found
     after = offloaded_round(memory, together, place, machine.most)
     host_bytes, share = memory.host_bytes(together), after.unhidden / after.seconds
     why = (
         f"{plain.why}; master weights and moments of adapters live in host memory, {gib(host_bytes)} of it, "
-        f"since {len(together)} of {len(jobs)} jobs are aboard so and {len(plain.aboard)} otherwise, and the "
-        f"GPU waits for Steps in {share:.0%} of a round"
+        f"since {reason}, and the GPU waits for Steps in {share:.0%} of a round"
     )
     steps = Rate(parameter=after.unhidden / sum(job.trainable for job in together))
     return replace(
@@ -236,6 +230,56 @@ def _optimizer_offloaded(plain: Choice, jobs: Sequence[JobShape], machine: Machi
         cost=plain.cost and replace(plain.cost, step=plain.cost.step.plus(steps)),
         unhidden_steps=steps,
     )
+
+
+class _Offload(NamedTuple):
+    together: tuple[JobShape, ...]
+    """Those that are aboard so."""
+    place: StreamDevice
+    reason: str
+    """The rest of a sentence after `since`."""
+
+
+def _more_aboard(
+    plain: Choice, memory: MemoryModel, jobs: Sequence[JobShape], machine: Machine
+) -> _Offload | None:
+    """`memory` is that of the offloaded optimizer. None where fewer jobs aboard are as good."""
+    together = fitting(jobs, memory)
+    too_large = [job for job in jobs if plain.memory.why_not([job]) is not None]
+    only_so = any(memory.why_not([job]) is None for job in too_large)
+    if not only_so and len(together) <= len(plain.aboard):
+        return None
+    place = machine.place(machine.budget)
+    if not only_so:
+        names = {job.name for job in too_large}
+        others = [job for job in jobs if job.name not in names]
+        if not is_worth(memory, plain.memory, others, place, machine.most):
+            return None
+    reason = f"{len(together)} of {len(jobs)} jobs are aboard so and {len(plain.aboard)} otherwise"
+    return _Offload(together, place, reason)
+
+
+def _all_faster(
+    plain: Choice, memory: MemoryModel, jobs: Sequence[JobShape], machine: Machine
+) -> _Offload | None:
+    """The same where all of them are aboard either way: None unless a step is shorter."""
+    most = machine.most
+    if not would_gain(plain.memory, jobs, most) or memory.why_not(jobs) is not None:
+        return None
+    place = machine.place(machine.budget)
+    if not is_faster(memory, plain.memory, jobs, place, most):
+        return None
+    (now, again), (before, before_again) = (_passes(one, jobs, most) for one in (memory, plain.memory))
+    reason = f"microbatches have {now:,} tokens so and {before:,} otherwise"
+    if before_again:
+        reason += f", and {again} layers are recomputed instead of {before_again}"
+    return _Offload(plain.aboard, place, reason)
+
+
+def _passes(memory: MemoryModel, jobs: Sequence[JobShape], most: int) -> tuple[int, int]:
+    """Tokens of a microbatch, and layers that are recomputed."""
+    recompute = memory.recompute(jobs, most)
+    return memory.capacity(jobs, most, recompute), recompute.layers
 
 
 def _streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice | None:

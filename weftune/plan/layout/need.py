@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from operator import ge
 
 from weftune.core.shapes import JobShape, ModelShape
-from weftune.plan.cost.estimate import GPU_LAUNCH, layer_bytes, layer_flops
+from weftune.plan.cost.estimate import GPU_LAUNCH, dequantised_bytes, layer_bytes, layer_flops
 from weftune.plan.cost.memory import ON_THE_WAY, MemoryModel, matrix_bytes
 from weftune.plan.cost.ring import TRAVEL_ROUNDS, back_bytes, ring_bytes, stage_parts, step_bytes
 from weftune.plan.layout.recurrence import Hops, StageRound, compute_seconds, round_seconds, slotted_seconds
@@ -60,6 +60,8 @@ class StreamDevice:
     """The same while as many go back; None: nobody knows better."""
     flops: float
     """What forward passes reach in a second."""
+    memory_bandwidth: float = math.inf
+    """Bytes per second of the device's own memory, for weights that are dequantised in every pass."""
     backward: float = 1.0
     """What a layer's backward takes of its forward's time."""
     slack: int
@@ -275,7 +277,8 @@ class StreamCase:
     def layer_seconds(self) -> float:
         """The forward of a round through one layer."""
         arithmetic = layer_flops(self.shape) * self.round_tokens / self.device.flops
-        return max(arithmetic + self._passes * self.device.launch, self._passes * self.device.asking)
+        each = self.device.launch + dequantised_bytes(self.shape) / self.device.memory_bandwidth
+        return max(arithmetic + self._passes * each, self._passes * self.device.asking)
 
     @cached_property
     def head_seconds(self) -> float:

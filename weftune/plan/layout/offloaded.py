@@ -1,4 +1,5 @@
-"""What a round takes where master weights and moments are in host memory, and whether it is worth it.
+"""What a round takes where master weights and moments are in host memory, and whether it is worth it: for
+more jobs aboard, for larger microbatches, or for fewer layers that are recomputed.
 
 Jobs pass in two groups that take turns, and the Steps of one come over the link while the other passes. So
 Steps are hidden as far as passes are long: those of many adapters on few tokens would take several times as
@@ -19,6 +20,9 @@ from weftune.plan.window.rounds import even_groups
 
 SLOWER = 0.05
 """By so much a step of all jobs may take longer for more of them to be aboard: times are estimates."""
+FASTER = 0.03
+"""By so much a step must be shorter where all jobs are aboard either way: page-locked memory takes its time
+too, once."""
 
 
 def offloading(memory: MemoryModel, host_budget: int) -> MemoryModel:
@@ -91,6 +95,22 @@ def is_worth(
     together = sum(offloaded_round(offloaded, turn, device, most).seconds for turn in turns(jobs, offloaded))
     waiting = sum(resident_seconds(resident, turn, device, most) for turn in turns(jobs, resident))
     return together <= (1 + SLOWER) * waiting
+
+
+def would_gain(resident: MemoryModel, jobs: Sequence[JobShape], most: int) -> bool:
+    """Whether more memory could make passes of jobs that are all aboard cheaper: layers are recomputed, or
+    weights dequantised for small microbatches."""
+    recompute = resident.recompute(jobs, most)
+    small = resident.capacity(jobs, most, recompute) < min(most, _tokens(jobs))
+    return recompute.layers > 0 or (resident.shape.matrix_bytes > 0 and small)
+
+
+def is_faster(
+    offloaded: MemoryModel, resident: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, most: int
+) -> bool:
+    """Whether these jobs, which are all aboard either way, take less time for a step."""
+    before = resident_seconds(resident, jobs, device, most)
+    return offloaded_round(offloaded, jobs, device, most).seconds <= (1 - FASTER) * before
 
 
 def turns(jobs: Sequence[JobShape], memory: MemoryModel) -> Iterator[Sequence[JobShape]]:

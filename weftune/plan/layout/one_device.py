@@ -35,7 +35,12 @@ def fits_whole(shape: ModelShape, jobs: Sequence[JobShape], budget: int) -> bool
 
 
 def gpu_place(
-    budget: int, host_budget: int, bandwidth: float, flops: float, both_ways: float | None = None
+    budget: int,
+    host_budget: int,
+    bandwidth: float,
+    flops: float,
+    memory_bandwidth: float,
+    both_ways: float | None = None,
 ) -> StreamDevice:
     return StreamDevice(
         budget=budget,
@@ -43,6 +48,7 @@ def gpu_place(
         bandwidth=bandwidth,
         both_ways=both_ways,
         flops=flops,
+        memory_bandwidth=memory_bandwidth,
         backward=GPU_BACKWARD,
         slack=STREAM_SLACK_BYTES,
         whole_slack=FUSED_SLACK_BYTES,

@@ -1,8 +1,9 @@
-"""Measures bandwidth from host memory and from files, and the speed of matrix products: the inputs of a
-streamed plan."""
+"""Measures bandwidth from host memory, from files and of the device's own memory, and the speed of matrix
+products: the inputs of a streamed plan."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ class HostLink:
     """The same while as many bytes go back."""
     flops: float
     """Floating-point operations per second that forward passes reach."""
+    memory_bandwidth: float = math.inf
+    """Bytes per second that the device reads and writes of its own memory."""
 
 
 PRETENDED = HostLink(PRETENDED_BANDWIDTH, PRETENDED_BANDWIDTH, PRETENDED_FLOPS)
@@ -39,7 +42,7 @@ PRETENDED = HostLink(PRETENDED_BANDWIDTH, PRETENDED_BANDWIDTH, PRETENDED_FLOPS)
 def measure_link(device: torch.device, dtype: torch.dtype) -> HostLink:
     if device.type != "cuda":
         return PRETENDED
-    found = HostLink(_bandwidth(device), _both_ways(device), _flops(device, dtype))
+    found = HostLink(_bandwidth(device), _both_ways(device), _flops(device, dtype), _memory(device))
     release(device)
     return found
 
@@ -69,6 +72,11 @@ def _bandwidth(device: torch.device) -> float:
     host = host_bytes(SAMPLE_BYTES, device)
     here = torch.empty(SAMPLE_BYTES, dtype=torch.uint8, device=device)
     return SAMPLE_BYTES / _quickest(device, lambda: here.copy_(host, non_blocking=True))
+
+
+def _memory(device: torch.device) -> float:
+    here = torch.empty(2, SAMPLE_BYTES, dtype=torch.uint8, device=device)
+    return 2 * SAMPLE_BYTES / _quickest(device, lambda: here[0].copy_(here[1]))
 
 
 def _both_ways(device: torch.device) -> float:
