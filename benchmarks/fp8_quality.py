@@ -2,7 +2,8 @@
 
 Runs on a CPU, where fp8 is emulated in plain torch: the products are of the very values that fp8 tensor cores
 multiply, summed in float32. The plain base is in float32, which holds the bfloat16 weights of its files
-exactly. Every base trains the same jobs on the same rows in the same order.
+exactly. Every base trains the same jobs on the same rows in the same order. Adapters are judged on the base
+that they were trained on, and on the plain one, which they may be served on.
 
     python -m benchmarks.fp8_quality [--steps 16] [--batch-size 8] [--formats fp8] [--json FILE]
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -41,6 +42,8 @@ JOBS: Mapping[str, tuple[str, int, float]] = {
 """Rows, rank, learning rate."""
 HELD_OUT = 0.2
 CLOSE = 0.005
+PLAIN = "plain"
+TITLES = ("job", "base", "first", "last", "from plain", "on the plain base", "from plain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,9 @@ class Judged:
     last: float
     apart: float
     """The last one from that on the plain base, relative."""
+    served: float
+    """The last one, of the same adapter on the plain base."""
+    served_apart: float
 
 
 def spec_of(name: str, steps: int, batch_size: int) -> JobSpec:
@@ -75,24 +81,43 @@ def base_in(model: PreTrainedModel, quantize: Quantize | None, spec: BaseSpec) -
     return Base.from_model(model, spec, CPU)
 
 
-def validated(base: Base, tokenizer: Any, jobs: Sequence[JobSpec]) -> dict[str, list[float]]:
-    """The validation losses of every job, in their order."""
-    with tempfile.TemporaryDirectory() as name:
-        trainer = Trainer(base, output=Path(name) / "out", tokenizer=tokenizer)
-        for job in jobs:
-            trainer.add(job)
-        ended = trainer.run()
-        assert all(one.state == "succeeded" for one in ended.values()), ended
-        lines = [one for one in read_lines(Path(name) / "out" / "metrics.jsonl") if "eval_loss" in one]
+def validated(base: Base, tokenizer: Any, jobs: Sequence[JobSpec], output: Path) -> dict[str, list[float]]:
+    """The validation losses of every job, in their order; adapters stay in `output`."""
+    trainer = Trainer(base, output=output, tokenizer=tokenizer)
+    for job in jobs:
+        trainer.add(job)
+    ended = trainer.run()
+    assert all(one.state == "succeeded" for one in ended.values()), ended
+    lines = [one for one in read_lines(output / "metrics.jsonl") if "eval_loss" in one]
     return {job.name: [one["eval_loss"] for one in lines if one["job"] == job.name] for job in jobs}
 
 
-def judged(found: Mapping[str, Mapping[str, Sequence[float]]], plain: str) -> list[Judged]:
-    return [
-        Judged(job, base, losses[0], losses[-1], losses[-1] / found[plain][job][-1] - 1)
-        for base, by_job in found.items()
-        for job, losses in by_job.items()
-    ]
+def on_plain(
+    plain: Base, tokenizer: Any, jobs: Sequence[JobSpec], trained: Path, output: Path
+) -> dict[str, float]:
+    """The validation losses of trained adapters on the plain base: those before the first step of jobs that
+    go on from them."""
+    again = []
+    for job in jobs:
+        adapter = replace(job.adapter, init_from=str(trained / job.name))
+        again.append(replace(job, adapter=adapter, steps=1))
+    found = validated(plain, tokenizer, again, output)
+    return {name: losses[0] for name, losses in found.items()}
+
+
+def judged(
+    found: Mapping[str, Mapping[str, Sequence[float]]], served: Mapping[str, Mapping[str, float]]
+) -> list[Judged]:
+    """Losses by base and job: as trained, and of the adapters of other bases on the plain one."""
+    plain = {job: losses[-1] for job, losses in found[PLAIN].items()}
+    rows = []
+    for base, by_job in found.items():
+        for job, losses in by_job.items():
+            last, there = losses[-1], served[base][job] if base != PLAIN else plain[job]
+            rows.append(
+                Judged(job, base, losses[0], last, last / plain[job] - 1, there, there / plain[job] - 1)
+            )
+    return rows
 
 
 def main() -> None:
@@ -105,15 +130,25 @@ def main() -> None:
     asked = parser.parse_args()
     jobs = [spec_of(name, asked.steps, asked.batch_size) for name in asked.jobs.split(",")]
     spec = BaseSpec(model=asked.model, dtype="float32")
-    tokenizer, plain = load_tokenizer(spec), "plain"
-    found = {}
-    for form in (None, *cast(list[Quantize], asked.formats.split(","))):
-        found[form or plain] = validated(base_in(load_plain(spec, CPU), form, spec), tokenizer, jobs)
-    rows = judged(found, plain)
-    print("\n" + aligned(("job", "base", "first", "last", "from plain"), [_cells(one) for one in rows]))
-    worst = max((abs(one.apart) for one in rows if one.base == "fp8"), default=0.0)
-    verdict = "reached" if worst <= CLOSE else "missed"
-    print(f"fp8 is at most {worst:.2%} from the plain base (bar {CLOSE:.1%}: {verdict})")
+    tokenizer = load_tokenizer(spec)
+    found, served = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        plain = base_in(load_plain(spec, CPU), None, spec)
+        found[PLAIN] = validated(plain, tokenizer, jobs, Path(folder) / PLAIN)
+        for form in cast(list[Quantize], asked.formats.split(",")):
+            base, trained = base_in(load_plain(spec, CPU), form, spec), Path(folder) / form
+            found[form] = validated(base, tokenizer, jobs, trained)
+            served[form] = on_plain(plain, tokenizer, jobs, trained, Path(folder) / f"{form}-served")
+    rows = judged(found, served)
+    print("\n" + aligned(TITLES, [_cells(one) for one in rows]))
+    quantised = [one for one in rows if one.base == "fp8"]
+    for where, parts in (
+        ("On fp8 losses", [one.apart for one in quantised]),
+        ("On the plain base losses of adapters trained on fp8", [one.served_apart for one in quantised]),
+    ):
+        worst = max(map(abs, parts), default=0.0)
+        verdict = "reached" if worst <= CLOSE else "missed"
+        print(f"{where} are at most {worst:.2%} from those of the plain base (bar {CLOSE:.1%}: {verdict})")
     finish(
         {"steps": asked.steps, "batch_size": asked.batch_size, "jobs": [asdict(one) for one in rows]},
         asked.json,
@@ -121,7 +156,8 @@ def main() -> None:
 
 
 def _cells(one: Judged) -> tuple[str, ...]:
-    return one.job, one.base, f"{one.first:.4f}", f"{one.last:.4f}", f"{one.apart:+.2%}"
+    losses = f"{one.first:.4f}", f"{one.last:.4f}", f"{one.apart:+.2%}"
+    return one.job, one.base, *losses, f"{one.served:.4f}", f"{one.served_apart:+.2%}"
 
 
 if __name__ == "__main__":

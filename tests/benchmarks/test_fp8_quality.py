@@ -31,4 +31,7 @@ def test_losses_of_every_job_stand_beside_those_on_the_plain_base(
     ]
     assert all(one["apart"] == 0 for one in found if one["base"] == "plain")
     assert all(0 < abs(one["apart"]) < 0.2 for one in found if one["base"] != "plain")
-    assert "from the plain base (bar 0.5%" in capsys.readouterr().out
+    assert all(one["served_apart"] == 0 for one in found if one["base"] == "plain")
+    assert all(0 < abs(one["served_apart"]) < 0.2 for one in found if one["base"] != "plain")
+    assert all(one["served"] != one["last"] for one in found if one["base"] != "plain")
+    assert capsys.readouterr().out.count("from those of the plain base (bar 0.5%") == 2
