@@ -164,10 +164,8 @@ def resident_choice(
     size: Size, place: BenchPlace, quantize: Quantize | None, work: BaselineWork, most: int, link: HostLink
 ) -> Choice:
     """How a run would hold these jobs with all of the base on the device, and no cap."""
-    shape, device = (
-        model_shape(_outline(size, place, quantize), place.dtype),
-        stream_device(place, None, link),
-    )
+    shape = model_shape(_outline(size, place, quantize), place.dtype)
+    device = stream_device(place, None, link)
     machine = Machine(
         on_gpu=place.device.type == "cuda",
         budget=device.budget,
