@@ -91,6 +91,8 @@ def test_a_row_keeps_its_mask_wherever_it_is_packed():
 
 def test_a_block_larger_than_the_cache_is_hashed_piece_by_piece_to_the_same_bits(monkeypatch):
     whole = kept_TK(123, torch.arange(50), 16, 0.3)
+    monkeypatch.setattr("weftune.ops.dropout.FEW", 0)
+    assert torch.equal(kept_TK(123, torch.arange(50), 16, 0.3), whole)
     monkeypatch.setattr("weftune.ops.dropout.CHUNK", 16 * 7)
     assert torch.equal(kept_TK(123, torch.arange(50), 16, 0.3), whole)
 

@@ -3,7 +3,8 @@
 Row and feature are each hashed by the 32-bit finaliser of MurmurHash3 (fmix32) to an odd number, and the bits
 of a value are the product of the two: one multiplication, where a hash of its own would take a dozen passes.
 The bits do not depend on other jobs, packing, splitting or recomputation, and a GPU kernel can compute them.
-int32 arithmetic wraps, as the hash needs it; shifts are made logical with a mask.
+int32 arithmetic wraps, as the hash needs it; shifts are made logical with a mask. On a CPU the vectors are
+hashed by numpy, whose calls are the cheaper ones, and whose integers can be unsigned.
 
 Shapes: T rows, K features.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import zlib
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +23,8 @@ STRIDE = 0x9E3779B9
 """2³² over the golden ratio: consecutive features land far apart before they are mixed."""
 CHUNK = 1 << 17
 """Values drawn at a time on a CPU, so that their products stay in its cache."""
+FEW = 1 << 14
+"""So many values are drawn by numpy on a CPU: torch would not share them out to its threads."""
 
 
 def key(seed: int, step: int, site: str) -> int:
@@ -54,18 +58,41 @@ def kept_TK(key_of_site: int, token_index_T: Tensor, features: int, probability:
 
     The features' factors hang on the key too, so that no two features are alike at every step.
     """
+    least = threshold(probability)
+    if token_index_T.device.type == "cpu":
+        return _kept_on_cpu(key_of_site, token_index_T, features, least)
     row_T = odd(token_index_T.to(torch.int32) ^ signed(key_of_site))
     count_K = torch.arange(1, features + 1, dtype=torch.int32, device=row_T.device)
     feature_K = odd(count_K * signed(STRIDE) ^ signed(key_of_site))
-    least = threshold(probability)
-    kept = torch.empty(len(row_T), features, dtype=torch.bool, device=row_T.device)
-    rows = max(1, CHUNK // features) if row_T.device.type == "cpu" else max(1, len(row_T))
-    bits_TK = torch.empty(min(rows, len(row_T)), features, dtype=torch.int32, device=row_T.device)
-    for start in range(0, len(row_T), rows):
-        chunk_T = row_T[start : start + rows]
-        bits = torch.mul(chunk_T[:, None], feature_K, out=bits_TK[: len(chunk_T)])
+    return row_T[:, None] * feature_K >= least
+
+
+def _kept_on_cpu(key_of_site: int, token_index_T: Tensor, features: int, least: int) -> Tensor:
+    own = np.uint32(key_of_site)
+    row_T = _odd_unsigned(token_index_T.numpy().astype(np.uint32) ^ own)
+    count_K = np.arange(1, features + 1, dtype=np.uint32)
+    feature_K = _odd_unsigned(count_K * np.uint32(STRIDE) ^ own)
+    if row_T.size * feature_K.size <= FEW:
+        return torch.from_numpy(np.multiply.outer(row_T, feature_K).view(np.int32) >= least)
+    row, feature = (torch.from_numpy(one.view(np.int32)) for one in (row_T, feature_K))
+    kept, rows = torch.empty(len(row), features, dtype=torch.bool), max(1, CHUNK // features)
+    bits_TK = torch.empty(min(rows, len(row)), features, dtype=torch.int32)
+    for start in range(0, len(row), rows):
+        chunk = row[start : start + rows]
+        bits = torch.mul(chunk[:, None], feature, out=bits_TK[: len(chunk)])
         torch.ge(bits, least, out=kept[start : start + rows])
     return kept
+
+
+def _odd_unsigned(value: np.ndarray) -> np.ndarray:
+    """`odd` of unsigned integers."""
+    value = value ^ (value >> 16)
+    value *= np.uint32(FIRST)
+    value ^= value >> 13
+    value *= np.uint32(SECOND)
+    value ^= value >> 16
+    value |= 1
+    return value
 
 
 def odd(value: Tensor) -> Tensor:
