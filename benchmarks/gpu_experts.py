@@ -82,7 +82,7 @@ def layer_of(size: Size, jobs: int, tokens: int, rank: int, place: BenchPlace) -
     for job in range(jobs):
         weights = torch.randn(layout.size, device=place.device, dtype=place.dtype) * 0.01
         totals = torch.zeros(layout.size, device=place.device)
-        bank.attach(Member(str(job), spec, job), job, layout.views(weights), layout.views(totals))
+        bank.attach(Member(str(job), spec, job), layout.views(weights), layout.views(totals))
     scores_TE = torch.randn(tokens, size.experts, device=place.device)
     weights_Tk, chosen_Tk = scores_TE.softmax(dim=-1).topk(size.active, dim=-1)
     owner_T = torch.arange(tokens, device=place.device) * jobs // tokens

@@ -191,7 +191,8 @@ class Cut:
 
 def measured_cut(spec: BaseSpec, setting: Setting) -> Cut:
     shape = inspect(spec, CPU)
-    profile = measure_profile(load_config(spec, place_of(spec)), shape, spec.model, CPU, lambda *_: None)
+    config = load_config(spec, place_of(spec)).text
+    profile = measure_profile(config, shape, spec.model, CPU, lambda *_: None)
     costs = measured_costs(profile, shape, work_of_one(setting, shape))
     return Cut(cut_layers(shape, setting.stages, costs), costs)
 
