@@ -89,6 +89,12 @@ def test_a_row_keeps_its_mask_wherever_it_is_packed():
     assert torch.equal(kept_TK(123, torch.tensor([49, 3]), 16, 0.3), whole[[49, 3]])
 
 
+def test_a_gpus_way_gives_the_same_bits():
+    for site in (123, 0xFFFFFFFF):
+        whole = kept_TK(site, torch.arange(50), 16, 0.3)
+        assert torch.equal(dropout._kept_by_torch(site, torch.arange(50), 16, threshold(0.3)), whole)
+
+
 def test_a_block_larger_than_the_cache_is_hashed_piece_by_piece_to_the_same_bits(monkeypatch):
     whole = kept_TK(123, torch.arange(50), 16, 0.3)
     monkeypatch.setattr("weftune.ops.dropout.FEW", 0)

@@ -58,9 +58,11 @@ def kept_TK(key_of_site: int, token_index_T: Tensor, features: int, probability:
 
     The features' factors hang on the key too, so that no two features are alike at every step.
     """
-    least = threshold(probability)
-    if token_index_T.device.type == "cpu":
-        return _kept_on_cpu(key_of_site, token_index_T, features, least)
+    draw = _kept_on_cpu if token_index_T.device.type == "cpu" else _kept_by_torch
+    return draw(key_of_site, token_index_T, features, threshold(probability))
+
+
+def _kept_by_torch(key_of_site: int, token_index_T: Tensor, features: int, least: int) -> Tensor:
     row_T = odd(token_index_T.to(torch.int32) ^ signed(key_of_site))
     count_K = torch.arange(1, features + 1, dtype=torch.int32, device=row_T.device)
     feature_K = odd(count_K * signed(STRIDE) ^ signed(key_of_site))

@@ -125,12 +125,13 @@ def dequantised_bytes(shape: ModelShape) -> int:
     """What a pass over one layer reads and writes so that its weights are matrices, the most; 0 where they
     are stored so, or multiplied as they are stored."""
     layers = base_layers(shape, 0, apart=False)
-    return max(_dequantised(layer) for layer in layers if layer.kind == "layer")
+    return max(_moved_bytes(layer) if layer.matrix_bytes else 0 for layer in layers if layer.kind == "layer")
 
 
-def _dequantised(layer: BaseLayer) -> int:
-    # A matrix that was dequantised has been written, and is read again.
-    return layer.weight_bytes + 2 * layer.matrix_bytes if layer.matrix_bytes else 0
+def _moved_bytes(layer: BaseLayer) -> int:
+    """What a pass reads and writes of a layer's weights: a matrix that was dequantised has been written, and
+    is read again."""
+    return layer.weight_bytes + 2 * layer.matrix_bytes
 
 
 def layer_flops(shape: ModelShape) -> int:
@@ -174,8 +175,7 @@ class RowCounts:
 def base_line(layers: Sequence[BaseLayer], speed: Speed) -> Line:
     """One pass, forward or backward, over these layers without attention and adapters."""
     worked = [layer for layer in layers if layer.flops]
-    # A matrix that was dequantised has been written, and is read again.
-    moved = sum(layer.weight_bytes + 2 * layer.matrix_bytes for layer in worked)
+    moved = sum(map(_moved_bytes, worked))
     fixed = len(worked) * speed.launch + moved / speed.bandwidth
     return Line(fixed, sum(layer.flops for layer in worked) / speed.flops)
 
