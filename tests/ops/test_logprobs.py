@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from weftune.core import shapes
-from weftune.core.head import Head
+from weftune.core.head import Head, HeadRows
 from weftune.ops.logprobs import target_logprobs
 
 
@@ -46,13 +46,31 @@ def test_values_and_gradients_equal_plain_log_softmax(rows, softcap, bias, multi
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_a_hit_is_a_target_than_which_no_token_is_more_probable(softcap, dtype, device):
-    """Logits are the rows themselves: the highest, one below it, the lowest, and one of two equals."""
+def test_a_hit_is_the_argmax_and_the_lowest_index_among_equals(softcap, dtype, device):
+    """Logits are the rows themselves: the highest, one below it, the lowest, and both of two equals."""
     head = Head(torch.eye(4, dtype=dtype, device=device), softcap=softcap)
-    rows = [[1.0, 2.0, 3.0, 0.0], [1.0, 2.0, 3.0, 0.0], [-1.0, -2.0, -3.0, -4.0], [2.0, 0.0, 2.0, 1.0]]
+    rows = [[1.0, 2.0, 3.0, 0.0], [1.0, 2.0, 3.0, 0.0], [-1.0, -2.0, -3.0, -4.0], *[[2.0, 0.0, 2.0, 1.0]] * 2]
     h = torch.tensor(rows, dtype=dtype, device=device)
-    _, correct = target_logprobs(h, torch.tensor([2, 1, 3, 2], device=device), head)
-    assert correct.tolist() == [True, False, False, True]
+    _, correct = target_logprobs(h, torch.tensor([2, 1, 3, 2, 0], device=device), head)
+    assert correct.tolist() == [True, False, False, False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_row_of_equal_logits_predicts_token_0_only(dtype, device):
+    """A dead adapter makes such rows: it must not score an accuracy of 1."""
+    head = Head(torch.randn(53, 16, dtype=dtype, device=device))
+    h = torch.zeros(3, 16, dtype=dtype, device=device)
+    _, correct = target_logprobs(h, torch.tensor([0, 1, 52], device=device), head)
+    assert correct.tolist() == [True, False, False]
+
+
+def test_a_row_of_equal_logits_predicts_token_0_only_with_rows_of_the_jobs_own(device):
+    head = Head(torch.randn(53, 16, device=device))
+    own = HeadRows(torch.tensor([3, 7], device=device), torch.randn(2, 16, device=device))
+    _, correct = target_logprobs(
+        torch.zeros(3, 16, device=device), torch.tensor([0, 1, 52], device=device), head, own
+    )
+    assert correct.tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

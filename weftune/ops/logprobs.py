@@ -25,7 +25,11 @@ from weftune.ops.triton.at_hand import kernels_at_hand
 def target_logprobs(
     h_SD: Tensor, targets_S: Tensor, head: Head, own: HeadRows | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(log-probability of each row's target, whether no token is more probable)."""
+    """Return each row's log-probability of its target, and whether the target is the row's argmax.
+
+    Among equal logits the argmax is the lowest index, as in `torch.argmax`: a row whose logits are all equal
+    predicts token 0.
+    """
     if own is not None:
         return _OwnTargetLogprobs.apply(h_SD, own.rows_nD, own.ids_n, targets_S, head)
     return _TargetLogprobs.apply(h_SD, targets_S, head)
@@ -68,7 +72,7 @@ class _OwnTargetLogprobs(torch.autograd.Function):
             logits = head.logits(h, own)
             normalised = torch.log_softmax(logits, dim=-1)
             logprobs.append(normalised.gather(1, targets[:, None]).squeeze(1))
-            correct.append(logits.gather(1, targets[:, None]).squeeze(1) >= logits.amax(dim=-1))
+            correct.append(logits.argmax(dim=-1) == targets)
             gradient = _product_gradient(normalised, logits, targets, head)
             dlogits.append(gradient[:, ids_n])
             gradient[:, ids_n] = 0.0
@@ -90,7 +94,7 @@ def _by_torch(h: Tensor, targets: Tensor, head: Head, wants_gradient: bool) -> t
     logits = head.logits(h)
     normalised = torch.log_softmax(logits, dim=-1)
     logprobs = normalised.gather(1, targets[:, None]).squeeze(1)
-    correct = logits.gather(1, targets[:, None]).squeeze(1) >= logits.amax(dim=-1)
+    correct = logits.argmax(dim=-1) == targets
     if not wants_gradient:
         return logprobs, correct, h
     gradient = _product_gradient(normalised, logits, targets, head)

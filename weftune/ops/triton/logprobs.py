@@ -38,13 +38,19 @@ def target_logprobs(
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """log p(target) and whether no token is likelier; z becomes d log p(target) / dz."""
+    """Write log p(target) and whether the target is the row's argmax; z becomes d log p(target) / dz.
+
+    Among equal logits the argmax is the lowest index, as in torch.
+    """
     row = tl.program_id(0).to(tl.int64)
     z += row * vocabulary
     target = tl.load(targets + row)
+    wanted = _capped(tl.load(z + target), multiplier, softcap, CAPS)
     # Finite, so that a lane that has seen nothing does not subtract an infinity from itself.
     most_B = tl.full((BLOCK,), LEAST, tl.float32)
     sum_B = tl.zeros((BLOCK,), tl.float32)
+    # The number of tokens that argmax prefers to the target, by lane.
+    preferred_B = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, vocabulary, BLOCK):
         at_B = start + tl.arange(0, BLOCK)
         inside_B = at_B < vocabulary
@@ -53,13 +59,15 @@ def target_logprobs(
         new_B = tl.maximum(most_B, value_B)
         sum_B = sum_B * tl.exp(most_B - new_B) + tl.exp(value_B - new_B)
         most_B = new_B
+        is_preferred_B = ((value_B > wanted) & (at_B != target)) | ((value_B == wanted) & (at_B < target))
+        preferred_B += is_preferred_B.to(tl.int32)
     most = tl.max(most_B, axis=0)
     total = tl.sum(sum_B * tl.exp(most_B - most), axis=0)
     # A maximum passes over a NaN, a sum does not: it reaches the log-probability through `total`.
     norm = most + tl.log(total)
-    wanted = _capped(tl.load(z + target), multiplier, softcap, CAPS)
     tl.store(logprobs + row, wanted - norm)
-    tl.store(correct + row, wanted >= most)
+    # A NaN is preferred to nothing and equal to nothing.
+    tl.store(correct + row, (tl.sum(preferred_B, axis=0) == 0) & (wanted == wanted))
     if GRADIENT:
         # All loads of the target's own logit must be done before it is overwritten.
         tl.debug_barrier()
