@@ -93,6 +93,11 @@ class TargetSpec:
         return self.rows_before + self.keys_before
 
     @property
+    def starts_as_base(self) -> bool:
+        """Whether the base with a new adapter computes what the base alone computes."""
+        return not self.positions_before and self.init_from is None
+
+    @property
     def start_text(self) -> str:
         """The text whose embeddings its virtual tokens start from; empty: it has none."""
         return ""

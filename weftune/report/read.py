@@ -12,7 +12,7 @@ from typing import Any
 from weftune.core.clock import WallTime
 from weftune.core.formats import refuse_unknown_format
 from weftune.errors import OutputError
-from weftune.jobs.store.folder import METRICS, RUNG_LOSS, STATUS, WINDOWS
+from weftune.jobs.store.folder import BASE_LOSS, METRICS, RUNG_LOSS, STATUS, WINDOWS
 from weftune.jobs.store.shares import combined, read_shares, share_folders
 from weftune.jobs.store.status import RunStatus, from_json, to_json
 from weftune.jobs.sweeps.record import SWEEP_FILE, DamagedSweep, SweepRecord, read_record
@@ -221,8 +221,8 @@ def _read_curves(lines: list[Mapping[str, Any]]) -> dict[str, _Curves]:
             continue
         job = curves.setdefault(str(line["job"]), _Curves())
         step, moment = _count(line["step"]), _number(line.get("time")) or 0.0
-        if RUNG_LOSS in line:
-            # Of other weights than those that are trained: no point of their curve.
+        if RUNG_LOSS in line or BASE_LOSS in line:
+            # These are losses of other weights than those that are trained: no points of their curve.
             continue
         if "eval_loss" in line:
             job.add_evaluation(EvalLine(step=step, loss=_number(line["eval_loss"]), time=moment))

@@ -14,6 +14,7 @@ from weftune.core.shapes import JobShape, ModelShape, layer_sums
 from weftune.data.collate import Part, collate
 from weftune.data.order import SampleOrder
 from weftune.data.prepare import Prepared, SharedData
+from weftune.data.samples import Samples
 from weftune.errors import AdapterError, DataError, Mistake
 from weftune.jobs.courses import Curriculum, curriculum, cut_data, longest_sample
 from weftune.jobs.spec.spec import JobSpec, in_steps
@@ -37,6 +38,9 @@ class Ready:
     """Those of the text that its virtual tokens start from."""
     own_evaluations: frozenset[int] | None = None
     """Of `evaluate_at`, the steps that the job itself asks for, where a sweep adds others; None: all."""
+    base_samples: Samples | None = None
+    """The held-out samples as the base alone sees them, without virtual tokens. None if there are none, or if
+    the job's first evaluation is that of the base, since its adapter changes nothing at its start."""
 
     @property
     def name(self) -> str:
@@ -45,6 +49,12 @@ class Ready:
     def course(self, step: int, rounds: int, begins: bool) -> Course:
         """The job's part of a window that starts after `step`."""
         return self.curriculum.course(step, rounds, begins, self.limit)
+
+    def base_course(self, step: int) -> Course:
+        """A window's part in which the base alone is evaluated on the job's held-out samples."""
+        data = replace(self.data, evaluation=self.base_samples)
+        planned = replace(self.curriculum, data=data, evaluate_at=frozenset(), save_at=frozenset())
+        return planned.course(step, 0, begins=True)
 
     @property
     def last_step(self) -> int:
@@ -118,6 +128,7 @@ def make_ready(
         evaluate_at=planned.evaluate_at,
         save_at=planned.save_at,
         start_tokens=_start_tokens(spec, tokenizer, shape),
+        base_samples=None if spec.adapter.starts_as_base else prepared.evaluation,
     )
 
 
@@ -130,6 +141,20 @@ def _start_tokens(spec: JobSpec, tokenizer: Any, shape: ModelShape) -> tuple[int
         sentence = "the tokenizer makes no tokens of it that the base has; write another text"
         raise AdapterError(_named(spec.name, Mistake("adapter.init_text", sentence)))
     return tokens
+
+
+def lay_out_for_base(plan: MicrobatchPlan, jobs: Mapping[str, Ready]) -> Microbatch:
+    """Lay out planned held-out samples for the base alone: their rows pass through no adapter."""
+    parts = []
+    for segment in plan.segments:
+        samples = jobs[segment.job].base_samples
+        assert samples is not None, f"{segment.job} has no samples for the base alone"
+        parts += [
+            Part(segment.job, segment.step, samples, placed.sample, placed.offset)
+            for placed in segment.samples
+        ]
+    microbatch = collate(parts)
+    return replace(microbatch, segments=tuple(replace(one, adapter=None) for one in microbatch.segments))
 
 
 def lay_out(plan: MicrobatchPlan, held_out: bool, jobs: Mapping[str, Ready]) -> Microbatch:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from weftune.core.files import json_text, replace_file
 from weftune.errors import OutputError
-from weftune.jobs.store.folder import LEARNED, PROMISE, RUNG_LOSS
+from weftune.jobs.store.folder import BASE_LOSS, LEARNED, PROMISE, RUNG_LOSS
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store
 from weftune.jobs.sweeps.record import SweepRecord
@@ -104,7 +104,7 @@ class Journal:
         self._aside(self.store.write_status_soon)
         self.show(event.job, step=event.step, loss=outcome.loss, tokens=progress.trained_tokens)
 
-    def evaluation(self, event: Evaluated, progress: Progress) -> None:
+    def evaluation(self, event: Evaluated, job: Ready, progress: Progress) -> None:
         self._metrics(
             {
                 "job": event.job,
@@ -115,9 +115,42 @@ class Journal:
                 "time": time.time(),
             }
         )
-        self.store.best_job(event.job, progress.best_step, progress.best_loss)
+        if event.step == 0 and job.base_samples is None:
+            self.store.score_base(event.job, event.loss)
+        self.standing(job, progress)
         self._aside(self.store.write_status_soon)
         self.show(event.job, eval_loss=event.loss)
+
+    def standing(self, job: Ready, progress: Progress) -> None:
+        """Record what a job's evaluations so far say of the adapter that it would keep now."""
+        kept = progress.best_loss if job.spec.keep == "best" else progress.evaluated_loss
+        self.store.evaluate_job(job.name, kept, progress.best_step, progress.best_loss)
+
+    def base(self, event: Evaluated, job: str) -> None:
+        """Record an evaluation of the base alone on the held-out samples of `job`."""
+        self._metrics(
+            {
+                "job": job,
+                "step": event.step,
+                BASE_LOSS: event.loss,
+                "base_tokens": event.tokens,
+                "base_token_accuracy": event.token_accuracy,
+                "time": time.time(),
+            }
+        )
+        self.store.score_base(job, event.loss)
+        self._aside(self.store.write_status_soon)
+
+    def warn(self, name: str, sentence: str) -> None:
+        """Record what is wrong with a job's adapter; an empty sentence withdraws it."""
+        if self.store.job(name).warning != sentence:
+            self.store.warn_job(name, sentence)
+            self._aside(self.store.write_status_soon)
+            self.show(name, reason=self._shown_warning(name))
+
+    def _shown_warning(self, name: str) -> str:
+        warning = self.store.job(name).warning
+        return f"warning: {warning}" if warning else ""
 
     def rung(self, event: Evaluated) -> None:
         """What a sweep's rung has judged of a trial."""
@@ -163,7 +196,7 @@ class Journal:
         """Record a job's new state; it is on disk soon, or at once with `settle`."""
         self.store.move_job(name, state, reason)
         self._aside(self.store.write_status_soon)
-        self.show(name, state=state, reason=reason)
+        self.show(name, state=state, reason=reason or self._shown_warning(name))
 
     def note(self, sentence: str) -> None:
         self.store.note(sentence)

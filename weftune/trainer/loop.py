@@ -38,7 +38,8 @@ from weftune.run.training.state import Training, new_training
 from weftune.run.training.writer import Unsaved
 from weftune.trainer.deliveries import Deliveries, Ending
 from weftune.trainer.engine import Engine
-from weftune.trainer.job import Ready, lay_out
+from weftune.trainer.health import base_warning, collapse_warning
+from weftune.trainer.job import Ready, lay_out, lay_out_for_base
 from weftune.trainer.journal import Journal, Window
 from weftune.trainer.sweeps.sweeping import Sweeping
 from weftune.trainer.windows import Windows
@@ -250,7 +251,7 @@ class Loop:
             return
         progress = training.progress
         self.store.advance_job(spec.name, progress.step, job.recipe.steps, progress.trained_tokens)
-        self.store.best_job(spec.name, progress.best_step, progress.best_loss)
+        self.journal.standing(job, progress)
         try:
             if written is None:
                 self.deliveries.write_job_file(job)
@@ -315,6 +316,9 @@ class Loop:
                     # Somebody could not come aboard, and others may have waited for that one.
                     continue
                 break
+            if unscored := self._without_base_loss():
+                self._score_base(unscored, stop)
+                continue
             aboard = self.executor.aboard
             beginners = frozenset(name for name in aboard if self._begins(name))
             self._judged = frozenset(name for name in aboard if self._is_judged(name)) - beginners
@@ -342,6 +346,37 @@ class Loop:
         for name in list(self.jobs):
             if self.store.job(name).state.ended:
                 del self.jobs[name]
+
+    def _without_base_loss(self) -> Mapping[str, list[str]]:
+        """Jobs aboard whose first evaluation is not that of the base, and for which the loss of the base is
+        not known yet. They are grouped by their held-out samples: fingerprint → jobs."""
+        found: dict[str, list[str]] = {}
+        for name in self.executor.aboard:
+            samples = self.jobs[name].base_samples
+            if samples is not None and self.store.job(name).base_loss is None:
+                found.setdefault(samples.fingerprint, []).append(name)
+        return found
+
+    def _score_base(self, unscored: Mapping[str, list[str]], stop: Callable[[], bool]) -> None:
+        """Evaluate the base alone on held-out samples, once for all jobs that share them."""
+        same_samples = {names[0]: names for names in unscored.values()}
+        program = self.windows.of_base(same_samples)
+
+        def fetch(plan: MicrobatchPlan, held_out: bool) -> Microbatch:
+            return lay_out_for_base(plan, self.jobs)
+
+        try:
+            for event in self.executor.run(program, fetch, stop):
+                match event:
+                    case Evaluated(job):
+                        for name in same_samples[job]:
+                            self.journal.base(event, name)
+                    case Failed(job, reason):
+                        self._endings[job] = Ending(State.FAILED, reason)
+        except OutOfMemory:
+            self._shrink(program.capacity)
+        self.journal.settle()
+        self._retire()
 
     def _begins(self, name: str) -> bool:
         """Whether the job is still to be evaluated at its current step: at its start, or after an
@@ -487,6 +522,7 @@ class Loop:
                     # There is no half of an interval in which the last one's checkpoint could be written.
                     self.executor.finish_saves(job)
                 self.journal.step(event, self.jobs[job], self.executor.aboard[job].progress)
+                self.journal.warn(job, collapse_warning(event.outcome, self.base.shape.vocabulary))
                 if (reason := self.sweeps.step(event)) is not None and job not in self._endings:
                     self._end(job, Ending(State.CANCELLED, reason, leaves_sweep=True))
             case Evaluated(job) if job in self._judged:
@@ -511,7 +547,7 @@ class Loop:
         counts = self.jobs[event.job].counts(event.step)
         self.executor.note_evaluation(event.job, event.loss, spec.keep == "best", min_delta, counts)
         progress = training.progress
-        self.journal.evaluation(event, progress)
+        self.journal.evaluation(event, self.jobs[event.job], progress)
         self.sweeps.evaluate(event)
         if counts and spec.early_stop and progress.stale >= spec.early_stop.patience:
             evaluations = plural(progress.stale, "evaluation")
@@ -570,6 +606,8 @@ class Loop:
             self._crowd = None
             training = self.executor.detach(name)
             if ending.state is State.SUCCEEDED:
+                status = self.store.job(name)
+                self.journal.warn(name, status.warning or base_warning(status))
                 self.deliveries.deliver(self.jobs[name], training, ending)
             else:
                 self.journal.move(name, ending.state, ending.reason)

@@ -48,6 +48,7 @@ def sweep_result(folder: Path, results: Mapping[str, Result]) -> SweepResult:
         key=lambda trial: (
             places.get(trial.name, len(places)),
             trial.state != "finished",
+            bool(trial.warning),
             -len(trial.at_rungs),
             worth(trial.score, record.mode),
         ),

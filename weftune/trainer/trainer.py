@@ -72,6 +72,8 @@ class Result:
     path: Path
     metrics: dict[str, float]
     reason: str = ""
+    warning: str = ""
+    """What is wrong with the adapter of a job that has succeeded; empty if nothing is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -535,11 +537,12 @@ class Trainer:
         found = {
             "first_loss": first_loss(record),
             "loss": last_loss(record),
+            "base_eval_loss": status.base_loss,
             "first_eval_loss": first_validation(record),
             "eval_loss": kept_validation(record),
         }
         metrics |= {key: value for key, value in found.items() if value is not None}
-        return Result(status.state, self.output / name, metrics, status.reason)
+        return Result(status.state, self.output / name, metrics, status.reason, status.warning)
 
 
 def _base_spec(base: str | Mapping[str, Any] | BaseSpec) -> BaseSpec:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from weftune.plan.cost.learned import Learned
 from weftune.plan.program.program import Program
-from weftune.plan.program.recompute import Recompute
+from weftune.plan.program.recompute import NOTHING, Recompute
 from weftune.plan.window.length import WindowPace, rounds_within, shortened
 from weftune.plan.window.rounds import Course
 from weftune.plan.window.window import plan_window
@@ -78,6 +78,12 @@ class Windows:
             return self._plan(cursors, beginners, room).program
         program, gone = ahead.planned.result().program, ahead.cursors.keys() - cursors.keys()
         return program.without(*gone) if gone else program
+
+    def of_base(self, names: Collection[str]) -> Program:
+        """A window that only evaluates the base alone, on the held-out samples of these jobs."""
+        room, cursors = self._room(), self._cursors()
+        courses = [self._jobs[name].base_course(cursors[name]) for name in names]
+        return plan_window(courses, self._choice.layout, room.capacity, False, NOTHING, self._engine.pacing())
 
     def plan_ahead(self, program: Program) -> None:
         """Begin to plan the window behind this one."""

@@ -33,7 +33,9 @@ def output(tmp_path: Path) -> Path:
                 store.append_metrics({"job": name, "step": step, "loss": 1.0, "tokens": 10})
             store.advance_job(name, last, 6, 10 * last)
         store.append_metrics({"job": "done", "step": 6, "eval_loss": 0.5})
-        store.best_job("done", 6, 0.5)
+        store.append_metrics({"job": "done", "step": 0, "base_loss": 1.5})
+        store.evaluate_job("done", 0.5, 6, 0.5)
+        store.score_base("done", 1.5)
         store.append_window({"seconds": 2.5})
         for name in ("adapter_config.json", "adapter_model.safetensors"):
             (folder / "done" / name).write_text("{}")
@@ -161,8 +163,10 @@ def test_lines_count_by_their_numbers_alone(tmp_path: Path) -> None:
         {"job": "a", "step": 4, "tokens": 50},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert found_job(tmp_path / "a") == JobStatus(step=3, trained_tokens=7, best_step=1, eval_loss=0.25)
-    (tmp_path / "a").mkdir()
+    want = JobStatus(step=3, trained_tokens=7, eval_loss=0.5, best_step=1, best_loss=0.25)
+    assert found_job(tmp_path / "a") == want
+    write_job_file(tmp_path / "a", {"job": {"keep": "best"}, "base": {}, "steps": 3})
+    assert found_job(tmp_path / "a").eval_loss == 0.25, "the adapter that is kept is the best one"
     (tmp_path / "a" / JOB_FILE).write_text("job: {}\nbase: {}\nsteps: many\n")
     assert found_job(tmp_path / "a").steps == 0
 

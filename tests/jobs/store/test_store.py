@@ -34,7 +34,9 @@ def test_what_is_recorded_is_read_back_on_resume(tmp_path: Path) -> None:
         store.add_job("b")
         store.move_job("a", State.RUNNING)
         store.advance_job("a", step=3, steps=10, trained_tokens=99)
-        store.best_job("a", step=2, eval_loss=1.5)
+        store.evaluate_job("a", eval_loss=1.7, best_step=2, best_loss=1.5)
+        store.score_base("a", 2.5)
+        store.warn_job("a", "it has collapsed")
         store.note_job("a", "two rows were cut")
         store.explain_job("b", "it waits behind a, which comes first")
         store.note("the base was converted")
@@ -42,8 +44,9 @@ def test_what_is_recorded_is_read_back_on_resume(tmp_path: Path) -> None:
         store.write_status()
         written = store.status
     assert status_of(tmp_path / "out")["jobs"]["a"] == {
-        "state": "running", "reason": "", "step": 3, "steps": 10, "trained_tokens": 99, "best_step": 2,
-        "eval_loss": 1.5, "notes": ["two rows were cut"],
+        "state": "running", "reason": "", "step": 3, "steps": 10, "trained_tokens": 99, "eval_loss": 1.7,
+        "best_step": 2, "best_loss": 1.5, "base_loss": 2.5, "warning": "it has collapsed",
+        "notes": ["two rows were cut"],
     }  # fmt: skip
     whole = status_of(tmp_path / "out")
     assert list(whole) == [
@@ -212,7 +215,7 @@ def test_what_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
     with open_store(tmp_path, resume=False) as store:
         store.append_metrics({"job": "a", "loss": float("nan"), "grad_norm": float("inf"), "tokens": 3})
         store.add_job("a")
-        store.best_job("a", step=0, eval_loss=float("inf"))
+        store.evaluate_job("a", eval_loss=float("inf"), best_step=0, best_loss=float("inf"))
         store.write_status()
     assert lines_of(tmp_path / "metrics.jsonl") == [
         {"job": "a", "loss": None, "grad_norm": None, "tokens": 3}

@@ -109,6 +109,8 @@ def test_one_that_its_early_stop_ended_takes_nobodys_place_at_later_rungs_and_is
     rungs.end("t1", TrialEnd.FINISHED, STEPS)
     assert rungs.is_over()
     assert rungs.ranking({"t0": 0.5, "t1": 0.7}) == ["t0", "t1"]
+    assert rungs.ranking({"t0": 0.5, "t1": 0.7}, {"t0": 0.5}) == ["t1", "t0"]
+    assert rungs.ranking({"t0": 0.5, "t1": 0.7}, {"t0": 9.0, "t1": 8.0}) == ["t1", "t0"]
 
 
 def test_what_became_of_a_trial_later_does_not_change_its_place_at_a_rung():

@@ -7,6 +7,7 @@ import pytest
 from tests.report.sweeps.example import STEPS, sweep_record
 from weftune.jobs.sweeps.record import SweepRecord, TrialRecord
 from weftune.report.sweeps.standing import (
+    base_sentence,
     counts,
     expected_steps_left,
     leaders,
@@ -30,8 +31,26 @@ def test_trials_are_ranked_by_how_they_ended_then_how_far_they_came_then_what_th
         assert scores == sorted(scores)
 
 
+def test_a_finished_trial_with_a_warning_stands_behind_the_others() -> None:
+    record = replace(sweep_record(), best=())
+    first = ranked(record)[0]
+    warned = replace(first, warning="the adapter has collapsed")
+    trials = tuple(warned if trial is first else trial for trial in record.trials)
+    assert ranked(replace(record, trials=trials))[2] == warned
+
+
+def test_a_sweep_whose_best_trial_has_a_warning_says_that_none_improved_on_the_base() -> None:
+    record = sweep_record()
+    assert base_sentence(record) == ""
+    trials = tuple(replace(trial, warning="it is above the base") for trial in record.trials)
+    assert base_sentence(replace(record, trials=trials)) == (
+        "No trial improved on the base: the lowest validation loss is kept (it is above the base)."
+    )
+    assert base_sentence(replace(record, trials=trials, best=())) == ""
+
+
 def test_where_more_is_better_the_highest_comes_first() -> None:
-    record = replace(sweep_record(), mode="max", metric="eval_mean_token_accuracy")
+    record = replace(sweep_record(), mode="max", metric="eval_mean_token_accuracy", best=())
     scores = [trial.score for trial in ranked(record)[:3]]
     assert scores == sorted(scores, reverse=True)
 

@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests import bench, oracle
 from tests.outputs import Crash, assert_same_job, lines, numbers, states, status
@@ -415,3 +416,75 @@ def test_a_resting_trial_can_be_cancelled(base, jobs, tmp_path, monkeypatch):
     assert row["state"] == "left"
     assert done[0] not in decided(output)[0][1]
     assert record(output)["best"]
+
+
+def rough(rates, **keys):
+    """Trials whose losses rise and fall from one evaluation to the next."""
+    keys = {"schedule": "constant", "warmup": 0, "eval": {"fraction": 0.25, "every": 1}} | keys
+    return [trial(rate, **keys) for rate in rates]
+
+
+def test_a_dropped_trial_shows_what_its_rung_has_judged_although_it_keeps_its_best(base, tmp_path):
+    """Its best evaluation is that of the base, before its first step."""
+    jobs = rough([1e-3, 0.5, 1.0], keep="best")
+    sweeping(base, tmp_path / "out", jobs, sweep_of(jobs, at=(0.5,), share=0.3)).run()
+    dropped = [one for one in record(tmp_path / "out")["trials"] if one["state"] == "left"]
+    assert len(dropped) == 2
+    for one in dropped:
+        assert status(tmp_path / "out")["jobs"][one["name"]]["best_step"] != 6, "the case tells them apart"
+        assert (one["score"], one["score_step"]) == (one["at_rungs"]["6"], 6)
+
+
+def test_a_finished_trial_shows_its_kept_adapter_and_its_step(base, tmp_path):
+    jobs = rough([1e-3, 0.3], keep="best")
+    sweeping(base, tmp_path / "out", jobs, sweep_of(jobs, at=(), share=0.5)).run()
+    for one in record(tmp_path / "out")["trials"]:
+        job = status(tmp_path / "out")["jobs"][one["name"]]
+        assert (one["score"], one["score_step"]) == (job["eval_loss"], job["best_step"])
+
+
+def collapsed_and_healthy():
+    zeros = [{"input_ids": [5, *[0] * length], "labels": [-100, *[0] * length]} for length in range(3, 27)]
+    keys = {"warmup": 0, "schedule": "constant", "adapter": {"rank": 3}}
+    counting = [{"input_ids": [*range(4, 9 + length)]} for length in range(24)]
+    return [replace(trial(1e6, **keys), data=zeros), replace(trial(1e-3, **keys), data=counting)]
+
+
+def test_a_trial_that_has_collapsed_never_beats_a_healthy_one(tmp_path):
+    """A collapsed adapter predicts token 0, which is always right here, and the metric is accuracy."""
+    jobs = collapsed_and_healthy()
+    sweep = sweep_of(jobs, at=(), keep=1, metric="eval_mean_token_accuracy", mode="max")
+    sweeping(bench.base("llama", torch.float32), tmp_path / "out", jobs, sweep).run()
+    dead, healthy = record(tmp_path / "out")["trials"]
+    assert (dead["state"], dead["score"]) == ("finished", 1.0)
+    assert dead["warning"].startswith("the adapter has collapsed")
+    assert healthy["score"] < 1.0
+    assert record(tmp_path / "out")["best"] == [healthy["name"]]
+
+
+def test_a_trial_that_has_collapsed_is_the_worst_at_a_rung(tmp_path):
+    jobs = collapsed_and_healthy()
+    sweep = sweep_of(jobs, at=(0.5,), keep=1, metric="eval_mean_token_accuracy", mode="max")
+    sweeping(bench.base("llama", torch.float32), tmp_path / "out", jobs, sweep).run()
+    assert decided(tmp_path / "out") == [(6, [jobs[1].name], [jobs[0].name])]
+
+
+def test_where_no_trial_improves_on_the_base_the_lowest_loss_is_kept_and_marked(base, tmp_path):
+    jobs = rough([1.0, 0.5, 2.0], steps=4)
+    sweep = sweep_of(jobs, at=(), keep=1, metric="eval_mean_token_accuracy", mode="max")
+    made = sweeping(base, tmp_path / "out", jobs, sweep)
+    made.run()
+    found = record(tmp_path / "out")
+    losses = {name: one["eval_loss"] for name, one in status(tmp_path / "out")["jobs"].items()}
+    assert all("is above that of the base" in one["warning"] for one in found["trials"])
+    assert found["best"] == [min(losses, key=losses.get)]
+    assert any(
+        "no trial of the sweep s improved on the base" in note for note in status(tmp_path / "out")["notes"]
+    )
+
+
+def test_the_last_trial_stays_although_its_training_loss_does_not_fall(base, tmp_path):
+    jobs = [trial(rate, steps=40, schedule="constant") for rate in (1e-30, 1e-29)]
+    sweeping(base, tmp_path / "out", jobs, sweep_of(jobs, at=())).run()
+    assert sorted(one["state"] for one in record(tmp_path / "out")["trials"]) == ["finished", "left"]
+    assert len(record(tmp_path / "out")["best"]) == 1

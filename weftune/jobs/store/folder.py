@@ -17,6 +17,8 @@ from weftune.jobs.store.status import RunStatus, from_json, status_text
 STATUS, METRICS, WINDOWS, LOCK = "status.json", "metrics.jsonl", "windows.jsonl", ".lock"
 RUNG_LOSS = "rung_loss"
 """In lines of the metrics that say what a sweep's rung has judged of a trial."""
+BASE_LOSS = "base_loss"
+"""In lines of the metrics with the loss of the base without any adapter on a job's held-out samples."""
 LEARNED = "learned.json"
 """The learned models that later windows are planned with."""
 PROMISE = "promise.json"

@@ -11,7 +11,7 @@ from typing import Any
 
 from weftune.adapters.folder import CONFIG, WEIGHTS
 from weftune.core.files import kept_lines
-from weftune.jobs.store.folder import METRICS, STATUS, WINDOWS
+from weftune.jobs.store.folder import BASE_LOSS, METRICS, STATUS, WINDOWS
 from weftune.jobs.store.job_file import CHECKPOINTS, JOB_FILE, DamagedJobFile, read_job_file
 from weftune.jobs.store.states import State
 from weftune.jobs.store.status import JobStatus, RunStatus, job_from_json
@@ -47,15 +47,21 @@ def found_job(folder: Path, lines: Sequence[Mapping[str, Any]] | None = None) ->
     steps = [line for line in lines if "loss" in line]
     evaluations = [line for line in lines if isinstance(line.get("eval_loss"), int | float)]
     best = min(evaluations, key=lambda line: float(line["eval_loss"]), default={})
+    last = max(evaluations, key=lambda line: _number(line.get("step")), default={})
+    base = next((line[BASE_LOSS] for line in lines if isinstance(line.get(BASE_LOSS), int | float)), None)
+    values = _job_values(folder)
+    keeps_best = _mapping(values.get("job")).get("keep") == "best"
     made = max((int(_number(line.get("step"))) for line in steps), default=0)
     is_finished = all((folder / name).is_file() for name in (CONFIG, WEIGHTS))
     return JobStatus(
         state=State.SUCCEEDED if is_finished and not (folder / CHECKPOINTS).exists() else State.QUEUED,
         step=made,
-        steps=_steps(folder),
+        steps=int(_number(values.get("steps"))),
         trained_tokens=sum(int(_number(line.get("tokens"))) for line in steps),
+        eval_loss=(best if keeps_best else last).get("eval_loss"),
         best_step=best.get("step"),
-        eval_loss=best.get("eval_loss"),
+        best_loss=best.get("eval_loss"),
+        base_loss=base,
     )
 
 
@@ -77,12 +83,17 @@ def _standing(job: JobStatus) -> str:
     return "goes on from its last checkpoint" if job.step else "has not begun"
 
 
-def _steps(folder: Path) -> int:
+def _job_values(folder: Path) -> Mapping[str, Any]:
+    """The content of the job's file; empty if it cannot be read."""
     try:
         found = read_job_file(folder)
     except DamagedJobFile:
-        return 0
-    return int(_number(found.values.get("steps"))) if found else 0
+        return {}
+    return found.values if found else {}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _lines(path: Path) -> list[Mapping[str, Any]]:

@@ -28,9 +28,16 @@ class JobStatus:
     steps: int = 0
     """Optimizer steps in all; 0 until its data are counted."""
     trained_tokens: int = 0
-    best_step: int | None = None
     eval_loss: float | None = None
-    """At `best_step`."""
+    """Validation loss of the adapter that is kept: at `best_step` with `keep: best`, else at the last
+    evaluation."""
+    best_step: int | None = None
+    best_loss: float | None = None
+    """Validation loss at `best_step`."""
+    base_loss: float | None = None
+    """Validation loss of the base without any adapter."""
+    warning: str = ""
+    """What is wrong with the adapter of a job that trained to its end; empty if nothing is."""
     notes: tuple[str, ...] = ()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from weftune.core.files import LineFile, temporary
 from weftune.errors import OutputError
 from weftune.jobs.store.folder import (
+    BASE_LOSS,
     LOCK,
     METRICS,
     RUNG_LOSS,
@@ -201,9 +202,20 @@ class Store:
     def advance_job(self, name: str, step: int, steps: int, trained_tokens: int) -> None:
         self._put(name, replace(self.job(name), step=step, steps=steps, trained_tokens=trained_tokens))
 
-    def best_job(self, name: str, step: int | None, eval_loss: float | None) -> None:
-        """The best evaluation of a job so far."""
-        self._put(name, replace(self.job(name), best_step=step, eval_loss=eval_loss))
+    def evaluate_job(
+        self, name: str, eval_loss: float | None, best_step: int | None, best_loss: float | None
+    ) -> None:
+        """Record the validation loss of the adapter that the job would keep now, and the best one so far."""
+        job = replace(self.job(name), eval_loss=eval_loss, best_step=best_step, best_loss=best_loss)
+        self._put(name, job)
+
+    def score_base(self, name: str, loss: float) -> None:
+        """Record the validation loss of the base without the job's adapter."""
+        self._put(name, replace(self.job(name), base_loss=loss))
+
+    def warn_job(self, name: str, sentence: str) -> None:
+        """Record what is wrong with the job's adapter; an empty sentence withdraws it."""
+        self._put(name, replace(self.job(name), warning=sentence))
 
     def note_job(self, name: str, sentence: str) -> None:
         if sentence not in self.job(name).notes:
@@ -223,7 +235,8 @@ class Store:
 
         A cursor of -1 drops the evaluation at step 0 too. Jobs that are not named keep all their lines.
         `evaluated` is the last step that a job has evaluated, where that may be less than its cursor. What
-        rungs have judged stays: a trial is judged there once.
+        rungs have judged stays, since a trial is judged there once, and so does the loss of the base alone,
+        if the status has it.
         """
         eval_cursors = cursors if evaluated is None else evaluated
 
@@ -231,6 +244,8 @@ class Store:
             job, step = line.get("job"), line.get("step")
             if not (isinstance(job, str) and job in cursors and isinstance(step, int)):
                 return True
+            if BASE_LOSS in line:
+                return self.job(job).base_loss is not None
             if RUNG_LOSS in line:
                 return True
             return step <= (eval_cursors if "eval_loss" in line else cursors)[job]

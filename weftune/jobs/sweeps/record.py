@@ -39,7 +39,12 @@ class TrialRecord:
     at_rungs: Mapping[str, float | None] = field(default_factory=dict)
     """Step of a rung → the metric there; null where it was not finite."""
     score: float | None = None
-    """The metric of its adapter, or of its last evaluation so far."""
+    """The metric of a finished trial's adapter, of the rung at which a trial was dropped, or of the last
+    evaluation so far."""
+    score_step: int | None = None
+    """The step of the weights that `score` was measured with."""
+    warning: str = ""
+    """What is wrong with a finished trial's adapter; such a trial is ranked behind all others."""
     left_at: int | None = None
     """The step at which it left or failed."""
     generation: int = 0

@@ -180,14 +180,25 @@ class Rungs:
         """Whether every trial has ended."""
         return all(trial in self.ended for trial in self.trials)
 
-    def ranking(self, scores: Mapping[str, float | None]) -> list[str]:
-        """The finished trials, the best first."""
+    def ranking(
+        self, scores: Mapping[str, float | None], doubtful_losses: Mapping[str, float | None] | None = None
+    ) -> list[str]:
+        """Return the finished trials, the best first. `doubtful_losses` maps each trial that has collapsed or
+        does not improve on the base to its validation loss: such trials follow all others, the lowest loss
+        first."""
+        doubtful = doubtful_losses or {}
+
+        def key(trial: str) -> tuple[bool, float]:
+            if trial in doubtful:
+                return True, worth(doubtful[trial], "min")
+            return False, worth(scores.get(trial), self.spec.mode)
+
         finished = [
             trial
             for trial in self.trials
             if trial in self.ended and self.ended[trial].how is TrialEnd.FINISHED
         ]
-        return sorted(finished, key=lambda trial: worth(scores.get(trial), self.spec.mode))
+        return sorted(finished, key=key)
 
     # -- how ---------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from weftune.jobs.sweeps.record import BEST, SweepRecord, TrialRecord
 from weftune.report.snippets import TRAIN
 from weftune.report.sweeps.standing import (
     METRIC_NAMES,
+    base_sentence,
     counts,
     flat_values,
     leaders,
@@ -31,7 +32,7 @@ _REASONS = 3
 def sweep_ending(output: Path, record: SweepRecord, width: int) -> list[RenderableType]:
     """The best trials in a table; the winners' folders stand beside them where `width` columns are enough."""
     best = winners(record) or leaders(record, _LEADERS)
-    below = [*_failures(record), *_unfinished(record)]
+    below = [*_doubts(record), *_failures(record), *_unfinished(record)]
     heading = Text(printable(_heading(record)), style="bold")
     if not best:
         return [heading, *below]
@@ -76,6 +77,11 @@ def _place(output: Path, record: SweepRecord, trial: TrialRecord) -> str:
     inside = Path(record.name) / BEST / trial.name
     folder, here = output / printable(str(inside)), Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
+
+
+def _doubts(record: SweepRecord) -> list[Text]:
+    sentence = base_sentence(record)
+    return [Text(printable(sentence), style="red")] if sentence else []
 
 
 def _failures(record: SweepRecord) -> list[Text]:

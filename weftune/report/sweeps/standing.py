@@ -48,8 +48,18 @@ def ranked(record: SweepRecord) -> list[TrialRecord]:
 
 def _place(record: SweepRecord, trial: TrialRecord) -> tuple[int, int, float]:
     group = _GROUPS.get(trial.state, 1)
-    far = 0 if group == 0 else -len(trial.at_rungs) if group == 1 else -(trial.left_at or 0)
+    if group == 0 and trial.name in record.best:
+        return group, -1, record.best.index(trial.name)
+    # Finished trials with a warning follow the others; of the rest those that came further go first.
+    far = bool(trial.warning) if group == 0 else -len(trial.at_rungs) if group == 1 else -(trial.left_at or 0)
     return group, far, worth(trial.score, record.mode)
+
+
+def base_sentence(record: SweepRecord) -> str:
+    """Say that no trial improved on the base; empty where one did, or where the sweep has not ended."""
+    if not (best := winners(record)) or not best[0].warning:
+        return ""
+    return f"No trial improved on the base: the lowest validation loss is kept ({best[0].warning})."
 
 
 def leaders(record: SweepRecord, count: int) -> list[TrialRecord]:

@@ -216,7 +216,8 @@ def _trial_view(
     values = flat_values(trial)
     steps = job.step if job is not None else trial.left_at or 0
     ranks = trial.score is not None and trial.state != "failed"
-    at = trial.left_at if trial.state == "left" else None
+    measured_at = trial.left_at if trial.score_step is None else trial.score_step
+    at = measured_at if trial.state == "left" else None
     return TrialView(
         place=f"{place}" if ranks else NOTHING,
         name=trial.name,
@@ -234,7 +235,7 @@ def _trial_view(
 
 def _reason(trial: TrialRecord) -> str:
     """Without what the state and the steps beside it say already."""
-    return trial.reason.removeprefix(f"left the sweep at step {trial.left_at}: ")
+    return trial.warning or trial.reason.removeprefix(f"left the sweep at step {trial.left_at}: ")
 
 
 def _rung_view(row: RungRow, *, several: bool) -> RungView:

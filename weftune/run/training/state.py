@@ -35,6 +35,8 @@ class Progress:
     """Consecutive evaluations without enough improvement over the best."""
     evaluated: int = -1
     """The step of the last evaluation."""
+    evaluated_loss: float | None = None
+    """The validation loss of the last evaluation that counts for the job."""
     averaged: int = 0
     """Steps whose master weights are in the mean; 0: there is none."""
 
@@ -155,6 +157,7 @@ class Training:
         self.progress.evaluated = self.progress.step
         if not counts:
             return False
+        self.progress.evaluated_loss = loss
         self.progress.stale = 0 if best is None or loss < best - min_delta else self.progress.stale + 1
         if best is not None and loss >= best:
             return False

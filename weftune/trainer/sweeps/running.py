@@ -104,8 +104,10 @@ class RunningSweep:
         self._measured: dict[str, dict[int, Measured]] = {}
         self._trends: dict[str, LossTrend] = {}
         self._own_evaluations: dict[str, frozenset[int]] = {}
-        self._scores: dict[str, float | None] = {}
-        """Of trials that had ended when the record was written."""
+        self._scores: dict[str, tuple[float | None, int | None]] = {}
+        """Of trials that had ended when the record was written: their scores, and the steps of these."""
+        self._leaving: set[str] = set()
+        """Trials that leave because of their training loss, until the window's end."""
         self._written: SweepRecord | None = None
         self._finished = False
         self._exhausted = proposals is None
@@ -200,7 +202,7 @@ class RunningSweep:
             for step, value in trial.at_rungs.items():
                 self.rungs.evaluate(trial.name, int(step), value)
             if trial.state in ("left", "failed", "finished"):
-                self._scores[trial.name] = trial.score
+                self._scores[trial.name] = trial.score, trial.score_step
         for decision in record.decisions:
             self.rungs.adopt(decision)
         self.best, self._written = record.best, record
@@ -287,10 +289,20 @@ class RunningSweep:
     # -- inside a window ---------------------------------------------------------------------------------
 
     def step(self, event: Stepped) -> str | None:
-        """Take a step's loss; why the trial leaves now, if it does."""
+        """Take a step's loss and return why the trial leaves now, or None. The last trial stays, whatever its
+        loss: a sweep ends with an adapter."""
         trend = self._trend(event.job)
         trend.add(event.step, event.outcome.loss)
-        return trend.fault()
+        reason = trend.fault()
+        if reason is None or not self._has_others(event.job):
+            return None
+        self._leaving.add(event.job)
+        return reason
+
+    def _has_others(self, name: str) -> bool:
+        """Whether another trial has finished or may still finish."""
+        lost = {one for one, ended in self.rungs.ended.items() if ended.how is not TrialEnd.FINISHED}
+        return bool(self.trials.keys() - lost - self._leaving - {name})
 
     def evaluate(self, event: Evaluated) -> None:
         self._measure(event.job, event.step, Measured(event.loss, event.token_accuracy))
@@ -306,7 +318,9 @@ class RunningSweep:
             self._give_rung(name, step, measured)
 
     def _give_rung(self, name: str, step: int, measured: Measured) -> None:
-        self.rungs.evaluate(name, step, self._value(measured))
+        # At a rung a trial has a warning only if it has collapsed: then it is the worst by any metric.
+        has_collapsed = name in self.store and bool(self.store.job(name).warning)
+        self.rungs.evaluate(name, step, None if has_collapsed else self._value(measured))
 
     def _trend(self, name: str) -> LossTrend:
         if name not in self._trends:
@@ -438,6 +452,7 @@ class RunningSweep:
         self, rungs: Rungs, name: str, generation: int, aboard: Mapping[str, int]
     ) -> TrialRecord:
         ended = rungs.ended.get(name)
+        score, score_step = self._score(rungs, name)
         return TrialRecord(
             name=name,
             values=json.loads(json_text(self.trials[name].values)),
@@ -445,7 +460,9 @@ class RunningSweep:
             reason=self._reason(rungs, name, aboard),
             steps=rungs.steps(name),
             at_rungs={str(step): value for step, value in rungs.values.get(name, {}).items()},
-            score=self.score(name),
+            score=score,
+            score_step=score_step,
+            warning=self.store.job(name).warning if name in self.store else "",
             left_at=ended.step if ended is not None and ended.how is not TrialEnd.FINISHED else None,
             generation=generation,
         )
@@ -477,18 +494,28 @@ class RunningSweep:
         return SampleCount(trained, everything)
 
     def score(self, name: str) -> float | None:
-        """The metric of the adapter that the trial leaves, or of its last evaluation so far: a rung's, where
-        the trial has none of its own at that step."""
+        """Return the metric of a finished trial's adapter, of the rung at which a trial was dropped, or of
+        the trial's last evaluation so far."""
+        return self._score(self.rungs, name)[0]
+
+    def _score(self, rungs: Rungs, name: str) -> tuple[float | None, int | None]:
+        """Return a trial's score and the step at which it was measured."""
         if name in self._scores and name not in self._own_evaluations:
             return self._scores[name]
+        at_rungs = rungs.values.get(name, {})
+        own = {step: self._value(one) for step, one in self._measured.get(name, {}).items()}
+        ended = rungs.ended.get(name)
+        if ended is not None and ended.how is TrialEnd.LEFT and at_rungs.get(ended.step) is not None:
+            return at_rungs[ended.step], ended.step
         # After a kill the lines of the metrics may end before a rung that is decided.
-        values = dict(self.rungs.values.get(name, {}))
-        values |= {step: self._value(one) for step, one in self._measured.get(name, {}).items()}
+        values = {**at_rungs, **own}
         if not values:
-            return None
+            return None, None
         best = self.store.job(name).best_step if name in self.store else None
         keeps_best = name in self.jobs and self.jobs[name].keep == "best"
-        return values[best if keeps_best and best in values else max(values)]
+        is_finished = ended is not None and ended.how is TrialEnd.FINISHED
+        step = best if is_finished and keeps_best and best in values else max(values)
+        return values[step], step
 
     # -- after -------------------------------------------------------------------------------------------
 
@@ -509,8 +536,18 @@ class RunningSweep:
         self._write(self.rungs, {})
 
     def _put_best(self) -> None:
-        ranking = self.rungs.ranking({name: self.score(name) for name in self.trials})
+        doubtful = {
+            name: self.store.job(name).eval_loss
+            for name in self.trials
+            if name in self.store and self.store.job(name).warning
+        }
+        ranking = self.rungs.ranking({name: self.score(name) for name in self.trials}, doubtful)
         winners = tuple(ranking[: self.sweep.spec.keep])
+        if winners and winners[0] in doubtful:
+            self._tell(
+                f"warning: no trial of the sweep {self.sweep.name} improved on the base; {BEST} holds the "
+                "lowest validation loss."
+            )
         try:
             if not self._holds(winners):
                 put_best(self.folder, [self.store.output / name for name in winners])
