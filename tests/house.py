@@ -1,13 +1,19 @@
-"""`python -m tests.house`: how the house is built, in numbers: files, lines, rooms, floors, circles, names.
+"""Structure and language of the package in numbers: `python -m tests.house`.
 
 A floor is a room (a folder of the package) together with all that it stands on: the highest one is the length
 of the longest chain of rooms that import one another. A circle is a set of modules that import one another,
-imports inside functions included, those for annotations alone not.
+imports inside functions included, those for annotations alone not. A fragment is a docstring that begins in
+the middle of a sentence.
+
+`python -m tests.house --sample 100 --seed 1` prints random docstrings and names for a reader to judge.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import random
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +21,15 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "weftune"
+FRAGMENT = re.compile(
+    r"(Of|The same|Those|Who|Whom|Whose|Whoever|So (many|much|that)|What(ever)?|Which|By|As|Where|From)\b"
+)
+"""How a docstring begins that is no sentence and no plain noun phrase."""
+VAGUE_NAMES = frozenset(
+    ("place", "most", "wanted", "ground", "way", "asked", "due", "left", "made", "weave", "settle", "courses")
+)
+"""Names of parameters, fields and functions that do not say what the thing is."""
+FEW_LINES = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +41,16 @@ class House:
     floors: int
     circles: tuple[tuple[str, ...], ...]
     names_twice: tuple[str, ...]
+    docstrings: int
+    fragments: tuple[str, ...]
+    """Docstrings that begin as a fragment, each with its file and line."""
+    vague_names: int
+    """Parameters, fields and functions with one of `VAGUE_NAMES`."""
+    dataclasses: int
+    called_once: int
+    """Functions and methods whose name is used in one place only."""
+    short_called_once: int
+    """Such functions of at most `FEW_LINES` lines."""
 
     def __str__(self) -> str:
         room, count = self.largest_room
@@ -40,6 +65,10 @@ class House:
                 f"| floors | {self.floors} |",
                 f"| circles | {len(self.circles)} |",
                 f"| class names that occur twice | {len(self.names_twice)} |",
+                f"| docstrings that begin as a fragment | {len(self.fragments)} of {self.docstrings:,} |",
+                f"| vague names of parameters, fields and functions | {self.vague_names} |",
+                f"| dataclasses | {self.dataclasses} |",
+                f"| functions used in one place | {self.called_once:,} ({self.short_called_once} short) |",
             )
         )
 
@@ -65,6 +94,8 @@ def survey() -> House:
     classes = Counter(
         node.name for tree in modules.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
     )
+    written = [(path, line, text) for path, tree in trees().items() for line, text in docstrings(tree)]
+    once = list(called_once())
     return House(
         files=len(sources()),
         lines=sum(text.count("\n") for text in sources().values()),
@@ -73,6 +104,70 @@ def survey() -> House:
         floors=floors(imports),
         circles=tuple(circles(imports)),
         names_twice=tuple(sorted(name for name, count in classes.items() if count > 1)),
+        docstrings=len(written),
+        fragments=tuple(
+            f"{path.relative_to(ROOT.parent)}:{line}: {text.splitlines()[0]}"
+            for path, line, text in written
+            if FRAGMENT.match(text)
+        ),
+        vague_names=sum(name in VAGUE_NAMES for tree in modules.values() for name in named_things(tree)),
+        dataclasses=sum(is_dataclass(node) for tree in modules.values() for node in ast.walk(tree)),
+        called_once=len(once),
+        short_called_once=sum(node.end_lineno - node.lineno < FEW_LINES for node in once),
+    )
+
+
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield line and text of every docstring: of modules, classes and functions, and below fields."""
+    for node in ast.walk(tree):
+        for statement in getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ():
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield statement.lineno, value.value
+
+
+def named_things(tree: ast.AST) -> Iterator[str]:
+    """Yield the names of all functions, their parameters, and the annotated fields of classes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield node.name
+            yield from (one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs))
+        elif isinstance(node, ast.ClassDef):
+            fields = (one.target for one in node.body if isinstance(one, ast.AnnAssign))
+            yield from (one.id for one in fields if isinstance(one, ast.Name))
+
+
+def is_dataclass(node: ast.AST) -> bool:
+    return isinstance(node, ast.ClassDef) and any(
+        "dataclass" in ast.unparse(one) for one in node.decorator_list
+    )
+
+
+def called_once() -> Iterator[ast.FunctionDef]:
+    """Yield the functions whose name is read in one place of the package."""
+    nodes = [node for tree in trees().values() for node in ast.walk(tree)]
+    read = Counter(
+        node.id if isinstance(node, ast.Name) else node.attr
+        for node in nodes
+        if isinstance(node, ast.Name | ast.Attribute)
+    )
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef) and read[node.name] == 1:
+            yield node
+
+
+def sample(count: int, seed: int) -> str:
+    """Return random docstrings and names of the package, one per line."""
+    drawn = random.Random(seed)
+    written = [text for tree in trees().values() for _, text in docstrings(tree)]
+    names = sorted({name for tree in trees().values() for name in named_things(tree)})
+    return "\n".join(
+        (
+            "Docstrings:",
+            *(" ".join(text.split()) for text in drawn.sample(written, count)),
+            "Names:",
+            *drawn.sample(names, count),
+        )
     )
 
 
@@ -151,4 +246,14 @@ def circles(imports: Mapping[str, set[str]]) -> Iterator[tuple[str, ...]]:
 
 
 if __name__ == "__main__":
-    print(survey())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sample", type=int, metavar="COUNT", help="print so many docstrings and names")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fragments", action="store_true", help="list the docstrings that are fragments")
+    asked = parser.parse_args()
+    if asked.sample:
+        print(sample(asked.sample, asked.seed))
+    elif asked.fragments:
+        print("\n".join(survey().fragments))
+    else:
+        print(survey())
