@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 import typing
@@ -60,7 +61,9 @@ def test_train_takes_a_dict_and_goes_on_with_resume(
     first = weftune.train(run_of(folder, "a"), output=tmp_path / "out", max_steps=3)
     assert first["a"].state is State.SUCCEEDED
     assert "a  running  step 1/3" in capsys.readouterr().out
-    with pytest.raises(weftune.UserError, match="--resume"):
+    with pytest.raises(
+        weftune.UserError, match=re.escape("continue it with options=weftune.Options(resume=True)")
+    ):
         weftune.train(run_of(folder, "a"), output=tmp_path / "out", progress=False)
     both = weftune.train(
         run_of(folder, "a", "b"), output=tmp_path / "out", max_steps=3, resume=True, progress=False

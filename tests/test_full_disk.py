@@ -111,7 +111,7 @@ def test_a_failed_checkpoint_pauses_its_job_alone_and_resume_goes_on_from_the_la
     job = status(output)["jobs"]["plain"]
     assert job["reason"] == (
         "its checkpoint of step 4 cannot be written: No space left on device; "
-        "mend that, and --resume goes on from step 3"
+        "mend that, and go on from step 3 with options=weftune.Options(resume=True)"
     )
     before = [line for line in lines(output) if line["job"] == "plain" and line["step"] <= 2]
     assert run(output, model, resume=True)[0] == {"looks": "succeeded", "plain": "succeeded"}
@@ -208,7 +208,7 @@ def test_paused_is_exit_1_and_the_table_says_how_to_go_on(tmp_path, forks):
     log = (folder / "log").read_text()
     assert states(folder / "out") == {"a": "paused"}
     assert "its checkpoint of step 2 cannot be written: File too large" in log
-    assert "--resume goes on from step 0" in log
+    assert "go on from step 0 with weftune train jobs.yaml --resume" in log
     assert "report.html cannot be written" in log
     assert "Traceback" not in log
     assert forks.weftune("train", "jobs.yaml", "--resume", cwd=folder) == 0

@@ -49,7 +49,10 @@ def started(tmp_path, forks):
 def test_an_output_that_holds_something_is_refused_without_resume(started, forks):
     before = {path: path.read_bytes() for path in (started / "out").rglob("*") if path.is_file()}
     assert forks.weftune("train", "jobs.yaml", cwd=started) == 2
-    assert "out is not empty; continue it with --resume, or choose another --output" in said(started)
+    assert (
+        "out is not empty; continue it with weftune train jobs.yaml --resume, or choose another --output"
+        in said(started)
+    )
     assert "Traceback" not in said(started)
     assert before == {path: path.read_bytes() for path in (started / "out").rglob("*") if path.is_file()}
 
@@ -83,11 +86,13 @@ def test_finished_jobs_are_skipped_and_new_ones_start(started, forks):
     [
         (
             {"learning_rate": 2e-2},
-            "learning_rate changed; put them back, or go on with --resume --retry long --set learning_rate=",
+            "learning_rate changed; put them back, or go on with weftune train jobs.yaml --resume "
+            "--retry long --set learning_rate=0.02\n",
         ),
         (
             {"adapter": {"rank": 5, "dropout": 0.1}, "batch_size": 3},
-            "adapter.rank, batch_size changed; put them back, or train it anew with --resume --restart long",
+            "adapter.rank, batch_size changed; put them back, or train it anew with weftune train jobs.yaml "
+            "--resume --restart long",
         ),
     ],
 )

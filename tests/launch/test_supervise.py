@@ -100,7 +100,7 @@ def test_a_team_that_is_lost_too_often_is_given_up_and_the_others_come_to_their_
     assert told.heard == ["a", "b"], "what it said last is heard, too"
     assert told.said == [
         "worker 0.0 was ended by SIGKILL; starting it again from the last checkpoints (1 of 1).",
-        "worker 0.0 was ended by SIGKILL; giving up; go on with --resume.",
+        "worker 0.0 was ended by SIGKILL; giving up; go on with weftune train jobs.yaml --resume",
     ]
     assert told.attempts == [(0, 0), (1, 0), (0, 1)]
 

@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -114,7 +115,8 @@ def launch(main: Main, first: Sequence[str], again: Sequence[str], workers: int,
 
     stores: list[TCPStore] = []
     say = partial(print, "weftune:", file=sys.stderr, flush=True)
-    (ended,) = Supervisor([Team(members=members, named="all workers")], output, say).run()
+    team, resume = Team(members=members, named="all workers"), shlex.join(["weftune", *again])
+    (ended,) = Supervisor([team], output, say, resume=resume).run()
     return ended.code
 
 

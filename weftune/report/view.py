@@ -328,7 +328,7 @@ def _job_view(
         snippet=load_snippet(str(base), str(revision) if revision else None, folder) if usable else "",
         command=generate_command(folder) if usable else "",
         stopped=job.state in _STOPPED and not left,
-        remedies=remedies(job),
+        remedies=remedies(job, run.command),
         trial=trial,
         left=left,
     )

@@ -25,9 +25,10 @@ from weftune.core.formats import FORMAT
 from weftune.core.shapes import SiteShape
 from weftune.data.template import template_source
 from weftune.errors import OutputError
-from weftune.jobs.spec.retry import CHANGEABLE, Retry
+from weftune.jobs.spec.retry import CHANGEABLE, Retry, value_at
 from weftune.jobs.spec.spec import changed_keys, resolved
 from weftune.jobs.store.job_file import CHECKPOINTS, JOB_FILE, DamagedJobFile, read_job_file, write_job_file
+from weftune.jobs.store.resumption import resume_line
 from weftune.trainer.job import Ready
 
 __all__ = [
@@ -81,12 +82,16 @@ def with_retries(description: dict[str, Any], folder: Path, *more: Retry) -> dic
     return {**description, "retries": retries} if retries else description
 
 
-def refuse_changes(folder: Path, description: dict[str, Any], allowed: Collection[str] = ()) -> str:
+def refuse_changes(
+    folder: Path, description: dict[str, Any], allowed: Collection[str] = (), command: str | None = None
+) -> str:
     """Refuse to resume a job whose keys, base or dataset have changed, naming what changed.
 
-    Keys that are `allowed` may differ: the user has named them. Returns what was found damaged, or "".
+    Keys that are `allowed` may differ: the user has named them. `command` is what resumes the run. Returns
+    what was found damaged, or "".
     """
     name = description["job"]["name"]
+    anew = f"train it anew with {resume_line(command, restart=[name])}"
     try:
         found = read_job_file(folder)
     except DamagedJobFile as damaged:
@@ -95,15 +100,16 @@ def refuse_changes(folder: Path, description: dict[str, Any], allowed: Collectio
             return f"{damaged}; it is written anew."
         raise OutputError(
             f"{damaged}, so it cannot be known whether job {name} would go on with the settings it began "
-            f"with; put back a copy of it, or train it anew with --resume --restart {name}"
+            f"with; put back a copy of it, or {anew}"
         ) from damaged
     if found is None:
         return ""
     before = found.values
     changed = [key for key in changed_keys(before["job"], description["job"]) if not _is_in(key, allowed)]
-    remedy = f"put them back, or train it anew with --resume --restart {name}"
+    remedy = f"put them back, or {anew}"
     if changed and all(_is_in(key, CHANGEABLE) for key in changed):
-        remedy = f"put them back, or go on with --resume --retry {name} --set {changed[0]}=VALUE"
+        values = {key: value_at(description["job"], key) for key in changed}
+        remedy = f"put them back, or go on with {resume_line(command, retry=[name], changes=values)}"
     changed += [f"base.{key}" for key in BASE_KEYS if before["base"].get(key) != description["base"][key]]
     if not changed and before["steps"] != description["steps"]:
         changed.append("--max-steps")

@@ -13,6 +13,7 @@ from weftune.errors import Mistake, SpecError
 from weftune.jobs.spec.layer import plain_values
 from weftune.jobs.spec.read import parse_run, read_run
 from weftune.jobs.spec.spec import RunSpec
+from weftune.jobs.store.resumption import train_command
 from weftune.report.terminal import LiveView
 from weftune.trainer.journal import View
 from weftune.trainer.loop import Callback
@@ -44,6 +45,8 @@ def train(
     options = options or Options()
     options = replace(options, resume=True) if resume else options
     options = replace(options, deterministic=True) if deterministic else options
+    if isinstance(jobs, str | Path) and not options.command:
+        options = replace(options, command=train_command(jobs, output, max_steps))
 
     def trained(shown: View | None) -> dict[str, Result]:
         return trainer_for(run, output=output, max_steps=max_steps, options=options, view=shown).run(callback)

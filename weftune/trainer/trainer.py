@@ -31,6 +31,7 @@ from weftune.jobs.spec.retry import as_retried, new_retry, with_changes
 from weftune.jobs.spec.spec import JobSpec, place_in_job, resolved
 from weftune.jobs.spec.starts import check_names, check_starts
 from weftune.jobs.store.job_file import DamagedJobFile, read_job_file
+from weftune.jobs.store.resumption import PYTHON, resume_line
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store, open_share, open_store
 from weftune.jobs.sweeps.checks import sweep_warnings
@@ -103,6 +104,9 @@ class Options:
     """Which share of the jobs is trained here, where other processes train the others."""
     shares: int = 1
     """How many such processes there are, which have the host's memory among them."""
+    command: str = PYTHON
+    """Shell command that resumes the run, which messages give as a remedy. Empty: none, the jobs are in no
+    file."""
 
 
 class Quiet:
@@ -261,10 +265,10 @@ class Trainer:
         return mistakes or check_starts(list(self.jobs.values()), shape, self._place)
 
     def _open(self) -> Store:
-        share = self.options.share
-        return (
-            open_store(self.output, self.options.resume) if share is None else open_share(self.output, share)
-        )
+        share, options = self.options.share, self.options
+        if share is not None:
+            return open_share(self.output, share)
+        return open_store(self.output, options.resume, options.command)
 
     def _recalled_sweeps(self, store: Store) -> Sweeping:
         """The sweeps as earlier runs into this output have left them; trials that those proposed become jobs
@@ -321,7 +325,8 @@ class Trainer:
         if name not in store or read_job_file(self.output / name) is None:
             raise SpecError(f"--retry {name}: it has not started yet; leave --retry out")
         if store.job(name).state is State.SUCCEEDED:
-            raise SpecError(f"--retry {name}: it has succeeded; train it anew with --restart {name}")
+            anew = resume_line(self.options.command, restart=[name])
+            raise SpecError(f"--retry {name}: it has succeeded; train it anew with {anew}")
 
     def _is_lost(self, store: Store, name: str) -> bool:
         """Whether a job that has begun has no checkpoint left. It is paused with the reason: starting again
@@ -341,7 +346,7 @@ class Trainer:
             return False
         if not found.damaged and not (has_begun and not folder.exists()):
             return False
-        store.pause_job(name, lost_sentence(name, found))
+        store.pause_job(name, lost_sentence(store, name, found))
         self.view.update(JobRow(name=name, state=State.PAUSED, reason=store.job(name).reason))
         return True
 
@@ -408,7 +413,9 @@ class Trainer:
         )
         if job.name not in self.options.restart:
             allowed = self.options.changes if job.name in self.options.retry else ()
-            if mended := refuse_changes(self.output / job.name, describe(ready, self.spec), allowed):
+            if mended := refuse_changes(
+                self.output / job.name, describe(ready, self.spec), allowed, self.options.command
+            ):
                 self._tell(store)(mended)
         return ready
 

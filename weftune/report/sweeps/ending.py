@@ -9,8 +9,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from weftune.jobs.store.resumption import resume_line
 from weftune.jobs.sweeps.record import BEST, SweepRecord, TrialRecord
-from weftune.report.snippets import TRAIN
+from weftune.report.read import Run
 from weftune.report.sweeps.standing import (
     METRIC_NAMES,
     counts,
@@ -28,14 +29,14 @@ _LEADERS = 3
 _REASONS = 3
 
 
-def sweep_ending(output: Path, record: SweepRecord, width: int) -> list[RenderableType]:
+def sweep_ending(run: Run, record: SweepRecord, width: int) -> list[RenderableType]:
     """The best trials in a table; the winners' folders stand beside them where `width` columns are enough."""
     best = winners(record) or leaders(record, _LEADERS)
-    below = [*_failures(record), *_unfinished(record)]
+    below = [*_failures(record), *_unfinished(run, record)]
     heading = Text(printable(_heading(record)), style="bold")
     if not best:
         return [heading, *below]
-    places = [_place(output, record, trial) for trial in best if record.best]
+    places = [_place(run.output, record, trial) for trial in best if record.best]
     whole = _table(record, best, places)
     if Console(width=10_000).measure(whole).maximum <= width:
         return [heading, whole, *below]
@@ -87,7 +88,8 @@ def _failures(record: SweepRecord) -> list[Text]:
     return lines
 
 
-def _unfinished(record: SweepRecord) -> list[Text]:
+def _unfinished(run: Run, record: SweepRecord) -> list[Text]:
     if record.best or all(trial.state in ("finished", "left", "failed") for trial in record.trials):
         return []
-    return [Text(f"The sweep goes on with {TRAIN}", style="dim")]
+    sentence = f"The sweep goes on with {resume_line(run.command)}"
+    return [Text(printable(sentence), style="dim", no_wrap=True, overflow="ignore")]

@@ -517,7 +517,8 @@ class RunningSweep:
             self.best, self._finished = winners, True
         except OSError as error:
             self._tell(
-                f"warning: cannot write {self.folder / BEST}: {error.strerror}; --resume tries it again."
+                f"warning: cannot write {self.folder / BEST}: {error.strerror}; try it again with "
+                f"{self.store.resume_line()}"
             )
 
     def _has_ended(self, name: str) -> bool:
