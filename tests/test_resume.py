@@ -97,10 +97,25 @@ def test_finished_jobs_are_skipped_and_new_ones_start(started, forks):
     ],
 )
 def test_a_changed_key_of_a_started_job_is_refused_by_name(started, forks, change, named):
-    jobs_folder(started, [SHORT | {"seed": 9}, LONG | change])
+    jobs_folder(started, [SHORT, LONG | change])
     assert forks.weftune("train", "jobs.yaml", "--resume", cwd=started) == 2
     assert f"Job long has already started and cannot go on with other settings: {named}" in said(started)
     assert states(started / "out")["long"] == "running"
+
+
+def test_a_changed_key_of_a_finished_job_is_refused_with_both_values(started, forks):
+    jobs_folder(started, [SHORT | {"steps": 12, "learning_rate": 0.5}, LONG])
+    before = (started / "out" / "status.json").read_bytes()
+    assert forks.weftune("train", "jobs.yaml", "--resume", cwd=started) == 2
+    assert (
+        "Job short has already finished with other settings: learning_rate 0.01, now 0.5; steps 4, now 12; "
+        "put them back, or train it anew with weftune train jobs.yaml --resume --restart short\n"
+    ) in said(started)
+    assert (started / "out" / "status.json").read_bytes() == before
+    remedy = said(started).rpartition("train it anew with weftune ")[2].split()
+    assert forks.weftune(*remedy, cwd=started) == 0, said(started)
+    assert states(started / "out") == {"short": "succeeded", "long": "succeeded"}
+    assert sum(line["job"] == "short" for line in lines(started / "out")) == 12
 
 
 def test_another_number_of_steps_or_other_rows_are_refused(started, forks):

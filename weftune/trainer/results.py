@@ -20,13 +20,13 @@ from weftune.adapters.kind import Parameters
 from weftune.adapters.registry import kind_named
 from weftune.base.spec import BaseSpec
 from weftune.core.disk import disk_errors, ordinary_modes
-from weftune.core.files import sync_folder
+from weftune.core.files import json_text, sync_folder
 from weftune.core.formats import FORMAT
 from weftune.core.shapes import SiteShape
 from weftune.data.template import template_source
 from weftune.errors import OutputError
 from weftune.jobs.spec.retry import CHANGEABLE, Retry, value_at
-from weftune.jobs.spec.spec import changed_keys, resolved
+from weftune.jobs.spec.spec import JobSpec, changed_keys, resolved
 from weftune.jobs.store.job_file import CHECKPOINTS, JOB_FILE, DamagedJobFile, read_job_file, write_job_file
 from weftune.jobs.store.resumption import resume_line
 from weftune.trainer.job import Ready
@@ -36,6 +36,7 @@ __all__ = [
     "JOB_FILE",
     "TokenizerFiles",
     "describe",
+    "finished_changes",
     "prepare_result",
     "refuse_changes",
     "write_job_file",
@@ -123,6 +124,35 @@ def refuse_changes(
     if found.is_copy:
         return f"{folder / JOB_FILE} was damaged; it is written again from its copy among the checkpoints."
     return ""
+
+
+def finished_changes(folder: Path, job: JobSpec, base: BaseSpec, max_steps: int | None = None) -> list[str]:
+    """`KEY OLD, now NEW` for every setting in which a finished job differs from what it was trained with.
+
+    Its rows are not compared: they would have to be tokenised for it.
+    """
+    try:
+        found = read_job_file(folder)
+    except DamagedJobFile:
+        return []
+    if found is None:
+        return []
+    before, now = found.values, resolved(job)
+    keys = changed_keys(before["job"], now)
+    changed = {key: (value_at(before["job"], key), value_at(now, key)) for key in keys}
+    changed |= {
+        f"base.{key}": (before["base"].get(key), getattr(base, key))
+        for key in BASE_KEYS
+        if before["base"].get(key) != getattr(base, key)
+    }
+    if not changed and job.steps is not None:
+        steps = job.steps if max_steps is None else min(job.steps, max_steps)
+        changed |= {"steps with --max-steps": (before["steps"], steps)} if before["steps"] != steps else {}
+    return [f"{key} {_value_text(old)}, now {_value_text(new)}" for key, (old, new) in changed.items()]
+
+
+def _value_text(value: Any) -> str:
+    return value if isinstance(value, str) else json_text(value)
 
 
 def _is_in(key: str, named: Collection[str]) -> bool:

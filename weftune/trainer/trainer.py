@@ -56,6 +56,7 @@ from weftune.trainer.results import (
     CHECKPOINTS,
     JOB_FILE,
     describe,
+    finished_changes,
     refuse_changes,
     retries_of,
     with_retries,
@@ -292,6 +293,7 @@ class Trainer:
         """The unfinished jobs, and those to train anew, ready to train."""
         if store.rebuilt:
             self.view.note(store.rebuilt)
+        self._refuse_changes_of_finished(store)
         self._drop_spent_checkpoints(store)
         again = (*self.options.restart, *self.options.retry)
         jobs = [j for j in self.jobs.values() if j.name in again or not self._has_ended(store, j.name)]
@@ -303,6 +305,21 @@ class Trainer:
             end_workers()
         self._tell_of_data(ready)
         return ready
+
+    def _refuse_changes_of_finished(self, store: Store) -> None:
+        """Refuse to resume where a finished job has other settings now: they would have no effect."""
+        mistakes, again = [], (*self.options.restart, *self.options.retry)
+        for job in self.jobs.values():
+            is_finished = self._has_ended(store, job.name) and store.job(job.name).state is State.SUCCEEDED
+            if not is_finished or job.name in again:
+                continue
+            folder = self.output / job.name
+            if changed := finished_changes(folder, self._as_retried(job), self.spec, self.max_steps):
+                anew = resume_line(self.options.command, restart=[job.name])
+                what = f"Job {job.name} has already finished with other settings: {'; '.join(changed)}"
+                mistakes.append(Mistake("", f"{what}; put them back, or train it anew with {anew}"))
+        if mistakes:
+            raise OutputError(mistakes)
 
     def _tell_of_data(self, ready: Sequence[Ready]) -> None:
         """Notes about the data, the same as `weftune preview` prints."""
