@@ -55,6 +55,15 @@ def test_dir_shows_the_api_and_nothing_else() -> None:
     assert weftune.__version__ == version("weftune")
 
 
+def test_a_tracker_that_is_not_installed_is_found_before_the_output_is_begun(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weftune.report.loggers.find_spec", lambda name: None)
+    with pytest.raises(weftune.UserError, match="mlflow is not installed"):
+        weftune.train(run_of(folder, "a") | {"report_to": ["mlflow"]}, output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_train_takes_a_dict_and_goes_on_with_resume(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

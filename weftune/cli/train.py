@@ -194,6 +194,7 @@ def _check_early(asked: TrainAsked) -> None:
     from weftune.jobs.store.store import refuse_output
     from weftune.jobs.sweeps.expand import refuse_shares
     from weftune.jobs.sweeps.record import proposed_trials
+    from weftune.report.loggers import check_trackers
 
     run = read_early(asked.jobs)
     output = Path(asked.output or run.output)
@@ -203,6 +204,7 @@ def _check_early(asked: TrainAsked) -> None:
         raise SpecError(f"--restart {unknown[0]}: there is no such job; known: {', '.join(names)}")
     if asked.gpus not in (None, "1", "all"):
         refuse_shares(run.sweeps)
+    check_trackers(run.report_to)
     refuse_output(output, asked.resume, asked.resume_command)
     with phase(Phase.TOKENISING):
         refuse_rows(one_of_each(run), named=True)

@@ -38,7 +38,7 @@ from weftune.jobs.sweeps.checks import sweep_warnings
 from weftune.jobs.sweeps.record import SweepRecord, proposed_trials
 from weftune.jobs.sweeps.spec import Sweep
 from weftune.report.compare import first_loss, first_validation, kept_validation, last_loss
-from weftune.report.loggers import open_loggers
+from weftune.report.loggers import check_trackers, open_loggers
 from weftune.report.page import write_report
 from weftune.report.read import JobRecord, Run
 from weftune.report.read import read_run as read_records
@@ -257,6 +257,7 @@ class Trainer:
             raise SpecError(
                 f"--retry {both[0]} goes on from its last checkpoint, --restart begins anew; choose one"
             )
+        check_trackers(self.report_to)
         self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
 
     def _start_mistakes(self, jobs: Sequence[JobSpec], shape: ModelShape) -> list[Mistake]:
