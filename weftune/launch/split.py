@@ -137,8 +137,12 @@ class Hosts:
         refused = too_large([job.shape for job in ready], memory)
         if len(refused) == len(ready):
             raise PlanError(
-                Mistake(f"job {name}", f"beside the base on one device it {sentence}; {ADVICE}")
-                for name, sentence in refused.items()
+                Mistake(
+                    f"job {job.name}",
+                    f"beside the base on one device it {refused[job.name]}; {memory.advice(job.shape)}, or "
+                    "cut the base into stages with --pipeline",
+                )
+                for job in ready
             )
         for name, sentence in refused.items():
             view.note(f"warning: {name}: beside the base on one device it {sentence}")
@@ -155,9 +159,6 @@ class Hosts:
         # Processes on the CPU share it.
         sharing = 1 if on_gpu else len(self.devices)
         return sheet_cost(self.shape, replace(speed, flops=speed.flops / sharing))
-
-
-ADVICE = "give more memory, lower data.max_length or the rank, or cut the base into stages with --pipeline"
 
 
 def _serve(

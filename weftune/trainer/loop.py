@@ -168,8 +168,7 @@ class Loop:
         decision = admit(waiting, aboard, self._why_not, self._overtaken)
         self._overtaken = decision.overtaken
         for name, reason in decision.too_large.items():
-            del self.waiting[name]
-            advice = "lower data.max_length, rank or the base's dtype, or give more memory"
+            advice = self.learned.memory.advice(self.waiting.pop(name).shape)
             self.journal.move(name, State.FAILED, f"it cannot run even alone: {reason}; {advice}")
         self._give_way(decision.preempted)
         for name, reason in decision.waiting.items():
@@ -462,7 +461,7 @@ class Loop:
         crowd = plural(len(shapes), "job")
         reason = f"out of memory with {crowd} aboard and {capacity} tokens a microbatch"
         if len(shapes) == 1:
-            self._end(last, Ending(State.FAILED, f"{reason}; lower data.max_length or rank"))
+            self._end(last, Ending(State.FAILED, f"{reason}; {self.learned.memory.advice(shapes[0])}"))
             return
         self._crowd = Crowd(len(shapes) - 1, f"{reason}; it goes on when another job has left")
         if other_bits := self._other_bits():
