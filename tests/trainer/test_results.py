@@ -51,7 +51,8 @@ def test_a_finished_job_names_every_setting_that_has_changed_since(tmp_path: Pat
     other = replace(job.spec, steps=12, clip=0.5)
     changed = ["clip 1.0, now 0.5", "steps 4, now 12", "base.dtype float32, now bfloat16"]
     assert finished_changes(tmp_path, other, replace(BASE, dtype="bfloat16")) == changed
-    (tmp_path / "job.yaml").write_bytes(b"job: [\xff")
+    for path in tmp_path.rglob("job.yaml"):
+        path.write_bytes(b"job: [\xff")
     assert finished_changes(tmp_path, other, BASE) == [], "its adapter is there all the same"
 
 
