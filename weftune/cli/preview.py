@@ -118,13 +118,13 @@ def warned(
     from weftune.jobs.spec.checks import data_warnings, told_once, warnings
     from weftune.jobs.sweeps.checks import sweep_warnings
 
-    trains = {name: shown.prepared.train for shown in found for name in shown.jobs}
+    prepared = {name: shown.prepared for shown in found for name in shown.jobs}
     sentences, steps = [], {}
     for job in jobs:
-        train = trains[job.name]
+        train, seen = prepared[job.name].train, prepared[job.name].evaluates_trained
         order = SampleOrder(len(train), job.batch_size, job.seed, train.weights)
         steps[job.name] = job.total_steps(order.steps_per_epoch)
-        sentences += [(job.name, one) for one in data_warnings(job, len(train), steps[job.name])]
+        sentences += [(job.name, one) for one in data_warnings(job, len(train), steps[job.name], seen)]
     of_sweeps = sweep_warnings(sweeps, {job.name: job for job in jobs}, steps)
     return [*warnings(jobs, shape), *told_once(sentences), *of_sweeps]
 
