@@ -2,6 +2,8 @@
 
 import errno
 import os
+import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +11,9 @@ from tests import bench
 from tests.faults import Disk, largest_file
 from tests.outputs import assert_same_results, assert_whole, jobs_folder, lines, states, status
 from weftune import JobSpec, Options
+from weftune.adapters.registry import layout_of
 from weftune.errors import OutputError
+from weftune.plan.cost.memory import gib
 from weftune.run.events import Stepped
 
 
@@ -21,6 +25,10 @@ def jobs(steps=5):
                 eval={"fraction": 0.3, "every": 2}, keep="best", **keys),
         JobSpec(name="plain", data=rows, steps=steps + 4, adapter={"rank": 2}, seed=1, **keys),
     ]  # fmt: skip
+
+
+def adapter_layout(job):
+    return layout_of(job.adapter, bench.base().shape.sites)
 
 
 class Told:
@@ -200,6 +208,24 @@ def test_output_that_nobody_takes_does_not_end_the_run(tmp_path, forks, away):
     log = (folder / "log").read_text()
     assert "nothing more can be printed (" in log
     assert log.count("\n") == 1, log
+
+
+def test_a_disk_without_room_for_adapters_and_checkpoints_is_refused_before_the_run(
+    tmp_path, model, monkeypatch
+):
+    output, free = tmp_path / "out", 0
+    monkeypatch.setattr("weftune.trainer.disk.shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
+    with pytest.raises(OutputError, match=r"only 0\.00 GiB are free there; free .*, or choose another"):
+        run(output, model)
+    # Two checkpoints of three vectors of float64 each, a fourth vector with `keep: best`, and the adapter.
+    sizes = [one.size for one in map(adapter_layout, jobs())]
+    needed = 8 * (sizes[0] * (2 * 4 + 1) + sizes[1] * (2 * 3 + 1))
+    free = needed - 1
+    with pytest.raises(OutputError, match=re.escape(f"out needs {gib(needed)} for adapters and checkpoints")):
+        run(output, model)
+    assert not (output / "status.json").exists()
+    free = needed
+    assert run(output, model)[0] == {"looks": "succeeded", "plain": "succeeded"}, "nothing is in its way"
 
 
 def test_paused_is_exit_1_and_the_table_says_how_to_go_on(tmp_path, forks):

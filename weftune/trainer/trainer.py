@@ -47,6 +47,7 @@ from weftune.report.wall import keep_wall_time, wall_sentence
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Progress
 from weftune.run.workers.messages import Staff
+from weftune.trainer.disk import refuse_full_disk
 from weftune.trainer.engine import Engine, open_engine
 from weftune.trainer.job import Ready, make_ready
 from weftune.trainer.journal import Journal, View
@@ -305,6 +306,7 @@ class Trainer:
         finally:
             end_workers()
         self._tell_of_data(ready)
+        refuse_full_disk(self.output, ready, shape)
         return ready
 
     def _refuse_changes_of_finished(self, store: Store) -> None:
@@ -327,7 +329,9 @@ class Trainer:
         found = [
             (job.name, sentence)
             for job in ready
-            for sentence in data_warnings(job.spec, len(job.data.train), job.recipe.steps)
+            for sentence in data_warnings(
+                job.spec, len(job.data.train), job.recipe.steps, job.data.evaluates_trained
+            )
         ]
         steps = {job.name: job.recipe.steps for job in ready}
         found_of_sweeps = sweep_warnings((sweep for sweep, _ in self.sweeps.values()), self.jobs, steps)
