@@ -278,7 +278,7 @@ def _tiles(run: Run) -> tuple[Tile, ...]:
 
 def _jobs_tile(run: Run) -> Tile:
     left = run.left
-    others = Counter("left early" if job.name in left else job.state for job in run.jobs)
+    others = Counter("dropped" if job.name in left else job.state for job in run.jobs)
     succeeded = others.pop("succeeded", 0)
     detail = ", ".join(f"{count} {state}" for state, count in others.items())
     value = f"{succeeded} of {len(run.jobs)}"

@@ -23,7 +23,7 @@ from weftune.report.sweeps.standing import (
     trained_share,
     winners,
 )
-from weftune.report.words import NOTHING, loss_text, plural, printable
+from weftune.report.words import NOTHING, loss_text, plural, printable, trial_state_text
 
 _LEADERS = 3
 _REASONS = 3
@@ -44,7 +44,7 @@ def sweep_ending(run: Run, record: SweepRecord, width: int) -> list[RenderableTy
 
 
 def _heading(record: SweepRecord) -> str:
-    states = ", ".join(f"{count} {state}" for state, count in counts(record).items())
+    states = ", ".join(f"{count} {trial_state_text(state)}" for state, count in counts(record).items())
     share = trained_share(record)
     saved = "" if share is None else f"; {100 * share:.0f} % of the samples that all to the end would take"
     return f"{record.name}: {plural(len(record.trials), 'trial')}, {states}{saved}"
