@@ -119,9 +119,15 @@ def test_sweep_gives_a_table_the_best_result_and_calls_back(
     assert made.best.path == tmp_path / "out" / str(made.rows[0]["trial"])
     assert made.rows[0]["eval_loss"] == made.best.metrics["eval_loss"]
     assert made.rows[1]["reason"] == "left the sweep at step 2: 2nd of 2, the best goes on"
-    assert (made.path / "best" / str(made.rows[0]["trial"]) / "adapter_config.json").is_file()
+    assert bench.adapter(made.path / "best").keys() == bench.adapter(made.best.path).keys()
     assert {event.job for event in seen} == set(made.results)
+    # As earlier versions had it: the winner in a folder of its name.
+    (made.path / "best").rename(made.path / "winner")
+    (made.path / "best").mkdir()
+    (made.path / "winner").rename(made.path / "best" / made.best.path.name)
     again = weftune.sweep(str(folder), SWEPT, output=tmp_path / "out", progress=False, resume=True)
+    assert bench.adapter(made.path / "best").keys() == bench.adapter(made.best.path).keys()
+    assert "best" in [path.name for path in made.path.iterdir()]
     assert again.rows == made.rows
     with pytest.raises(weftune.UserError, match="needs this key"):
         weftune.sweep(str(folder), {"name": "s", "data": ROWS})

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weftune.jobs.store.resumption import resume_line
-from weftune.jobs.sweeps.record import BEST, SweepRecord, TrialRecord
+from weftune.jobs.sweeps.record import SweepRecord, TrialRecord, best_folder
 from weftune.report.read import Run
 from weftune.report.sweeps.standing import (
     METRIC_NAMES,
@@ -74,7 +74,7 @@ def _table(record: SweepRecord, trials: Sequence[TrialRecord], places: Sequence[
 
 def _place(output: Path, record: SweepRecord, trial: TrialRecord) -> str:
     """The winner's folder as one would type it here."""
-    inside = Path(record.name) / BEST / trial.name
+    inside = best_folder(output / record.name, trial.name).relative_to(output)
     folder, here = output / printable(str(inside)), Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 

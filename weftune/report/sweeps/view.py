@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from weftune.jobs.sweeps.record import BEST, SweepRecord, TrialRecord
+from weftune.jobs.sweeps.record import SweepRecord, TrialRecord, best_folder
 from weftune.report.charts import Chart, Pen
 from weftune.report.read import JobRecord, Run
 from weftune.report.snippets import generate_command, load_snippet
@@ -262,11 +262,11 @@ def _rung_view(row: RungRow, *, several: bool) -> RungView:
 
 
 def _folder(run: Run, record: SweepRecord, trial: str) -> Path:
-    return run.output.resolve() / record.name / BEST / trial
+    return best_folder(run.output.resolve() / record.name, trial)
 
 
 def _winner(run: Run, record: SweepRecord, trial: TrialRecord) -> WinnerView:
-    folder = f"{run.output.resolve().name}/{record.name}/{BEST}/{trial.name}"
+    folder = str(_folder(run, record, trial.name).relative_to(run.output.resolve().parent))
     return WinnerView(name=trial.name, score=loss_text(trial.score), folder=printable(folder))
 
 

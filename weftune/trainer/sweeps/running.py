@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from weftune.adapters.folder import CONFIG
 from weftune.core.files import json_text, kept_lines
 from weftune.errors import OutputError, SpecError
 from weftune.jobs.spec.spec import JobSpec
@@ -513,7 +514,8 @@ class RunningSweep:
         winners = tuple(ranking[: self.sweep.spec.keep])
         try:
             if not self._holds(winners):
-                put_best(self.folder, [self.store.output / name for name in winners])
+                paths = [self.store.output / name for name in winners]
+                put_best(self.folder, paths, alone=self.sweep.spec.keep == 1)
             self.best, self._finished = winners, True
         except OSError as error:
             self._tell(
@@ -527,6 +529,9 @@ class RunningSweep:
     def _holds(self, winners: tuple[str, ...]) -> bool:
         """Whether `best` is that of these, in the record and in the folder."""
         folder = self.folder / BEST
+        if self.sweep.spec.keep == 1:
+            # Outputs of earlier versions have the one winner in a folder of its name there.
+            return self.best == winners and (folder / CONFIG).is_file()
         there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         return self.best == winners and there == set(winners)
 
