@@ -21,6 +21,7 @@ from tests.outputs import (
 )
 from weftune import Options
 from weftune.jobs.store.job_file import write_job_file
+from weftune.run.training import checkpoint
 
 SHORT = {"name": "short", "steps": 4, "adapter": {"rank": 4}}
 LONG = {"name": "long", "steps": 28, "adapter": {"rank": 3, "dropout": 0.1}, "seed": 2}
@@ -148,6 +149,32 @@ def test_a_mistake_elsewhere_costs_the_job_to_restart_nothing(started, forks):
     assert forks.weftune("train", "jobs.yaml", "--resume", "--restart", "short", cwd=started) == 2
     assert (started / "out" / "short" / "adapter_model.safetensors").read_bytes() == before
     assert states(started / "out")["short"] == "succeeded"
+
+
+class Seen:
+    """A view that keeps the first row of each job."""
+
+    def __init__(self):
+        self.first = {}
+
+    def update(self, row):
+        self.first.setdefault(row.name, row)
+
+    def note(self, text):
+        pass
+
+
+def test_a_resumed_job_is_shown_at_the_step_that_it_resumes_from(tmp_path):
+    model, seen = bench.base(), Seen()
+    with pytest.raises(Crash):
+        events_of(tmp_path / "out", model, 12)
+    folders = {name: tmp_path / "out" / name / "checkpoints" for name in ("drops", "stops")}
+    saved = {name: checkpoint.newest_progress(folder) for name, folder in folders.items()}
+    bench.trainer(model, tmp_path / "out", rich_jobs(), options=Options(resume=True), view=seen).run()
+    assert {name: (row.step, row.tokens) for name, row in seen.first.items()} == {
+        name: (one.step, one.trained_tokens) for name, one in saved.items()
+    }
+    assert all(row.step > 0 for row in seen.first.values())
 
 
 @pytest.fixture(scope="module")

@@ -176,7 +176,10 @@ def _serve(
         where = hosts.devices[number]
         trainer.view.note(f"share {number} on {where}: {plural(len(share.jobs), 'job')}{time}")
     for job in ready:
-        trainer.view.update(JobRow(name=job.name, steps=job.recipe.steps))
+        status = store.job(job.name)
+        trainer.view.update(
+            JobRow(name=job.name, step=status.step, steps=job.recipe.steps, tokens=status.trained_tokens)
+        )
     members = _members(run, trainer, shares, hosts)
     ended, troubles = _supervised(members, trainer.output, trainer.view, store.resume_line())
     store.gather()

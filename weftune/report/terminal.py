@@ -153,7 +153,8 @@ class LiveView:
     def update(self, row: JobRow) -> None:
         """A job has moved; one that is not known yet has joined."""
         with self._lock:
-            before = self._rows.get(row.name, JobRow(name=row.name))
+            # What a job had done before it joined is no speed.
+            before = self._rows.get(row.name) or JobRow(name=row.name, step=row.step, tokens=row.tokens)
             pace = self._paces.setdefault(row.name, Pace())
             self._rows[row.name] = row
             self._steps += row.step - before.step

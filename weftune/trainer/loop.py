@@ -145,7 +145,10 @@ class Loop:
             self.store.note_job(job.name, note)
         status = self.store.job(job.name)
         self.store.advance_job(job.name, status.step, job.recipe.steps, status.trained_tokens)
-        self.journal.show(job.name, state=State.QUEUED, steps=job.recipe.steps)
+        tokens = status.trained_tokens
+        self.journal.show(
+            job.name, state=State.QUEUED, step=status.step, steps=job.recipe.steps, tokens=tokens
+        )
 
     def cancel(self, name: str) -> None:
         """Cancel a job: at once if it waits, before its next microbatch if it is aboard."""

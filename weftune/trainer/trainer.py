@@ -499,13 +499,16 @@ class Trainer:
         return Loop(engine, self.tokenizer, store, journal)
 
     def _rewind(self, store: Store, ready: Sequence[Ready]) -> None:
-        """Drop metrics beyond a job's newest checkpoint: they will be written again."""
+        """Go back to each job's newest checkpoint: drop metrics beyond it, which will be written again."""
         found = {job.name: checkpoint.newest_progress(self.output / job.name / CHECKPOINTS) for job in ready}
         progress = {name: one or Progress() for name, one in found.items()}
         store.rewind(
             {name: one.step for name, one in progress.items()},
             {name: one.evaluated for name, one in progress.items()},
         )
+        for job in ready:
+            one = progress[job.name]
+            store.advance_job(job.name, one.step, job.recipe.steps, one.trained_tokens)
 
     # -- after -------------------------------------------------------------------------------------------
 
