@@ -69,7 +69,14 @@ def test_train_takes_a_dict_and_goes_on_with_resume(
 ) -> None:
     first = weftune.train(run_of(folder, "a"), output=tmp_path / "out", max_steps=3)
     assert first["a"].state is State.SUCCEEDED
-    assert "a  running  step 1/3" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "a  running  step 1/3" in shown
+    ending = shown[shown.index("job ") :].split()
+    assert ending[:6] == ["job", "state", "steps", "loss", "validation", "change"]
+    assert [word for word in ending if word in ("a", "succeeded", "3/3")] == ["a", "succeeded", "3/3"]
+    assert f"Report: {tmp_path / 'out' / 'report.html'}" in shown
+    weftune.train(run_of(folder, "a"), output=tmp_path / "quiet", max_steps=3, progress=False)
+    assert capsys.readouterr().out == "", "nobody asked for it"
     with pytest.raises(
         weftune.UserError, match=re.escape("continue it with options=weftune.Options(resume=True)")
     ):

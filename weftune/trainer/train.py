@@ -14,6 +14,8 @@ from weftune.jobs.spec.layer import plain_values
 from weftune.jobs.spec.read import parse_run, read_run
 from weftune.jobs.spec.spec import RunSpec
 from weftune.jobs.store.resumption import train_command
+from weftune.report.ending import print_ending
+from weftune.report.read import read_run as read_records
 from weftune.report.terminal import LiveView
 from weftune.trainer.journal import View
 from weftune.trainer.loop import Callback
@@ -38,8 +40,8 @@ def train(
 
     Paths in a dict are relative to the working folder, and `data` may be the rows themselves. With `resume`
     an output that was begun goes on. With `deterministic`, here or in the file, two runs on the same device
-    give the same bits. Progress is shown in terminals and notebooks, unless `progress` is False or a `view`
-    is told of it instead.
+    give the same bits. Progress is shown in terminals and notebooks, and at the end the table that
+    `weftune train` ends with, unless `progress` is False or a `view` is told of it instead.
     """
     run = _run_of(jobs)
     options = options or Options()
@@ -53,8 +55,11 @@ def train(
 
     if view is not None or not progress:
         return trained(view)
-    with LiveView(Console(), []) as live:
-        return trained(live)
+    console = Console()
+    with LiveView(console, []) as live:
+        results = trained(live)
+    print_ending(console, read_records(Path(output or run.output)))
+    return results
 
 
 def _run_of(jobs: str | Path | Mapping[str, Any] | RunSpec) -> RunSpec:
