@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 import typing
@@ -54,13 +55,31 @@ def test_dir_shows_the_api_and_nothing_else() -> None:
     assert weftune.__version__ == version("weftune")
 
 
+def test_a_tracker_that_is_not_installed_is_found_before_the_output_is_begun(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weftune.report.loggers.find_spec", lambda name: None)
+    with pytest.raises(weftune.UserError, match="mlflow is not installed"):
+        weftune.train(run_of(folder, "a") | {"report_to": ["mlflow"]}, output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_train_takes_a_dict_and_goes_on_with_resume(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = weftune.train(run_of(folder, "a"), output=tmp_path / "out", max_steps=3)
     assert first["a"].state is State.SUCCEEDED
-    assert "a  running  step 1/3" in capsys.readouterr().out
-    with pytest.raises(weftune.UserError, match="--resume"):
+    shown = capsys.readouterr().out
+    assert "a  running  step 1/3" in shown
+    ending = shown[shown.index("job ") :].split()
+    assert ending[:6] == ["job", "state", "steps", "loss", "validation", "change"]
+    assert [word for word in ending if word in ("a", "succeeded", "3/3")] == ["a", "succeeded", "3/3"]
+    assert f"Report: {tmp_path / 'out' / 'report.html'}" in shown
+    weftune.train(run_of(folder, "a"), output=tmp_path / "quiet", max_steps=3, progress=False)
+    assert capsys.readouterr().out == "", "nobody asked for it"
+    with pytest.raises(
+        weftune.UserError, match=re.escape("continue it with options=weftune.Options(resume=True)")
+    ):
         weftune.train(run_of(folder, "a"), output=tmp_path / "out", progress=False)
     both = weftune.train(
         run_of(folder, "a", "b"), output=tmp_path / "out", max_steps=3, resume=True, progress=False
@@ -107,9 +126,15 @@ def test_sweep_gives_a_table_the_best_result_and_calls_back(
     assert made.best.path == tmp_path / "out" / str(made.rows[0]["trial"])
     assert made.rows[0]["eval_loss"] == made.best.metrics["eval_loss"]
     assert made.rows[1]["reason"] == "left the sweep at step 2: 2nd of 2, the best goes on"
-    assert (made.path / "best" / str(made.rows[0]["trial"]) / "adapter_config.json").is_file()
+    assert bench.adapter(made.path / "best").keys() == bench.adapter(made.best.path).keys()
     assert {event.job for event in seen} == set(made.results)
+    # As earlier versions had it: the winner in a folder of its name.
+    (made.path / "best").rename(made.path / "winner")
+    (made.path / "best").mkdir()
+    (made.path / "winner").rename(made.path / "best" / made.best.path.name)
     again = weftune.sweep(str(folder), SWEPT, output=tmp_path / "out", progress=False, resume=True)
+    assert bench.adapter(made.path / "best").keys() == bench.adapter(made.best.path).keys()
+    assert "best" in [path.name for path in made.path.iterdir()]
     assert again.rows == made.rows
     with pytest.raises(weftune.UserError, match="needs this key"):
         weftune.sweep(str(folder), {"name": "s", "data": ROWS})

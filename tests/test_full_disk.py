@@ -2,6 +2,8 @@
 
 import errno
 import os
+import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +11,9 @@ from tests import bench
 from tests.faults import Disk, largest_file
 from tests.outputs import assert_same_results, assert_whole, jobs_folder, lines, states, status
 from weftune import JobSpec, Options
+from weftune.adapters.registry import layout_of
 from weftune.errors import OutputError
+from weftune.plan.cost.memory import gib
 from weftune.run.events import Stepped
 
 
@@ -21,6 +25,10 @@ def jobs(steps=5):
                 eval={"fraction": 0.3, "every": 2}, keep="best", **keys),
         JobSpec(name="plain", data=rows, steps=steps + 4, adapter={"rank": 2}, seed=1, **keys),
     ]  # fmt: skip
+
+
+def adapter_layout(job):
+    return layout_of(job.adapter, bench.base().shape.sites)
 
 
 class Told:
@@ -111,7 +119,7 @@ def test_a_failed_checkpoint_pauses_its_job_alone_and_resume_goes_on_from_the_la
     job = status(output)["jobs"]["plain"]
     assert job["reason"] == (
         "its checkpoint of step 4 cannot be written: No space left on device; "
-        "mend that, and --resume goes on from step 3"
+        "mend that, and go on from step 3 with options=weftune.Options(resume=True)"
     )
     before = [line for line in lines(output) if line["job"] == "plain" and line["step"] <= 2]
     assert run(output, model, resume=True)[0] == {"looks": "succeeded", "plain": "succeeded"}
@@ -202,13 +210,31 @@ def test_output_that_nobody_takes_does_not_end_the_run(tmp_path, forks, away):
     assert log.count("\n") == 1, log
 
 
+def test_a_disk_without_room_for_adapters_and_checkpoints_is_refused_before_the_run(
+    tmp_path, model, monkeypatch
+):
+    output, free = tmp_path / "out", 0
+    monkeypatch.setattr("weftune.trainer.disk.shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
+    with pytest.raises(OutputError, match=r"only 0\.00 GiB are free there; free .*, or choose another"):
+        run(output, model)
+    # Two checkpoints of three vectors of float64 each, a fourth vector with `keep: best`, and the adapter.
+    sizes = [one.size for one in map(adapter_layout, jobs())]
+    needed = 8 * (sizes[0] * (2 * 4 + 1) + sizes[1] * (2 * 3 + 1))
+    free = needed - 1
+    with pytest.raises(OutputError, match=re.escape(f"out needs {gib(needed)} for adapters and checkpoints")):
+        run(output, model)
+    assert not (output / "status.json").exists()
+    free = needed
+    assert run(output, model)[0] == {"looks": "succeeded", "plain": "succeeded"}, "nothing is in its way"
+
+
 def test_paused_is_exit_1_and_the_table_says_how_to_go_on(tmp_path, forks):
     folder = jobs_folder(tmp_path, [{"name": "a", "steps": 6, "adapter": {"rank": 2}}])
     assert forks.weftune("train", "jobs.yaml", cwd=folder, file_bytes=2500) == 1
     log = (folder / "log").read_text()
     assert states(folder / "out") == {"a": "paused"}
     assert "its checkpoint of step 2 cannot be written: File too large" in log
-    assert "--resume goes on from step 0" in log
+    assert "go on from step 0 with weftune train jobs.yaml --resume" in log
     assert "report.html cannot be written" in log
     assert "Traceback" not in log
     assert forks.weftune("train", "jobs.yaml", "--resume", cwd=folder) == 0

@@ -21,6 +21,7 @@ from tests.outputs import (
 )
 from weftune import Options
 from weftune.jobs.store.job_file import write_job_file
+from weftune.run.training import checkpoint
 
 SHORT = {"name": "short", "steps": 4, "adapter": {"rank": 4}}
 LONG = {"name": "long", "steps": 28, "adapter": {"rank": 3, "dropout": 0.1}, "seed": 2}
@@ -49,7 +50,10 @@ def started(tmp_path, forks):
 def test_an_output_that_holds_something_is_refused_without_resume(started, forks):
     before = {path: path.read_bytes() for path in (started / "out").rglob("*") if path.is_file()}
     assert forks.weftune("train", "jobs.yaml", cwd=started) == 2
-    assert "out is not empty; continue it with --resume, or choose another --output" in said(started)
+    assert (
+        "out is not empty; continue it with weftune train jobs.yaml --resume, or choose another --output"
+        in said(started)
+    )
     assert "Traceback" not in said(started)
     assert before == {path: path.read_bytes() for path in (started / "out").rglob("*") if path.is_file()}
 
@@ -83,19 +87,36 @@ def test_finished_jobs_are_skipped_and_new_ones_start(started, forks):
     [
         (
             {"learning_rate": 2e-2},
-            "learning_rate changed; put them back, or go on with --resume --retry long --set learning_rate=",
+            "learning_rate changed; put them back, or go on with weftune train jobs.yaml --resume "
+            "--retry long --set learning_rate=0.02\n",
         ),
         (
             {"adapter": {"rank": 5, "dropout": 0.1}, "batch_size": 3},
-            "adapter.rank, batch_size changed; put them back, or train it anew with --resume --restart long",
+            "adapter.rank, batch_size changed; put them back, or train it anew with weftune train jobs.yaml "
+            "--resume --restart long",
         ),
     ],
 )
 def test_a_changed_key_of_a_started_job_is_refused_by_name(started, forks, change, named):
-    jobs_folder(started, [SHORT | {"seed": 9}, LONG | change])
+    jobs_folder(started, [SHORT, LONG | change])
     assert forks.weftune("train", "jobs.yaml", "--resume", cwd=started) == 2
     assert f"Job long has already started and cannot go on with other settings: {named}" in said(started)
     assert states(started / "out")["long"] == "running"
+
+
+def test_a_changed_key_of_a_finished_job_is_refused_with_both_values(started, forks):
+    jobs_folder(started, [SHORT | {"steps": 12, "learning_rate": 0.5}, LONG])
+    before = (started / "out" / "status.json").read_bytes()
+    assert forks.weftune("train", "jobs.yaml", "--resume", cwd=started) == 2
+    assert (
+        "Job short has already finished with other settings: learning_rate 0.01, now 0.5; steps 4, now 12; "
+        "put them back, or train it anew with weftune train jobs.yaml --resume --restart short\n"
+    ) in said(started)
+    assert (started / "out" / "status.json").read_bytes() == before
+    remedy = said(started).rpartition("train it anew with weftune ")[2].split()
+    assert forks.weftune(*remedy, cwd=started) == 0, said(started)
+    assert states(started / "out") == {"short": "succeeded", "long": "succeeded"}
+    assert sum(line["job"] == "short" for line in lines(started / "out")) == 12
 
 
 def test_another_number_of_steps_or_other_rows_are_refused(started, forks):
@@ -128,6 +149,32 @@ def test_a_mistake_elsewhere_costs_the_job_to_restart_nothing(started, forks):
     assert forks.weftune("train", "jobs.yaml", "--resume", "--restart", "short", cwd=started) == 2
     assert (started / "out" / "short" / "adapter_model.safetensors").read_bytes() == before
     assert states(started / "out")["short"] == "succeeded"
+
+
+class Seen:
+    """A view that keeps the first row of each job."""
+
+    def __init__(self):
+        self.first = {}
+
+    def update(self, row):
+        self.first.setdefault(row.name, row)
+
+    def note(self, text):
+        pass
+
+
+def test_a_resumed_job_is_shown_at_the_step_that_it_resumes_from(tmp_path):
+    model, seen = bench.base(), Seen()
+    with pytest.raises(Crash):
+        events_of(tmp_path / "out", model, 12)
+    folders = {name: tmp_path / "out" / name / "checkpoints" for name in ("drops", "stops")}
+    saved = {name: checkpoint.newest_progress(folder) for name, folder in folders.items()}
+    bench.trainer(model, tmp_path / "out", rich_jobs(), options=Options(resume=True), view=seen).run()
+    assert {name: (row.step, row.tokens) for name, row in seen.first.items()} == {
+        name: (one.step, one.trained_tokens) for name, one in saved.items()
+    }
+    assert all(row.step > 0 for row in seen.first.values())
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,9 @@ def test_what_was_changed_holds_for_later_resumptions_too(failed, model):
     changes = {"learning_rate": 1e-3}
     with pytest.raises(KeyboardInterrupt):
         run(failed, model, callback=interrupt, resume=True, retry=("a",), changes=changes)
-    with pytest.raises(OutputError, match=r"learning_rate changed; .* --retry a --set learning_rate="):
+    with pytest.raises(
+        OutputError, match=r"learning_rate changed; .* retry=\('a',\), changes={'learning_rate': 0.5}"
+    ):
         run(failed, model, job(learning_rate=0.5), resume=True)
     assert run(failed, model, resume=True) == {"a": "succeeded"}
     assert [line["learning_rate"] for line in lines(failed)] == [1e-2] * 2 + [1e-3] * 5
@@ -94,7 +96,7 @@ def test_what_cannot_be_retried_is_refused(failed, model):
     with pytest.raises(SpecError, match="--set learning_rate: must be"):
         run(failed, model, resume=True, retry=("a",), changes={"learning_rate": -1.0})
     assert run(failed, model, resume=True, retry=("a",)) == {"a": "succeeded"}, "by chance it goes well now"
-    with pytest.raises(SpecError, match="--retry a: it has succeeded; train it anew with --restart a"):
+    with pytest.raises(SpecError, match=r"--retry a: it has succeeded; train it anew with .*restart=.'a',"):
         run(failed, model, resume=True, retry=("a",))
 
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shlex
 import signal
 import threading
 import time
@@ -71,12 +72,14 @@ def test_a_share_that_is_given_up_leaves_its_jobs_to_be_resumed_and_the_others_f
     assert {states(output)[name] for name in kept} == {"succeeded"}
     unfinished = [name for name in lost if states(output)[name] != "succeeded"]
     assert unfinished
+    words = ["weftune", "train", f"{place / 'jobs.yaml'}", "--output", f"{output}", "--device", "cpu"]
+    resumed = shlex.join([*words, "--gpus", "2", "--resume"])
     for name in unfinished:
         assert states(output)[name] == "paused"
         reason = status(output)["jobs"][name]["reason"]
-        assert reason == "share 0 was ended by SIGKILL; go on with --resume"
+        assert reason == f"share 0 was ended by SIGKILL; go on with {resumed}"
     told = capfd.readouterr().out
-    assert "share 0 was ended by SIGKILL; giving up; go on with --resume." in told
+    assert f"share 0 was ended by SIGKILL; giving up; go on with {resumed}\n" in told
     assert Shares(place, "lost", 2, resume=True).wait() == 0
     assert_whole(output)
     assert_same_results(output, place / "undisturbed")
@@ -105,7 +108,8 @@ def test_ctrl_c_is_handed_to_all_and_resumed_by_one_process(place, forks, capfd)
     assert end.value.exit_code == 130
     told = capfd.readouterr().out
     assert told.count("Stopping: this step is finished and saved first") == 1
-    assert "Interrupted. Go on with --resume." in told
+    words = ["weftune", "train", f"{place / 'jobs.yaml'}", "--output", f"{output}", "--device", "cpu"]
+    assert f"Interrupted. Go on with {shlex.join([*words, '--gpus', '2', '--resume'])}\n" in told
     assert "paused" in states(output).values()
     assert {status(output)["jobs"][name]["reason"].partition(" at ")[0] for name in unended(output)} == {
         "interrupted"

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import pickle
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.base.folders import model_folder
 from tests.base.packs import CPU
 from tests.traversal import PAYLOADS
 from weftune.base.config import read_config
+from weftune.base.convert import converted
 from weftune.base.host.streamed import weights_in_files
 from weftune.base.load import inspect, load_base, load_plain, load_tokenizer
 from weftune.base.safe_files import convert_command, weight_map
@@ -157,3 +159,22 @@ def test_a_damaged_index_is_a_sentence(text: str, tmp_path: Path) -> None:
     index.write_text(text)
     with pytest.raises(BaseModelError, match=r"index\.json (is damaged|names)"):
         weight_map(index)
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [(0, "is empty: it has 0 bytes"), (-10, "is damaged or cut off"), (100, "it has 100 bytes")],
+)
+def test_a_weight_file_that_is_empty_or_cut_off_is_named(tmp_path, kept, said):
+    model_folder(tmp_path / "model", "llama", torch.float32)
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(BaseModelError, match=re.escape(f"{file} ")) as told:
+        load_plain(BaseSpec(model=str(tmp_path / "model")), torch.device("cpu"))
+    assert said in str(told.value)
+
+
+def test_an_empty_gguf_file_is_told_to_be_empty(tmp_path):
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(BaseModelError, match=r"model\.gguf cannot be read: it is empty \(0 bytes\)"):
+        converted(tmp_path / "model.gguf")

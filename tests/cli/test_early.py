@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,7 @@ def lay_out(folder: Path) -> None:
     jobs("rows", data="torn.jsonl")
     jobs("absent", data="absent.jsonl")
     jobs("hub", base="nobody/nothing")
+    jobs("tracked", rest="report_to: [wandb]\n")
     jobs("swept", job=", eval: {fraction: 0.5}, sweep: {over: {learning_rate: [1e-4, 1e-3]}}")
     over = "{learning_rate: {min: 1e-5, max: 1e-3}, seed: [1, 2]}"
     jobs("sweep", job=f", eval: {{fraction: 0.1}}, sweep: {{over: {over}}}")
@@ -96,6 +98,11 @@ CASES = [
     Case(("train", "hollow.yaml"), "holds no config.json"),
     Case(("train", "absent.yaml"), "there is no file"),
     Case(("train", "hub.yaml"), "There is no folder nobody/nothing here, and the Hub cannot be reached"),
+    *(
+        [Case(("train", "tracked.yaml"), "wandb is not installed; run `pip install 'weftune[wandb]'`")]
+        if find_spec("wandb") is None
+        else []
+    ),
     Case(("train", "good.yaml", "--output", "used"), "used is not empty; it holds other things than a run"),
     Case(("train", "good.yaml", "--output", "rows.jsonl"), "is a file; choose another --output"),
     Case(("train", "good.yaml", "--output", "used", "--resume"), "holds no status.json"),

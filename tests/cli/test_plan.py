@@ -127,6 +127,42 @@ def test_where_the_base_fits_each_device_a_share_of_the_jobs_goes_to_each(folder
     assert json.loads((folder / "out.json").read_text())["shares"] is None
 
 
+def test_the_option_gpus_plans_a_share_of_the_jobs_on_each_device_as_train_would(folder, weftune):
+    file = jobs_file(folder, short="{rank: 8}", middle="{rank: 16}", long="{rank: 64}")
+
+    def shares(*words):
+        shown = weftune(file, *words, "--json", "out.json")
+        assert shown.code == 0, shown.err
+        numbers = json.loads((folder / "out.json").read_text())
+        return None if numbers["shares"] is None else len(numbers["shares"]), numbers["train"]
+
+    assert shares("--cluster", "4xA100-80G", "--gpus", "2") == (2, "--gpus 2")
+    assert shares("--cluster", "2xA100-80G", "--gpus", "all") == (2, "--gpus 2")
+    assert shares("--cluster", "4xA100-80G", "--gpus", "1") == (None, "--gpus 1")
+    for words, sentence in (
+        (("--cluster", "2xA100-80G", "--gpus", "3"), "--gpus 3: 2xA100-80G:nvlink has 2"),
+        (("--cluster", "2xT4", "--gpus", "2"), "the base and a job do not fit the"),
+        (("--gpus", "2", "--pipeline", "2"), "--gpus 2 puts the whole base on each GPU"),
+        (("--gpus", "none"), "--gpus none: write all, or how many"),
+        (("--gpus", "2", "--gpu-memory", "8GiB"), "--gpus and --replicas want all of it on each"),
+    ):
+        shown = weftune(file, *words)
+        assert (shown.code, sentence in shown.err) == (2, True), (words, shown.err)
+
+
+def test_both_memory_figures_of_a_plan_say_what_they_are(folder, weftune):
+    file = jobs_file(folder, short="{rank: 8}", long="{rank: 64}")
+    shown = weftune(file, "--cluster", "H200", "--json", "out.json")
+    numbers, words = json.loads((folder / "out.json").read_text()), " ".join(shown.out.split())
+    peak, full = gib(numbers["run"]["needs_bytes"]), gib(numbers["stages"][0]["needs_bytes"])
+    assert peak != full
+    assert f"{peak} at its peak of the" in words
+    assert "needs at most" in words
+    assert full in words
+    assert f"if every microbatch is filled to the token capacity of {numbers['capacity']:,}." in words
+    assert f"With the samples of the first window the peak is {peak}." in words
+
+
 def test_where_a_device_is_too_small_as_few_stages_as_fit_are_planned_and_the_option_told(folder, weftune):
     shown = weftune(jobs_file(folder, short="{rank: 8}"), "--cluster", "4xT4", "--json", "out.json")
     numbers = json.loads((folder / "out.json").read_text())
@@ -141,7 +177,7 @@ def test_first_of_all_come_the_time_and_the_memory_of_the_run_and_of_each_job(fo
     first, rest = shown.out.split("\n", 1)
     run = json.loads((folder / "out.json").read_text())["run"]
     assert first.startswith("2 jobs on 1xH200: "), shown.err
-    assert f"{span_text(run['seconds'])} for the whole run, {gib(run['needs_bytes'])} of the" in first
+    assert f"{span_text(run['seconds'])} for the whole run, {gib(run['needs_bytes'])} at its peak of" in first
     assert run["seconds"] == max(job["ends"] for job in run["jobs"].values()) > 0
     assert run["jobs"]["long"]["state_bytes"] == 8 * run["jobs"]["short"]["state_bytes"] > 0
     table = rest[: rest.index("they fit")]

@@ -46,6 +46,14 @@ def test_supervised_tokens_are_coloured_and_markup_stays_text(tokenizer, tmp_pat
     assert taught == ["yes [/x]<|im_end|>"]
 
 
+def test_without_colours_marks_stand_around_what_is_supervised(tokenizer, tmp_path):
+    prepared = prepare(DataSpec(rows=[CHAT]), None, tokenizer, tmp_path)
+    text = printed(drawing(Shown(("a",), prepared), tokenizer, rows=1, marked=True))
+    assert ">>>yes [/x]<|im_end|><<<" in text
+    assert text.count(">>>") == 2, "and once in the title"
+    assert "supervised, between >>> and <<<" in text
+
+
 def test_a_drawing_shows_samples_counts_lengths_and_notes(tokenizer, tmp_path):
     rows = [CHAT, {"messages": [*CHAT["messages"], *CHAT["messages"] * 20]}]
     prepared = prepare(DataSpec(rows=rows * 3, max_length=60), EvalSpec(fraction=0.5), tokenizer, tmp_path)
@@ -102,6 +110,7 @@ jobs:
     assert shown.exit_code == 0, shown.output
     assert "─ sql (6 trials) ─" in shown.output
     assert shown.output.count("training:") == 2
+    assert ">>>" in shown.output, "no terminal, no colours"
     rows = [line.split() for line in shown.output.splitlines() if line.startswith("│ sql-r")]
     assert [row[1] for row in rows] == [
         f"sql-r{rank}-lr{rate}" for rank in (2, 4, 8) for rate in ("1e-4", "3e-4")

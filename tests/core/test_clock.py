@@ -12,6 +12,7 @@ import torch
 
 from weftune.core import clock as clocks
 from weftune.core.clock import (
+    COMMAND_STARTED,
     Phase,
     PhaseClock,
     claim,
@@ -180,6 +181,16 @@ def test_a_clock_of_the_process_counts_from_its_creation():
     imports, seconds, ago = map(float, said.split())
     assert 0.3 <= imports <= seconds <= outside + 0.1
     assert abs(ago - seconds) < 0.1
+
+
+def test_in_a_process_that_a_command_has_started_the_clock_counts_from_the_commands_start(monkeypatch):
+    monkeypatch.setenv(COMMAND_STARTED, str(time.time() - process_seconds() - 100))
+    found = process_clock().read()
+    assert found.seconds == pytest.approx(process_seconds() + 100, abs=1)
+    assert found.phases[Phase.IMPORTS] == pytest.approx(process_seconds(), abs=1)
+    assert found.phases[Phase.OTHER] == pytest.approx(100, abs=1)
+    monkeypatch.setenv(COMMAND_STARTED, "yesterday")
+    assert process_clock().read().seconds == pytest.approx(process_seconds(), abs=1)
 
 
 def test_where_the_system_does_not_tell_the_age_of_a_process_its_processor_time_stands_for_it(monkeypatch):

@@ -57,7 +57,7 @@ def test_the_first_signal_finishes_the_step_saves_and_exits_130_and_resume_compl
     assert forks.wait() == 130
     log = (place / "log").read_text()
     assert "Stopping: this step is finished and saved first." in log
-    assert "Interrupted. Go on with --resume." in log
+    assert "Interrupted. Go on with weftune train jobs.yaml --resume\n" in log
     assert "Traceback" not in log
     jobs = status(place / "out")["jobs"]
     assert set(jobs) == {job["name"] for job in FOUR_JOBS}
@@ -65,7 +65,9 @@ def test_the_first_signal_finishes_the_step_saves_and_exits_130_and_resume_compl
     assert {job["state"] for job in jobs.values()} <= {"paused", "succeeded"}
     assert waiting
     for name, job in waiting.items():
-        assert job["reason"] == f"interrupted at step {job['step']}; go on with --resume"
+        assert (
+            job["reason"] == f"interrupted at step {job['step']}; go on with weftune train jobs.yaml --resume"
+        )
         assert (place / "out" / name / "checkpoints" / f"step-{job['step']:08d}").is_dir()
     before = lines(place / "out")
     assert forks.weftune("train", "jobs.yaml", "--resume", cwd=place) == 0, (place / "log").read_text()

@@ -173,6 +173,19 @@ def test_the_first_label_that_is_no_token_of_its_row_is_named():
     assert (kept.tokens.tolist(), kept.mask.tolist()) == ([2, 3, 4], [True] * 3)
 
 
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"prompt": 1, "completion": "b"}, "`prompt` must be text or a list of messages, not a number"),
+        ({"prompt": "a", "completion": {}}, "`completion` must be text or a list of messages, not an object"),
+        ({"prompt": "a", "completion": []}, "must both be text or both be lists of messages"),
+    ],
+)
+def test_prompts_and_completions_that_are_no_text_are_told_so(row, sentence):
+    with pytest.raises(BadRow, match=sentence):
+        normalise(row, "prompt_completion", DataSpec())
+
+
 def test_what_alpaca_rows_leave_empty_is_left_out():
     row = {"instruction": "Hello", "output": "yes", "input": " ", "system": " "}
     assert [one["content"] for one in normalise(row, "alpaca", DataSpec()).messages] == ["Hello", "yes"]

@@ -136,6 +136,21 @@ def test_a_split_leaves_no_side_empty(fraction, gpt2, tmp_path):
         prepare(DataSpec(rows=ROWS[:1] * 3), EvalSpec(fraction=fraction), gpt2, tmp_path)
 
 
+def test_an_evaluation_whose_rows_are_all_trained_on_is_known(gpt2, tmp_path, write_lines):
+    train = write_lines(ROWS[:20], "train.jsonl")
+    for name, rows, is_known in (
+        ("copy", ROWS[:20], True),
+        ("part", ROWS[5:9], True),
+        ("more", ROWS[15:25], False),
+    ):
+        held_out = EvalSpec(path=str(write_lines(rows, f"{name}.jsonl")))
+        found = prepare(DataSpec(path=str(train)), held_out, gpt2, tmp_path / "cache")
+        assert found.evaluates_trained is is_known, name
+        assert found.behind(3, 0).evaluates_trained is is_known
+    split = prepare(DataSpec(path=str(train)), EvalSpec(fraction=0.2), gpt2, tmp_path / "cache")
+    assert not split.evaluates_trained
+
+
 def test_an_evaluation_file_is_read_with_the_same_settings(gpt2, tmp_path, write_lines):
     path = write_lines([{"prompt": "a", "completion": "the cat"}], "held.jsonl")
     spec = DataSpec(rows=ROWS[:2], max_length=4)

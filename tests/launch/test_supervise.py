@@ -9,10 +9,13 @@ from functools import partial
 import pytest
 
 import weftune.launch.supervise
+from tests.launch.mains import tell_wall_time
 from tests.run.processes import context
+from weftune.core.clock import PhaseClock, running
 from weftune.launch import processes
 from weftune.launch.processes import INTERRUPTED, THREADS, forks
 from weftune.launch.supervise import Supervised, Supervisor, Team, TeamEnd
+from weftune.launch.workers import launch
 from weftune.run.workers.heartbeat import LOST
 
 
@@ -100,7 +103,7 @@ def test_a_team_that_is_lost_too_often_is_given_up_and_the_others_come_to_their_
     assert told.heard == ["a", "b"], "what it said last is heard, too"
     assert told.said == [
         "worker 0.0 was ended by SIGKILL; starting it again from the last checkpoints (1 of 1).",
-        "worker 0.0 was ended by SIGKILL; giving up; go on with --resume.",
+        "worker 0.0 was ended by SIGKILL; giving up; go on with weftune train jobs.yaml --resume",
     ]
     assert told.attempts == [(0, 0), (1, 0), (0, 1)]
 
@@ -136,3 +139,10 @@ def test_asked_to_stop_nobody_is_started_again(tmp_path):
     assert [one.code for one in ended] == [INTERRUPTED]
     assert told.said == []
     assert told.attempts == [(0, 0)]
+
+
+def test_workers_count_the_wall_time_of_the_command_that_has_started_them(tmp_path):
+    words = [str(tmp_path / "seconds")]
+    with running(PhaseClock(age=100.0)):
+        assert launch(tell_wall_time, words, words, 1, tmp_path / "out") == 0
+    assert 100 <= float((tmp_path / "seconds").read_text()) < 200

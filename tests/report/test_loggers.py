@@ -31,7 +31,7 @@ def test_a_missing_package_names_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weftune.report.loggers.find_spec", lambda name: None)
-    with pytest.raises(MissingPackage, match=r"pip install weftune\[tensorboard\]"):
+    with pytest.raises(MissingPackage, match=r"pip install 'weftune\[tensorboard\]'"):
         open_loggers(["tensorboard"], tmp_path, JOBS)
 
 

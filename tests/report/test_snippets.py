@@ -1,13 +1,19 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import shlex
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tests.report.example import Job, write_example
+from weftune.jobs.store.states import State
+from weftune.jobs.store.store import open_store
+from weftune.report.ending import print_ending
+from weftune.report.page import render_page
 from weftune.report.read import JobRecord, read_run
 from weftune.report.snippets import generate_command, load_snippet, remedies
 
@@ -72,6 +78,23 @@ def record(folder: Path, state: str, reason: str = "", name: str = "one") -> Job
 def test_every_state_has_its_remedy(tmp_path: Path, state: str, reason: str, commands: list[str]) -> None:
     found = [remedy.command for remedy in remedies(record(tmp_path, state, reason))]
     assert found == [f"weftune train jobs.yaml --resume {command}".strip() for command in commands]
+
+
+def test_remedies_name_the_jobs_file_and_the_output_that_the_run_was_called_with(tmp_path: Path) -> None:
+    command = "weftune train 'my jobs/night.yaml' --output 'new out' --resume"
+    with open_store(tmp_path / "new out", resume=False, command=command) as store:
+        store.add_job("one")
+        store.move_job("one", State.RUNNING)
+        store.move_job("one", State.FAILED, "its loss at step 4 is nan")
+        store.write_status()
+    run = read_run(tmp_path / "new out")
+    retried, anew = (remedy.command for remedy in remedies(run.jobs[0], run.command))
+    assert retried == f"{command} --retry one --set learning_rate=1e-5"
+    assert anew == f"{command} --restart one"
+    file = io.StringIO()
+    print_ending(Console(file=file, width=60), run)
+    assert f"\n  {retried}\n" in file.getvalue(), "the terminal alone breaks it"
+    assert anew.replace("'", "&#39;") in render_page(run)
 
 
 def test_a_name_stays_one_word_of_the_command(tmp_path: Path) -> None:

@@ -57,6 +57,18 @@ def test_without_a_terminal_there_is_a_line_every_tenth_of_a_run() -> None:
     assert lines[1] == "a  running  step 20/200  loss 2.0000  100 tokens/s  3:00 left"
 
 
+def test_what_a_resumed_job_had_done_before_is_no_speed() -> None:
+    console, file = plain_console()
+    clock = Clock()
+    with LiveView(console, [], clock) as view:
+        row = JobRow(name="a", step=100, steps=200, tokens=10_000)
+        view.update(row)
+        assert file.getvalue() == "", "it has not moved yet"
+        follow(view, clock, row, steps=20, tokens=100)
+        assert view._overall.tokens_per_second == pytest.approx(100, rel=0.1)
+    assert file.getvalue().splitlines()[0].startswith("a  running  step 101/200")
+
+
 def test_without_a_terminal_many_jobs_are_told_of_together_and_by_name_only_if_they_stop() -> None:
     console, file = plain_console()
     clock, rows = Clock(), [JobRow(name=f"job-{at}", steps=10) for at in range(100)]

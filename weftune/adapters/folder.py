@@ -80,8 +80,20 @@ def target_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def refuse_folder_of_adapters(folder: Path) -> None:
+    """Raise for a folder that is none of an adapter but holds such folders, as `best` of a sweep does."""
+    if (folder / CONFIG).is_file() or (folder / JOB_FILE).is_file():
+        return
+    if found := sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}")):
+        raise AdapterError(
+            f"{folder} holds several adapters, each in a folder of its own: {', '.join(found)}; name one of "
+            f"them, such as {shlex.quote(str(folder / found[0]))}"
+        )
+
+
 def refuse_no_adapter(folder: Path) -> None:
     """Whatever can be said against an adapter folder without reading its weights."""
+    refuse_folder_of_adapters(folder)
     if (folder / JOB_FILE).is_file() and not (folder / CONFIG).is_file():
         raise AdapterError(f"The job in {folder} has not finished: there is no adapter in it yet.")
     read_config(folder)

@@ -46,6 +46,8 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """What the header says, or ValueError with the reason why it cannot be true."""
+    if not path.stat().st_size:
+        raise ValueError("it is empty (0 bytes); download or copy it again")
     with path.open("rb") as file:
         header = _GgufWalk(file).header()
     _check_sizes(header)
@@ -80,7 +82,7 @@ class _GgufWalk:
 
     def _spend(self, size: int) -> None:
         if size > self._left:
-            raise ValueError("it ends in the middle of its header")
+            raise ValueError("it ends in the middle of its header; download or copy it again")
         self._left -= size
 
     def _number(self, size: int) -> int:

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -16,6 +15,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from weftune.base.config import CONFIG, read_config
 from weftune.base.outline import Tower
 from weftune.base.place import place
+from weftune.base.safe_files import open_safetensors
 from weftune.base.spec import BaseSpec
 from weftune.base.weights import WeightFiles, found_file, part_of, stored_names, weight_files
 
@@ -57,7 +57,7 @@ def _write_file(model: PreTrainedModel, files: WeightFiles, file: str, target: P
     own = {part: part_of(model.get_parameter(name), parts, part) for name, parts, part in found}
     here = [stored for stored, where in files.files.items() if where == file]
     tensors: dict[str, Tensor] = {}
-    with safe_open(files.path(here[0]), framework="pt") as opened:
+    with open_safetensors(files.path(here[0])) as opened:
         for stored in here:
             value = own[stored] if stored in own else opened.get_tensor(stored)
             value = value.detach()

@@ -10,8 +10,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from weftune.errors import BaseModelError
 
@@ -70,6 +74,18 @@ def weight_map(index: Path) -> dict[str, str]:
                 f"{index} names {str(file)[:80]!r}, but its weights must be {SAFETENSORS} files beside it."
             )
     return files
+
+
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """A safetensors file, opened; one that is empty or was cut off is named in the sentence."""
+    try:
+        file = safe_open(path, framework="pt")
+    except SafetensorError as error:
+        what = f"is damaged or cut off ({error})" if (size := path.stat().st_size) else "is empty"
+        raise BaseModelError(f"{path} {what}: it has {size:,} bytes; download or copy it again") from error
+    with file:
+        yield file
 
 
 def _is_plain(file: object) -> bool:

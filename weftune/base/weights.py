@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -19,7 +18,7 @@ from weftune.base.quant.format import WeightFormat
 from weftune.base.quant.linear import quant_paths
 from weftune.base.quant.read import QuantReader, chosen_forms, is_part, is_stored, parts_beside, stored_matrix
 from weftune.base.quant.stored import Quantised
-from weftune.base.safe_files import weight_map
+from weftune.base.safe_files import open_safetensors, weight_map
 from weftune.base.towers import older_name
 
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -54,7 +53,7 @@ def weight_files(where: str, revision: str | None) -> WeightFiles | None:
     whole = found_file(where, SAFE_WEIGHTS_NAME, revision)
     if whole is None:
         return None
-    with safe_open(whole, framework="pt") as file:
+    with open_safetensors(whole) as file:
         return WeightFiles(where, revision, dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME))
 
 
@@ -81,7 +80,7 @@ def file_reader(
 def _tensor(files: WeightFiles, name: str) -> Tensor:
     if name not in files.files:
         raise OSError(f"{name} is missing from its files")
-    with safe_open(files.path(name), framework="pt") as file:
+    with open_safetensors(files.path(name)) as file:
         return file.get_tensor(name)
 
 
@@ -92,7 +91,7 @@ def _read(files: WeightFiles, known: StoredNames, name: str, out: Tensor) -> Non
         out.copy_(value)
         return
     for path, parts in _by_file(files, known[name]).items():
-        with safe_open(path, framework="pt") as file:
+        with open_safetensors(path) as file:
             for part in parts:
                 place, value = part_of(out, known[name], part), file.get_tensor(part)
                 refuse_other_shape(name, value.shape, place.shape)
@@ -166,7 +165,7 @@ def read_weights(model: PreTrainedModel, files: WeightFiles, device: torch.devic
         if len(wanted[name]) == 1:
             by_file.setdefault(files.path(wanted[name][0]), []).append(name)
     for path, names in by_file.items():
-        with safe_open(path, framework="pt") as file:
+        with open_safetensors(path) as file:
             for name in names:
                 _put(model, shared[name], file.get_tensor(wanted[name][0]), device)
     for name in (name for name in shared if len(wanted[name]) > 1):
@@ -260,7 +259,7 @@ def stored_dtype(files: WeightFiles) -> torch.dtype | None:
     """Of most tensors of the first file, those of quantised weights apart; None where that is none which
     models are trained in."""
     first = next(iter(files.files))
-    with safe_open(files.path(first), framework="pt") as file:
+    with open_safetensors(files.path(first)) as file:
         plain = [name for name in file.keys() if not is_part(name, files.files)]  # noqa: SIM118
         found = Counter(str(file.get_slice(name).get_dtype()) for name in plain)
     if not found:

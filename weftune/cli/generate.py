@@ -24,10 +24,11 @@ def generate(
     device: Annotated[str | None, typer.Option(help="cuda or cpu; the GPU if there is one.")] = None,
 ) -> None:
     """Ask a finished adapter something."""
-    from weftune.adapters.folder import refuse_no_adapter
+    from weftune.adapters.folder import refuse_folder_of_adapters, refuse_no_adapter
     from weftune.cli.early import refuse_base, refuse_device
 
     refuse_device(device)
+    refuse_folder_of_adapters(folder)
     spec = base_of(folder)
     refuse_no_adapter(folder)
     refuse_base(spec)

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from weftune.plan.window.rounds import Course
 
 
+ALL = 0
+"""The number of devices that stands for all of the cluster."""
+
+
 def plan(
     jobs: Annotated[Path, typer.Argument(metavar="JOBS.YAML", help="The jobs file.")],
     cluster: Annotated[
@@ -49,6 +53,10 @@ def plan(
     replicas: Annotated[
         int, typer.Option(min=1, help="So many copies of the base, or of its stages, share every batch.")
     ] = 1,
+    gpus: Annotated[
+        str | None,
+        typer.Option(metavar="N|all", help="The whole base on each of so many devices, as `weftune train`."),
+    ] = None,
     max_steps: Annotated[int | None, typer.Option(min=1, help="End every job after so many steps.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="A sentence for each decision.")] = False,
     ablate: Annotated[
@@ -60,25 +68,32 @@ def plan(
     """Say what `weftune train` would do with the jobs: layout, memory, times. No weights are loaded."""
     from weftune.cli.early import one_of_each, read_early, refuse_device, refuse_rows
     from weftune.cli.options import bytes_of
-    from weftune.cli.train import refuse_beside_gpu_memory, stages_of
+    from weftune.cli.train import gpus_of, refuse_beside_gpu_memory, refuse_beside_gpus, stages_of
+    from weftune.jobs.sweeps.expand import refuse_shares
 
     if gantt is not None:
         refuse_picture(gantt)
     refuse_device(device)
     limit = None if gpu_memory is None else bytes_of(gpu_memory, "--gpu-memory")
     if gpu_memory is not None:
-        refuse_beside_gpu_memory(gpu_memory, pipeline, None, replicas)
+        refuse_beside_gpu_memory(gpu_memory, pipeline, gpus, replicas)
+    if gpus is not None:
+        refuse_beside_gpus(gpus, pipeline, replicas, None)
     asked = PlanAsked(
         here=cluster == "auto",
         limit=limit,
         memory=None if memory is None else bytes_of(memory, "--memory"),
         pipeline=None if pipeline is None else stages_of(pipeline),
         replicas=replicas,
+        gpus=None if gpus is None else gpus_of(gpus) or ALL,
         max_steps=max_steps,
         explained=explain,
         ablated=ablate,
     )
-    refuse_rows(one_of_each(read_early(jobs)), named=True)
+    run = read_early(jobs)
+    if asked.gpus not in (None, 1):
+        refuse_shares(run.sweeps)
+    refuse_rows(one_of_each(run), named=True)
     found = read_cluster(cluster, limit, on_cpu=device == "cpu")
 
     from rich.console import Console
@@ -104,9 +119,16 @@ class PlanAsked:
     pipeline: int | None = None
     """Workers; 0 for as many as the planner finds right."""
     replicas: int = 1
+    gpus: int | None = None
+    """Devices that each hold the base and train a share of the jobs; `ALL` for those of the cluster."""
     max_steps: int | None = None
     explained: bool = False
     ablated: bool = False
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the planner chooses how many devices train, and in which way."""
+        return self.pipeline is None and self.gpus is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +199,7 @@ def answer(wanted: Wanted, console: Console) -> Answered:
 
     way = way_of(wanted)
     if way.shares > 1:
-        return shared(wanted, way, console)
+        return shared(with_shared_cores(wanted, way.shares), way, console)
     choice = choose(wanted.shape, wanted.shapes, way.machine)
     if choice.streamed and way.flags and wanted.asked.limit is None:
         assert choice.place is not None, "it is streamed"
@@ -268,6 +290,13 @@ def shared(wanted: Wanted, way: Way, console: Console) -> Answered:
     numbers |= told(everyone, ablations) | run_numbers(run, wanted.totals)
     numbers |= {"first_window": first.window.numbers}
     return Answered(numbers | swept(wanted, run), lambda: Picture(first.program, first.timeline), run)
+
+
+def with_shared_cores(wanted: Wanted, shares: int) -> Wanted:
+    """On a CPU, shares divide its cores among them; GPUs are each one's own."""
+    if wanted.cluster.devices[0].is_gpu:
+        return wanted
+    return replace(wanted, speeds=[replace(speed, flops=speed.flops / shares) for speed in wanted.speeds])
 
 
 def swept(wanted: Wanted, run: WholeRun) -> dict[str, Any]:

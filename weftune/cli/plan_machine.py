@@ -38,6 +38,8 @@ def way_of(wanted: Wanted) -> Way:
     from weftune.plan.layout.stage_count import Devices, choose_stages
 
     asked, devices = wanted.asked, wanted.cluster.devices
+    if asked.gpus is not None:
+        return _in_shares(wanted, asked.gpus or len(devices))
     if asked.pipeline is not None and asked.pipeline > 1:
         return _in_workers(wanted, asked.pipeline)
     if asked.pipeline is None and (len(devices) == 1 or asked.replicas > 1):
@@ -63,6 +65,26 @@ def way_of(wanted: Wanted) -> Way:
         return _in_workers(wanted, len(devices), streamed=True)
     share = replace(one, host_budget=one.host_budget // chosen.shares)
     return Way(share, f"--gpus {chosen.shares}", chosen.shares)
+
+
+def _in_shares(wanted: Wanted, devices: int) -> Way:
+    """As many devices as were asked for, each with the whole base. On a CPU they are processes."""
+    from weftune.errors import PlanError
+    from weftune.plan.cost.memory import gib
+    from weftune.plan.layout.one_device import fits_whole
+
+    one, known = machine_of(wanted), len(wanted.cluster.devices)
+    if one.on_gpu and devices > known:
+        raise PlanError(f"--gpus {devices}: {wanted.cluster.name} has {known}; write --gpus all")
+    shares = min(devices, len(wanted.jobs))
+    budget = one.budget if one.on_gpu else one.budget // devices
+    share = replace(one, budget=budget, host_budget=one.host_budget // shares)
+    if not fits_whole(wanted.shape, wanted.shapes, budget):
+        raise PlanError(
+            f"--gpus {devices}: the base and a job do not fit the {gib(budget)} that they may take of one "
+            f"device; cut the base into stages with --pipeline {max(2, devices)}"
+        )
+    return Way(share, f"--gpus {devices}", shares)
 
 
 def _in_workers(wanted: Wanted, workers: int, streamed: bool = False) -> Way:

@@ -33,8 +33,8 @@ def show_run(console: Console, run: WholeRun, wanted: Wanted, source: str) -> No
         whole += " if no trial leaves early"
     console.print(
         f"{plural(len(run.ends), 'job')} on {wanted.cluster.name}: {least}{span_text(run.seconds)} for "
-        f"{whole}, {gib(run.need_bytes)} of the {gib(run.budget_bytes)} that it may take of a device. "
-        f"Times are {source}.",
+        f"{whole}, {gib(run.need_bytes)} at its peak of the {gib(run.budget_bytes)} that it may take of a "
+        f"device. Times are {source}.",
         highlight=False,
     )
     trials = {name for one in wanted.sweeps for name in one.listed}
@@ -86,7 +86,7 @@ def span_text(seconds: float) -> str:
 
 
 def show(console: Console, found: Foreseen, wanted: Wanted, way: Way) -> None:
-    told = f" Train with {way.flags}." if way.flags and wanted.asked.pipeline is None else ""
+    told = f" Train with {way.flags}." if way.flags and wanted.asked.chooses else ""
     console.print(
         f"{plural(len(found.window.shapes), 'job')} on {wanted.cluster.name}: they fit, with a token "
         f"capacity of {found.program.capacity:,}. The base is {found.choice.why}.{told}",
@@ -179,7 +179,7 @@ def share_table(found: ShareOutlook, wanted: Wanted) -> Table:
     table = Table("device", "jobs", "predicted", "tokens/s", "needs", "may take", title="Shares")
     for number, (share, part) in enumerate(zip(found.shares, found.parts, strict=True)):
         table.add_row(
-            f"{number} {wanted.cluster.devices[number].name}",
+            f"{number} {_device(wanted, number)}",
             ", ".join(_collapsed(share.jobs, wanted)),
             duration_text(share.seconds),
             f"{part.forecast.tokens_per_second:,.0f}",
@@ -190,7 +190,14 @@ def share_table(found: ShareOutlook, wanted: Wanted) -> Table:
 
 
 def stage_table(found: Foreseen, wanted: Wanted) -> Table:
-    table = Table("device", "layers", "needs", "may take", title="Memory on every device")
+    peak, capacity = gib(found.window.promise.peak_bytes), f"{found.program.capacity:,}"
+    caption = (
+        f"Needs at most: if every microbatch is filled to the token capacity of {capacity}. With the samples "
+        f"of the first window the peak is {peak}."
+    )
+    table = Table(
+        "device", "layers", "needs at most", "may take", title="Memory on every device", caption=caption
+    )
     layout, layers = found.choice.layout, wanted.shape.layers
     needs = stage_needs(found)
     for number, (stage, need) in enumerate(zip(layout.stages, needs, strict=True)):

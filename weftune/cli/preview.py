@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from weftune.jobs.sweeps.spec import Sweep
 
 SUPERVISED = "bold green"
+MARKS = (">>>", "<<<")
+"""Stand around supervised text where colours are not shown."""
 GIVEN = "dim"
 BARS = 10
 BAR_WIDTH = 40
@@ -39,8 +41,8 @@ def preview(
     job: Annotated[str | None, typer.Option(help="Only this job or sweep.")] = None,
     rows: Annotated[int, typer.Option(min=0, help="How many samples to show of each dataset.")] = 3,
 ) -> None:
-    """Show rows as the model sees them, supervised tokens coloured, and the trials of sweeps. No weights are
-    loaded."""
+    """Show rows as the model sees them, supervised tokens coloured (in a pipe: between >>> and <<<), and the
+    trials of sweeps. No weights are loaded."""
     from weftune.cli.early import read_early, refuse_rows
 
     run = read_early(file)
@@ -57,9 +59,10 @@ def preview(
     tokenizer = load_tokenizer(run.base)
     shape = inspect(run.base)
     console = Console()
+    marked = console.color_system is None or console.no_color
     found = prepare_all(chosen, tokenizer, shape.context)
     for shown in found:
-        for part in drawing(shown, tokenizer, rows, sweeps):
+        for part in drawing(shown, tokenizer, rows, sweeps, marked):
             console.print(part)
     if sweeps:
         try:
@@ -118,13 +121,13 @@ def warned(
     from weftune.jobs.spec.checks import data_warnings, told_once, warnings
     from weftune.jobs.sweeps.checks import sweep_warnings
 
-    trains = {name: shown.prepared.train for shown in found for name in shown.jobs}
+    prepared = {name: shown.prepared for shown in found for name in shown.jobs}
     sentences, steps = [], {}
     for job in jobs:
-        train = trains[job.name]
+        train, seen = prepared[job.name].train, prepared[job.name].evaluates_trained
         order = SampleOrder(len(train), job.batch_size, job.seed, train.weights)
         steps[job.name] = job.total_steps(order.steps_per_epoch)
-        sentences += [(job.name, one) for one in data_warnings(job, len(train), steps[job.name])]
+        sentences += [(job.name, one) for one in data_warnings(job, len(train), steps[job.name], seen)]
     of_sweeps = sweep_warnings(sweeps, {job.name: job for job in jobs}, steps)
     return [*warnings(jobs, shape), *told_once(sentences), *of_sweeps]
 
@@ -156,8 +159,11 @@ def list_trials(console: Console, sweeps: Sequence[Sweep], why: UserError) -> No
     console.print(Text(f"Their memory and time cannot be predicted here: {why}"), soft_wrap=True)
 
 
-def drawing(shown: Shown, tokenizer: Any, rows: int, sweeps: Sequence[Sweep] = ()) -> list[RenderableType]:
-    """What one dataset looks like, from top to bottom. All of a user's words are `Text`, never markup."""
+def drawing(
+    shown: Shown, tokenizer: Any, rows: int, sweeps: Sequence[Sweep] = (), marked: bool = False
+) -> list[RenderableType]:
+    """What one dataset looks like, from top to bottom. All of a user's words are `Text`, never markup. With
+    `marked`, supervised text stands between marks, for output that has no colours."""
     from rich.panel import Panel
     from rich.rule import Rule
     from rich.text import Text
@@ -167,8 +173,9 @@ def drawing(shown: Shown, tokenizer: Any, rows: int, sweeps: Sequence[Sweep] = (
     train = shown.prepared.train
     parts: list[RenderableType] = [Rule(Text(", ".join(collapsed(shown.jobs, sweeps))))]
     for i in range(min(rows, len(train))):
-        counts = f"sample {i + 1}: {train.lengths[i]} tokens, {train.supervised[i]} supervised"
-        parts.append(Panel(coloured(train, i, tokenizer), title=Text(counts), title_align="left"))
+        between = f", between {' and '.join(MARKS)}" if marked else ""
+        counts = f"sample {i + 1}: {train.lengths[i]} tokens, {train.supervised[i]} supervised{between}"
+        parts.append(Panel(coloured(train, i, tokenizer, marked), title=Text(counts), title_align="left"))
     parts.append(Text(summary("training", train)))
     if shown.prepared.evaluation is not None:
         parts.append(Text(summary("evaluation", shown.prepared.evaluation)))
@@ -177,7 +184,8 @@ def drawing(shown: Shown, tokenizer: Any, rows: int, sweeps: Sequence[Sweep] = (
     return parts
 
 
-def coloured(samples: Samples, i: int, tokenizer: Any) -> Text:
+def coloured(samples: Samples, i: int, tokenizer: Any, marked: bool = False) -> Text:
+    """A sample's text, what is supervised in another colour; with `marked`, also between marks."""
     from rich.text import Text
 
     text = Text()
@@ -188,7 +196,9 @@ def coloured(samples: Samples, i: int, tokenizer: Any) -> Text:
             continue
         # Decoded from the beginning each time: a run by itself may lose the space it starts with.
         so_far = tokenizer.decode(tokens[:stop], clean_up_tokenization_spaces=False)
-        text.append(visible(so_far[len(printed) :]), style=SUPERVISED if mask[start] else GIVEN)
+        begin, end = MARKS if marked and mask[start] else ("", "")
+        shown = f"{begin}{visible(so_far[len(printed) :])}{end}"
+        text.append(shown, style=SUPERVISED if mask[start] else GIVEN)
         start, printed = stop, so_far
     return text
 

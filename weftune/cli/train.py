@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,17 +69,18 @@ def train(
     """Train every job of a jobs file together; each becomes a PEFT adapter in the output folder."""
     asked = TrainAsked(
         jobs, output, device, max_steps, memory, resume, tuple(restart or ()), replicas, gpu_memory,
-        tuple(retry or ()), tuple(changes or ()),
+        tuple(retry or ()), tuple(changes or ()), pipeline, gpus,
     )  # fmt: skip
     with running(process_clock()):
-        _train_as(asked, pipeline, gpus)
+        _train_as(asked)
 
 
-def _train_as(asked: TrainAsked, pipeline: str | None, gpus: str | None) -> None:
+def _train_as(asked: TrainAsked) -> None:
     """In this process or in those that the options ask for; options that cannot go together are refused."""
     from weftune.errors import UserError
 
     asked.refuse()
+    pipeline, gpus = asked.pipeline, asked.gpus
     stages = 1 if pipeline is None else stages_of(pipeline)
     if asked.gpu_memory is not None:
         refuse_beside_gpu_memory(asked.gpu_memory, pipeline, gpus, asked.replicas)
@@ -87,7 +89,7 @@ def _train_as(asked: TrainAsked, pipeline: str | None, gpus: str | None) -> None
         refuse_beside_gpus(gpus, pipeline, asked.replicas, place)
         gpus_of(gpus)
     if place is None:
-        _check_early(asked, gpus)
+        _check_early(asked)
     if gpus is not None:
         from weftune.run.measure.devices import devices_asked
 
@@ -123,6 +125,16 @@ class TrainAsked:
     gpu_memory: str | None = None
     retry: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
+    pipeline: str | None = None
+    gpus: str | None = None
+
+    @property
+    def resume_command(self) -> str:
+        """The command that resumes this run, to be pasted."""
+        return shlex.join(["weftune", *self.resumed().words()])
+
+    def resumed(self) -> TrainAsked:
+        return replace(self, resume=True, restart=(), retry=(), changes=())
 
     def refuse(self) -> None:
         """UserError where an option lacks the one it goes with, or its value cannot be read."""
@@ -145,7 +157,7 @@ class TrainAsked:
         from weftune.jobs.spec.read import read_run
 
         is_there = (self.output or read_run(self.jobs).output).exists()
-        return replace(self, resume=is_there, restart=(), retry=(), changes=())
+        return replace(self.resumed(), resume=is_there)
 
     def words(self) -> list[str]:
         """The same as a command line, which workers of a pipeline are started with."""
@@ -155,6 +167,8 @@ class TrainAsked:
             "--max-steps": self.max_steps,
             "--memory": self.memory,
             "--gpu-memory": self.gpu_memory,
+            "--pipeline": self.pipeline,
+            "--gpus": self.gpus,
         }
         words = ["train", str(self.jobs)]
         words += [word for key, value in options.items() if value is not None for word in (key, str(value))]
@@ -173,13 +187,14 @@ def _place() -> WorkerPlace | None:
     return place_here()
 
 
-def _check_early(asked: TrainAsked, gpus: str | None) -> None:
+def _check_early(asked: TrainAsked) -> None:
     """All mistakes that can be found without torch, before anything is printed."""
     from weftune.cli.early import one_of_each, read_early, refuse_rows
     from weftune.errors import SpecError
     from weftune.jobs.store.store import refuse_output
     from weftune.jobs.sweeps.expand import refuse_shares
     from weftune.jobs.sweeps.record import proposed_trials
+    from weftune.report.loggers import check_trackers
 
     run = read_early(asked.jobs)
     output = Path(asked.output or run.output)
@@ -187,9 +202,10 @@ def _check_early(asked: TrainAsked, gpus: str | None) -> None:
     names = [*(job.name for job in run.jobs), *proposed]
     if unknown := [name for name in asked.restart if name not in names]:
         raise SpecError(f"--restart {unknown[0]}: there is no such job; known: {', '.join(names)}")
-    if gpus not in (None, "1", "all"):
+    if asked.gpus not in (None, "1", "all"):
         refuse_shares(run.sweeps)
-    refuse_output(output, asked.resume)
+    check_trackers(run.report_to)
+    refuse_output(output, asked.resume, asked.resume_command)
     with phase(Phase.TOKENISING):
         refuse_rows(one_of_each(run), named=True)
 
@@ -249,11 +265,10 @@ def _launch(asked: TrainAsked, stages: int) -> int:
     shape = inspect(run.base)
     if stages > 1:
         cut_layers(shape, stages)
-    again = replace(asked, resume=True, restart=(), retry=(), changes=())
     workers = stages * asked.replicas
     # What the command line runs, found by its name: whoever is started anew imports it for itself.
     main = partial(runpy.run_module, "weftune", run_name="__main__")
-    return launch(main, asked.words(), again.words(), workers, asked.output or Path(run.output))
+    return launch(main, asked.words(), asked.resumed().words(), workers, asked.output or Path(run.output))
 
 
 def _join(asked: TrainAsked, place: WorkerPlace) -> None:
@@ -291,11 +306,12 @@ def _train(asked: TrainAsked, staff: Staff | None) -> None:
         memory=most,
         gpu_memory=bytes_of(asked.gpu_memory, "--gpu-memory") if asked.gpu_memory else None,
         staff=staff,
+        command=asked.resume_command,
     )
     with LiveView(console, []) as view:
         trainer = trainer_for(run, output=asked.output, max_steps=asked.max_steps, options=options, view=view)
         results = trainer.run()
-    _finish(console, trainer.output, results, trainer.interrupted)
+    _finish(console, asked, trainer.output, results, trainer.interrupted)
 
 
 def _train_on(asked: TrainAsked, devices: tuple[str, ...]) -> None:
@@ -325,12 +341,13 @@ def _train_on(asked: TrainAsked, devices: tuple[str, ...]) -> None:
         retry=asked.retry,
         changes=read_changes(asked.changes),
         memory=most,
+        command=asked.resume_command,
     )
     with LiveView(console, []) as view:
         shared = train_shares(
             run, devices, output=asked.output, max_steps=asked.max_steps, options=options, view=view
         )
-    _finish(console, shared.output, shared.results, shared.interrupted, shared.mistaken)
+    _finish(console, asked, shared.output, shared.results, shared.interrupted, shared.mistaken)
 
 
 def _counted(run: RunSpec) -> str:
@@ -345,27 +362,31 @@ def _counted(run: RunSpec) -> str:
 
 
 def _finish(
-    console: Console, folder: Path, results: Mapping[str, Result], interrupted: bool, mistaken: bool = False
+    console: Console,
+    asked: TrainAsked,
+    folder: Path,
+    results: Mapping[str, Result],
+    interrupted: bool,
+    mistaken: bool = False,
 ) -> None:
     """The table of all jobs, how the wall time was spent, and the exit code."""
     from weftune.cli.options import MISTAKE
     from weftune.jobs.store.states import State
     from weftune.jobs.sweeps.record import records_in
-    from weftune.report.ending import final_table
+    from weftune.report.ending import print_ending
     from weftune.report.read import read_run as read_records
     from weftune.report.wall import wall_sentence
 
     with phase(Phase.REPORT):
-        console.print(final_table(read_records(folder), console.width))
-    if (folder / "report.html").exists():
-        console.print(f"Report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
+        print_ending(console, read_records(folder))
     clock = current()
     assert clock is not None, "the command started one"
     console.print(wall_sentence(clock.read()), highlight=False, soft_wrap=True)
     if mistaken:
         raise typer.Exit(MISTAKE)
     if interrupted:
-        console.print("Interrupted. Go on with --resume.")
+        resumed = f"Interrupted. Go on with {asked.resume_command}"
+        console.print(resumed, highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(INTERRUPTED)
     # Trials that leave a sweep, or fail in it, are what a sweep is for: it has failed where nobody has won.
     sweeps = records_in(folder)

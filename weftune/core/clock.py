@@ -22,6 +22,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+COMMAND_STARTED = "WEFTUNE_COMMAND_STARTED"
+"""Environment variable of processes that a command starts: when the command was started, in seconds since
+1970."""
 LONGEST_START = 3600.0
 """A process that has existed for longer before its first line ran is a misread clock of the system."""
 
@@ -161,11 +164,19 @@ def claim(name: Phase, seconds: float) -> None:
 
 
 def process_clock() -> PhaseClock:
-    """A clock that runs since the system started this process; up to now it has imported modules."""
+    """A clock that runs since the command was started; since this process was, it has imported modules."""
     age = process_seconds()
-    clock = PhaseClock(age)
+    clock = PhaseClock(max(age, command_seconds()))
     clock.claim(Phase.IMPORTS, age)
     return clock
+
+
+def command_seconds() -> float:
+    """Seconds since the command was started, in a process that it has started; 0 elsewhere."""
+    try:
+        return time.time() - float(os.environ[COMMAND_STARTED])
+    except (KeyError, ValueError):
+        return 0.0
 
 
 def process_seconds() -> float:

@@ -166,6 +166,9 @@ def _prompt_completion(row: Mapping[str, Any], spec: DataSpec) -> Chat | Pair:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return Pair(text_of(prompt, "prompt"), _filled(completion, "completion"))
+    for name, value in (("prompt", prompt), ("completion", completion)):
+        if not isinstance(value, str | list | tuple):
+            raise BadRow(f"`{name}` must be text or a list of messages, not {kind_name(value)}")
     if isinstance(prompt, str) or isinstance(completion, str):
         raise BadRow("`prompt` and `completion` must both be text or both be lists of messages")
     before = clean_messages(prompt, "prompt")

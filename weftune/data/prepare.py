@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,13 @@ class Prepared:
     evaluation: Samples | None
     notes: tuple[str, ...]
     """Plain sentences for the report."""
+    evaluates_trained: bool = False
+    """Whether every row of the evaluation is also one of the training rows."""
 
     def behind(self, rows: int, keys: int) -> Prepared:
         """The same samples, each behind so many rows, or keys, of an adapter."""
         held_out = None if self.evaluation is None else self.evaluation.behind(rows, keys)
-        return Prepared(self.train.behind(rows, keys), held_out, self.notes)
+        return replace(self, train=self.train.behind(rows, keys), evaluation=held_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ class SharedData:
             train, measure = _split(trained, weights, evaluation.fraction)
             return Prepared(train, measure, notes)
         measured = _everything(held, [part.weight for part in held_out]) if held else None
-        return Prepared(_everything(trained, weights), measured, notes)
+        return Prepared(_everything(trained, weights), measured, notes, _are_among(held, trained))
 
     def rules(self, data: DataSpec) -> Rules:
         """How the rows of a job become samples."""
@@ -258,6 +260,14 @@ def _build_all(
 
 def _fingerprint(*identity: object) -> str:
     return hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
+
+
+def _are_among(held: Sequence[Built], trained: Sequence[Built]) -> bool:
+    """Whether all rows of the tables that are held out, of which there is one at least, are trained on."""
+    if not held:
+        return False
+    rows = np.concatenate([made.store.rows for made in trained])
+    return all(bool(np.isin(made.store.rows, rows).all()) for made in held)
 
 
 def _everything(built: Sequence[Built], weights: Sequence[float]) -> Samples:

@@ -96,7 +96,7 @@ def train_shares(
     trainer = trainer_for(run, output=output, max_steps=max_steps, options=options, view=view)
     hosts = Hosts(inspect(trainer.spec, torch.device(devices[0])), tuple(devices), trainer.options)
     trainer.check(hosts.shape)
-    with open_store(trainer.output, options.resume) as store:
+    with open_store(trainer.output, options.resume, options.command) as store:
         ready = trainer.unfinished(store, hosts.shape)
         ended: list[TeamEnd] = []
         if ready:
@@ -137,8 +137,12 @@ class Hosts:
         refused = too_large([job.shape for job in ready], memory)
         if len(refused) == len(ready):
             raise PlanError(
-                Mistake(f"job {name}", f"beside the base on one device it {sentence}; {ADVICE}")
-                for name, sentence in refused.items()
+                Mistake(
+                    f"job {job.name}",
+                    f"beside the base on one device it {refused[job.name]}; {memory.advice(job.shape)}, or "
+                    "cut the base into stages with --pipeline",
+                )
+                for job in ready
             )
         for name, sentence in refused.items():
             view.note(f"warning: {name}: beside the base on one device it {sentence}")
@@ -157,9 +161,6 @@ class Hosts:
         return sheet_cost(self.shape, replace(speed, flops=speed.flops / sharing))
 
 
-ADVICE = "give more memory, lower data.max_length or the rank, or cut the base into stages with --pipeline"
-
-
 def _serve(
     run: RunSpec, trainer: Trainer, store: Store, ready: Sequence[Ready], hosts: Hosts, fits: frozenset[str]
 ) -> list[TeamEnd]:
@@ -175,14 +176,18 @@ def _serve(
         where = hosts.devices[number]
         trainer.view.note(f"share {number} on {where}: {plural(len(share.jobs), 'job')}{time}")
     for job in ready:
-        trainer.view.update(JobRow(name=job.name, steps=job.recipe.steps))
-    ended, troubles = _supervised(_members(run, trainer, shares, hosts), trainer.output, trainer.view)
+        status = store.job(job.name)
+        trainer.view.update(
+            JobRow(name=job.name, step=status.step, steps=job.recipe.steps, tokens=status.trained_tokens)
+        )
+    members = _members(run, trainer, shares, hosts)
+    ended, troubles = _supervised(members, trainer.output, trainer.view, store.resume_line())
     store.gather()
     reasons = {name: sentence for share, sentence in troubles.items() for name in shares[share].jobs}
     interrupted = any(one.code == INTERRUPTED for one in ended)
     for name in [job.name for job in ready if store.job(job.name).state is State.QUEUED]:
         if name in reasons or interrupted:
-            paused = f"interrupted at step {store.job(name).step}; go on with --resume"
+            paused = f"interrupted at step {store.job(name).step}; go on with {store.resume_line()}"
             store.move_job(name, State.PAUSED, reasons.get(name, paused))
     store.write_status()
     return ended
@@ -190,10 +195,10 @@ def _serve(
 
 @phase(Phase.TRAINING)
 def _supervised(
-    members: Sequence[Supervised], output: Path, view: View
+    members: Sequence[Supervised], output: Path, view: View, resume: str
 ) -> tuple[list[TeamEnd], dict[int, str]]:
     """Run every share in a process, started again by itself when it is lost: how each ended, and why the jobs
-    of some have not."""
+    of some have not. `resume` is the line that resumes the run."""
     troubles: dict[int, str] = {}
     told: set[str] = set()
 
@@ -213,9 +218,9 @@ def _supervised(
             view.note(message)
 
     teams = [Team(members=partial(_only, one), silent_after=SILENT_AFTER) for one in members]
-    ended = Supervisor(teams, output, view.note, hear).run()
+    ended = Supervisor(teams, output, view.note, hear, resume).run()
     lost = {share: one.loss for share, one in enumerate(ended) if one.code == LOST}
-    return ended, troubles | {share: f"{loss}; go on with --resume" for share, loss in lost.items()}
+    return ended, troubles | {share: f"{loss}; go on with {resume}" for share, loss in lost.items()}
 
 
 def _only(member: Supervised, _attempt: int) -> list[Supervised]:

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from weftune.jobs.store.resumption import UNKNOWN
 from weftune.launch.processes import (
     CRASHED,
     INTERRUPTED,
@@ -85,7 +86,8 @@ class _Process:
 
 
 class Supervisor:
-    """Made once for a run. `say` takes sentences for the user, `hear` what members tell."""
+    """Made once for a run. `say` takes sentences for the user, `hear` what members tell. `resume` is the line
+    that resumes the run."""
 
     def __init__(
         self,
@@ -93,7 +95,9 @@ class Supervisor:
         output: Path,
         say: Callable[[str], None],
         hear: Callable[[Any], None] = lambda message: None,
+        resume: str = UNKNOWN,
     ) -> None:
+        self._resume = resume
         self._teams, self._say, self._hear = teams, say, hear
         self._logs = log_folder(output)
         self._restarts = [0] * len(teams)
@@ -182,7 +186,7 @@ class Supervisor:
         if self._asked.is_set():
             self._ended[number] = TeamEnd(INTERRUPTED, loss)
         elif self._restarts[number] == RESTARTS:
-            self._say(f"{loss}; giving up; go on with --resume.")
+            self._say(f"{loss}; giving up; go on with {self._resume}")
             self._ended[number] = TeamEnd(LOST, loss)
         else:
             self._restarts[number] += 1

@@ -7,8 +7,10 @@ them.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +21,7 @@ import torch
 import typer
 from torch.distributed import TCPStore
 
+from weftune.core.clock import COMMAND_STARTED, current
 from weftune.errors import UserError
 from weftune.launch.supervise import Supervised, Supervisor, Team
 from weftune.run.workers.groups import (
@@ -108,19 +111,24 @@ def launch(main: Main, first: Sequence[str], again: Sequence[str], workers: int,
     def members(attempt: int) -> list[Supervised]:
         stores[:] = [loopback_store()]
         words, port = list(again if attempt else first), stores[0].port
-        told = [environment(worker, workers, port) for worker in range(workers)]
+        told = [environment(worker, workers, port, command_started) for worker in range(workers)]
         started = [partial(be_worker, main, words, one) for one in told]
         return [Supervised(f"worker {number}", one, prints=number == 0) for number, one in enumerate(started)]
 
     stores: list[TCPStore] = []
+    clock = current()
+    command_started = time.time() if clock is None else clock.started
     say = partial(print, "weftune:", file=sys.stderr, flush=True)
-    (ended,) = Supervisor([Team(members=members, named="all workers")], output, say).run()
+    team, resume = Team(members=members, named="all workers"), shlex.join(["weftune", *again])
+    (ended,) = Supervisor([team], output, say, resume=resume).run()
     return ended.code
 
 
-def environment(worker: int, workers: int, port: int) -> dict[str, str]:
-    """As torchrun would set it, with the store in the launcher."""
+def environment(worker: int, workers: int, port: int, started: float) -> dict[str, str]:
+    """As torchrun would set it, with the store in the launcher; the command was `started` so many seconds
+    after 1970."""
     return {
+        COMMAND_STARTED: str(started),
         "RANK": str(worker),
         "WORLD_SIZE": str(workers),
         "LOCAL_RANK": str(worker),

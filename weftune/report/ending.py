@@ -32,13 +32,20 @@ def final_table(run: Run, width: int = 80) -> Group:
     """
     trials = run.trials
     jobs = tuple(job for job in by_result(run.jobs) if job.name not in trials)
-    sweeps = [part for record in run.sweeps for part in sweep_ending(run.output, record, width)]
+    sweeps = [part for record in run.sweeps for part in sweep_ending(run, record, width)]
     parts = _jobs(run, jobs, width) if jobs or not sweeps else []
     return Group(*parts, *sweeps, *_promise(run))
 
 
+def print_ending(console: Console, run: Run) -> None:
+    """Print the table of all jobs and where the report is."""
+    console.print(final_table(run, console.width), crop=False)
+    if (run.output / "report.html").exists():
+        console.print(f"Report: {run.output / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
+
+
 def _jobs(run: Run, jobs: tuple[JobRecord, ...], width: int) -> list[RenderableType]:
-    below = _reasons(jobs)
+    below = _reasons(run, jobs)
     whole = _table(run, jobs, with_paths=True)
     if Console(width=10_000).measure(whole).maximum <= width:
         return [whole, *below]
@@ -46,15 +53,20 @@ def _jobs(run: Run, jobs: tuple[JobRecord, ...], width: int) -> list[RenderableT
     return [_table(run, jobs, with_paths=False), *paths, *below]
 
 
-def _reasons(jobs: tuple[JobRecord, ...]) -> list[Text]:
+def _reasons(run: Run, jobs: tuple[JobRecord, ...]) -> list[Text]:
     """Why jobs did not finish, and for those that failed the command that helps."""
     lines = []
     for job in jobs:
         if job.reason:
-            lines.append(Text(printable(f"{job.name}: {job.reason}")))
+            lines.append(_long(f"{job.name}: {job.reason}"))
         if job.state == "failed":
-            lines.append(Text(f"  {printable(remedies(job)[0].command)}", style="dim"))
+            lines.append(_long(f"  {remedies(job, run.command)[0].command}", style="dim"))
     return lines
+
+
+def _long(text: str, style: str = "") -> Text:
+    """A line that only the terminal breaks: a command with line breaks in it cannot be pasted."""
+    return Text(printable(text), style=style, no_wrap=True, overflow="ignore")
 
 
 def _promise(run: Run) -> list[Text]:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from weftune.errors import MissingPackage, SpecError
+from weftune.jobs.spec.spec import Tracker
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -76,20 +77,20 @@ class Loggers:
 
 def open_loggers(names: Sequence[str], output: Path, jobs: Mapping[str, Spec]) -> Loggers:
     """Loggers by their names in `report_to`. `jobs` are the resolved specs by job name."""
-    makers: Mapping[str, tuple[str, Callable[[Path], Callable[[str, Spec], JobLogger]]]] = {
-        "tensorboard": ("tensorboard", _tensorboard),
-        "wandb": ("wandb", _wandb),
-        "mlflow": ("mlflow", _mlflow),
-    }
-    openers = {}
+    makers = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
+    check_trackers(names)
+    return Loggers({name: makers[name](output) for name in names}, jobs)
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise for names in `report_to` whose trackers cannot be used, without writing anything."""
     for name in names:
-        if name not in makers:
+        if name not in get_args(Tracker):
             raise SpecError(f"report_to: {name!r} is not known; write tensorboard, wandb or mlflow.")
-        package, make = makers[name]
-        if find_spec(package) is None:
-            raise MissingPackage(f"report_to: {name} is not installed; run `pip install weftune[{name}]`.")
-        openers[name] = make(output)
-    return Loggers(openers, jobs)
+        if find_spec(name) is None:
+            raise MissingPackage(f"report_to: {name} is not installed; run `pip install 'weftune[{name}]'`.")
+    if "wandb" in names and os.environ.get("WANDB_MODE", "online") == "online":
+        _log_in_to_wandb()
 
 
 def _tensorboard(output: Path) -> Callable[[str, Spec], JobLogger]:
@@ -122,16 +123,18 @@ class TensorboardLogger:
 
 
 def _wandb(output: Path) -> Callable[[str, Spec], JobLogger]:
+    return lambda job, spec: WandbLogger(output.resolve(), job, spec)
+
+
+def _log_in_to_wandb() -> None:
+    """Before the run and not at its first line: wandb may ask for a key, and a mistake is told at once."""
     import wandb
 
-    if os.environ.get("WANDB_MODE", "online") == "online":
-        # Here, and not at the first line: wandb may want to ask for a key, and a mistake is told at once.
-        try:
-            wandb.login()
-        except wandb.errors.Error as error:
-            sentence = f"report_to: wandb: {error} For runs without an account set WANDB_MODE=offline."
-            raise SpecError(sentence) from error
-    return lambda job, spec: WandbLogger(output.resolve(), job, spec)
+    try:
+        wandb.login()
+    except wandb.errors.Error as error:
+        sentence = f"report_to: wandb: {error} For runs without an account set WANDB_MODE=offline."
+        raise SpecError(sentence) from error
 
 
 class WandbLogger:

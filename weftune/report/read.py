@@ -100,6 +100,8 @@ class Run:
     wall_times: tuple[WallTime, ...] = ()
     """Of every process that trained into the folder."""
     sweeps: tuple[SweepRecord, ...] = ()
+    command: str | None = None
+    """As in the status: the shell command that resumes the run."""
 
     @property
     def trials(self) -> frozenset[str]:
@@ -168,6 +170,7 @@ def read_run(output: Path) -> Run:
         windows=windows,
         wall_times=tuple(read_wall_times(output)),
         sweeps=sweeps,
+        command=command if isinstance(command := record.get("command"), str) else None,
     )
 
 

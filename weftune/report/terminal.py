@@ -18,7 +18,7 @@ from rich.text import Text
 
 from weftune.jobs.sweeps.record import SweepRecord
 from weftune.report.sweeps.standing import counts, expected_steps_left, leaders, rung_rows, rung_sentence
-from weftune.report.words import duration_text, loss_text, plural, printable, rate_text
+from weftune.report.words import duration_text, loss_text, plural, printable, rate_text, trial_state_text
 
 STATE_STYLES = {
     "queued": "dim",
@@ -29,7 +29,7 @@ STATE_STYLES = {
     "failed": "bold red",
     "cancelled": "yellow",
 }
-TRIAL_STYLES = {"waiting": "dim", "resting": "yellow", "left": "dim", "finished": "green"}
+TRIAL_STYLES = {"waiting": "dim", "resting": "yellow", "dropped": "dim", "finished": "green"}
 """What trials of a sweep are called where a job has another word."""
 
 _REMEMBERED_SECONDS = 60.0
@@ -153,7 +153,8 @@ class LiveView:
     def update(self, row: JobRow) -> None:
         """A job has moved; one that is not known yet has joined."""
         with self._lock:
-            before = self._rows.get(row.name, JobRow(name=row.name))
+            # What a job had done before it joined is no speed.
+            before = self._rows.get(row.name) or JobRow(name=row.name, step=row.step, tokens=row.tokens)
             pace = self._paces.setdefault(row.name, Pace())
             self._rows[row.name] = row
             self._steps += row.step - before.step
@@ -245,7 +246,7 @@ class LiveView:
 
     def _in_its_words(self, row: JobRow) -> JobRow:
         """A trial with the state that it has in its sweep, where that says more."""
-        state = self._trials.get(row.name)
+        state = trial_state_text(self._trials.get(row.name, ""))
         if state in TRIAL_STYLES and row.state in ("queued", "cancelled", "succeeded"):
             return replace(row, state=state)
         return row
@@ -329,7 +330,9 @@ def _style(state: str) -> str:
 def _sweep_lines(record: SweepRecord) -> list[str]:
     """Seats, rungs and leaders of a sweep, a line each."""
     words = {"running": "aboard"}
-    seats = " · ".join(f"{count} {words.get(state, state)}" for state, count in counts(record).items())
+    seats = " · ".join(
+        f"{count} {words.get(state) or trial_state_text(state)}" for state, count in counts(record).items()
+    )
     rungs = " · ".join(rung_sentence(row) for row in rung_rows(record)[-3:])
     first = leaders(record, _LEADERS)
     leading = "  ".join(

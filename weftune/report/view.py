@@ -278,7 +278,7 @@ def _tiles(run: Run) -> tuple[Tile, ...]:
 
 def _jobs_tile(run: Run) -> Tile:
     left = run.left
-    others = Counter("left early" if job.name in left else job.state for job in run.jobs)
+    others = Counter("dropped" if job.name in left else job.state for job in run.jobs)
     succeeded = others.pop("succeeded", 0)
     detail = ", ".join(f"{count} {state}" for state, count in others.items())
     value = f"{succeeded} of {len(run.jobs)}"
@@ -328,7 +328,7 @@ def _job_view(
         snippet=load_snippet(str(base), str(revision) if revision else None, folder) if usable else "",
         command=generate_command(folder) if usable else "",
         stopped=job.state in _STOPPED and not left,
-        remedies=remedies(job),
+        remedies=remedies(job, run.command),
         trial=trial,
         left=left,
     )

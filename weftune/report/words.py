@@ -53,6 +53,12 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
+def trial_state_text(state: str) -> str:
+    """The word for the state of a trial. In sweep.json a trial that was dropped has the state `left`, a word
+    that would also be read as time that is left."""
+    return "dropped" if state == "left" else state
+
+
 def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 

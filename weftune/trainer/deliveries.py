@@ -147,7 +147,8 @@ class Deliveries:
 
     def remedy(self, name: str) -> str:
         progress = checkpoint.newest_progress(self.checkpoints(name))
-        return f"mend that, and --resume goes on from step {progress.step if progress else 0}"
+        step = progress.step if progress else 0
+        return f"mend that, and go on from step {step} with {self._store.resume_line()}"
 
     def _drop_checkpoints(self) -> None:
         """Delete the checkpoints of jobs that have ended, once their states are on disk: one write for all of

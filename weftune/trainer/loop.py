@@ -66,20 +66,20 @@ class Crowd:
     reason: str
 
 
-def lost_sentence(name: str, found: checkpoint.Survey) -> str:
+def lost_sentence(store: Store, name: str, found: checkpoint.Survey) -> str:
     """Why a job that has begun cannot go on. The decision is left to the user, who may have a copy."""
     what = "none of its checkpoints is whole" if found.damaged else "its checkpoints are gone"
     names = f" ({', '.join(path.name for path in found.damaged)})" if found.damaged else ""
-    return f"{what}{names}; put back a copy of one, or train it anew with --resume --restart {name}"
+    return f"{what}{names}; put back a copy of one, or train it anew with {store.resume_line(restart=[name])}"
 
 
-def source_sentence(source: str, state: State) -> str:
+def source_sentence(store: Store, source: str, state: State) -> str:
     """Why a job is paused that starts from another, which has stopped."""
     if state is State.PAUSED:
-        return f"it starts from {source}, which is paused; --resume goes on with both"
+        return f"it starts from {source}, which is paused; go on with both: {store.resume_line()}"
     happened = "has failed" if state is State.FAILED else "was cancelled"
-    mend = f"--resume with --retry {source} or --restart {source}"
-    return f"it starts from {source}, which {happened}; {mend} goes on with both"
+    retried, restarted = store.resume_line(retry=[source]), store.resume_line(restart=[source])
+    return f"it starts from {source}, which {happened}; go on with both: {retried} or {restarted}"
 
 
 def _without_source(job: Ready) -> Ready:
@@ -146,7 +146,10 @@ class Loop:
             self.store.note_job(job.name, note)
         status = self.store.job(job.name)
         self.store.advance_job(job.name, status.step, job.recipe.steps, status.trained_tokens)
-        self.journal.show(job.name, state=State.QUEUED, steps=job.recipe.steps)
+        tokens = status.trained_tokens
+        self.journal.show(
+            job.name, state=State.QUEUED, step=status.step, steps=job.recipe.steps, tokens=tokens
+        )
 
     def cancel(self, name: str) -> None:
         """Cancel a job: at once if it waits, before its next microbatch if it is aboard."""
@@ -169,8 +172,7 @@ class Loop:
         decision = admit(waiting, aboard, self._why_not, self._overtaken)
         self._overtaken = decision.overtaken
         for name, reason in decision.too_large.items():
-            del self.waiting[name]
-            advice = "lower data.max_length, rank or the base's dtype, or give more memory"
+            advice = self.learned.memory.advice(self.waiting.pop(name).shape)
             self.journal.move(name, State.FAILED, f"it cannot run even alone: {reason}; {advice}")
         self._give_way(decision.preempted)
         for name, reason in decision.waiting.items():
@@ -199,7 +201,7 @@ class Loop:
                 self.jobs[name] = self.waiting[name] = _without_source(job)
             elif state not in (State.QUEUED, State.RUNNING):
                 del self.waiting[name]
-                self.journal.move(name, State.PAUSED, source_sentence(source, state))
+                self.journal.move(name, State.PAUSED, source_sentence(self.store, source, state))
 
     def _state_of_source(self, source: str) -> State:
         """With shares, one that was trained before is known by its folder only."""
@@ -247,7 +249,7 @@ class Loop:
             self.journal.move(spec.name, State.FAILED, str(error))
             return
         if not restored and (found.damaged or (has_begun and source_of(spec.adapter))):
-            self.journal.move(spec.name, State.PAUSED, lost_sentence(spec.name, found))
+            self.journal.move(spec.name, State.PAUSED, lost_sentence(self.store, spec.name, found))
             return
         progress = training.progress
         self.store.advance_job(spec.name, progress.step, job.recipe.steps, progress.trained_tokens)
@@ -259,7 +261,8 @@ class Loop:
                 written.result()
             checkpoint.set_aside(found.damaged)
         except (OSError, OutputError) as error:
-            self.journal.move(spec.name, State.PAUSED, f"{error}; mend that, and go on with --resume")
+            mend = f"mend that, and go on with {self.store.resume_line()}"
+            self.journal.move(spec.name, State.PAUSED, f"{error}; {mend}")
             return
         self.executor.attach(training)
         # Where it starts from another's adapter, which may be gone later, it is saved at once.
@@ -496,7 +499,7 @@ class Loop:
         crowd = plural(len(shapes), "job")
         reason = f"out of memory with {crowd} aboard and {capacity} tokens a microbatch"
         if len(shapes) == 1:
-            self._end(last, Ending(State.FAILED, f"{reason}; lower data.max_length or rank"))
+            self._end(last, Ending(State.FAILED, f"{reason}; {self.learned.memory.advice(shapes[0])}"))
             return
         self._crowd = Crowd(len(shapes) - 1, f"{reason}; it goes on when another job has left")
         if other_bits := self._other_bits():
@@ -648,7 +651,8 @@ class Loop:
             self._interrupt(name, self.store.job(name).step)
 
     def _interrupt(self, name: str, step: int) -> None:
-        self.journal.move(name, State.PAUSED, f"interrupted at step {step}; go on with --resume")
+        mend = f"go on with {self.store.resume_line()}"
+        self.journal.move(name, State.PAUSED, f"interrupted at step {step}; {mend}")
 
     # -- sweeps ------------------------------------------------------------------------------------------
 

@@ -20,14 +20,15 @@ from weftune.adapters.kind import Parameters
 from weftune.adapters.registry import kind_named
 from weftune.base.spec import BaseSpec
 from weftune.core.disk import disk_errors, ordinary_modes
-from weftune.core.files import sync_folder
+from weftune.core.files import json_text, sync_folder
 from weftune.core.formats import FORMAT
 from weftune.core.shapes import SiteShape
 from weftune.data.template import template_source
 from weftune.errors import OutputError
-from weftune.jobs.spec.retry import CHANGEABLE, Retry
-from weftune.jobs.spec.spec import changed_keys, resolved
+from weftune.jobs.spec.retry import CHANGEABLE, Retry, value_at
+from weftune.jobs.spec.spec import JobSpec, changed_keys, resolved
 from weftune.jobs.store.job_file import CHECKPOINTS, JOB_FILE, DamagedJobFile, read_job_file, write_job_file
+from weftune.jobs.store.resumption import resume_line
 from weftune.trainer.job import Ready
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "JOB_FILE",
     "TokenizerFiles",
     "describe",
+    "finished_changes",
     "prepare_result",
     "refuse_changes",
     "write_job_file",
@@ -81,12 +83,16 @@ def with_retries(description: dict[str, Any], folder: Path, *more: Retry) -> dic
     return {**description, "retries": retries} if retries else description
 
 
-def refuse_changes(folder: Path, description: dict[str, Any], allowed: Collection[str] = ()) -> str:
+def refuse_changes(
+    folder: Path, description: dict[str, Any], allowed: Collection[str] = (), command: str | None = None
+) -> str:
     """Refuse to resume a job whose keys, base or dataset have changed, naming what changed.
 
-    Keys that are `allowed` may differ: the user has named them. Returns what was found damaged, or "".
+    Keys that are `allowed` may differ: the user has named them. `command` is what resumes the run. Returns
+    what was found damaged, or "".
     """
     name = description["job"]["name"]
+    anew = f"train it anew with {resume_line(command, restart=[name])}"
     try:
         found = read_job_file(folder)
     except DamagedJobFile as damaged:
@@ -95,15 +101,16 @@ def refuse_changes(folder: Path, description: dict[str, Any], allowed: Collectio
             return f"{damaged}; it is written anew."
         raise OutputError(
             f"{damaged}, so it cannot be known whether job {name} would go on with the settings it began "
-            f"with; put back a copy of it, or train it anew with --resume --restart {name}"
+            f"with; put back a copy of it, or {anew}"
         ) from damaged
     if found is None:
         return ""
     before = found.values
     changed = [key for key in changed_keys(before["job"], description["job"]) if not _is_in(key, allowed)]
-    remedy = f"put them back, or train it anew with --resume --restart {name}"
+    remedy = f"put them back, or {anew}"
     if changed and all(_is_in(key, CHANGEABLE) for key in changed):
-        remedy = f"put them back, or go on with --resume --retry {name} --set {changed[0]}=VALUE"
+        values = {key: value_at(description["job"], key) for key in changed}
+        remedy = f"put them back, or go on with {resume_line(command, retry=[name], changes=values)}"
     changed += [f"base.{key}" for key in BASE_KEYS if before["base"].get(key) != description["base"][key]]
     if not changed and before["steps"] != description["steps"]:
         changed.append("--max-steps")
@@ -117,6 +124,35 @@ def refuse_changes(folder: Path, description: dict[str, Any], allowed: Collectio
     if found.is_copy:
         return f"{folder / JOB_FILE} was damaged; it is written again from its copy among the checkpoints."
     return ""
+
+
+def finished_changes(folder: Path, job: JobSpec, base: BaseSpec, max_steps: int | None = None) -> list[str]:
+    """`KEY OLD, now NEW` for every setting in which a finished job differs from what it was trained with.
+
+    Its rows are not compared: they would have to be tokenised for it.
+    """
+    try:
+        found = read_job_file(folder)
+    except DamagedJobFile:
+        return []
+    if found is None:
+        return []
+    before, now = found.values, resolved(job)
+    keys = changed_keys(before["job"], now)
+    changed = {key: (value_at(before["job"], key), value_at(now, key)) for key in keys}
+    changed |= {
+        f"base.{key}": (before["base"].get(key), getattr(base, key))
+        for key in BASE_KEYS
+        if before["base"].get(key) != getattr(base, key)
+    }
+    if not changed and job.steps is not None:
+        steps = job.steps if max_steps is None else min(job.steps, max_steps)
+        changed |= {"steps with --max-steps": (before["steps"], steps)} if before["steps"] != steps else {}
+    return [f"{key} {_value_text(old)}, now {_value_text(new)}" for key, (old, new) in changed.items()]
+
+
+def _value_text(value: Any) -> str:
+    return value if isinstance(value, str) else json_text(value)
 
 
 def _is_in(key: str, named: Collection[str]) -> bool:

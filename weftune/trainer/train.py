@@ -13,6 +13,9 @@ from weftune.errors import Mistake, SpecError
 from weftune.jobs.spec.layer import plain_values
 from weftune.jobs.spec.read import parse_run, read_run
 from weftune.jobs.spec.spec import RunSpec
+from weftune.jobs.store.resumption import train_command
+from weftune.report.ending import print_ending
+from weftune.report.read import read_run as read_records
 from weftune.report.terminal import LiveView
 from weftune.trainer.journal import View
 from weftune.trainer.loop import Callback
@@ -37,21 +40,26 @@ def train(
 
     Paths in a dict are relative to the working folder, and `data` may be the rows themselves. With `resume`
     an output that was begun goes on. With `deterministic`, here or in the file, two runs on the same device
-    give the same bits. Progress is shown in terminals and notebooks, unless `progress` is False or a `view`
-    is told of it instead.
+    give the same bits. Progress is shown in terminals and notebooks, and at the end the table that
+    `weftune train` ends with, unless `progress` is False or a `view` is told of it instead.
     """
     run = _run_of(jobs)
     options = options or Options()
     options = replace(options, resume=True) if resume else options
     options = replace(options, deterministic=True) if deterministic else options
+    if isinstance(jobs, str | Path) and not options.command:
+        options = replace(options, command=train_command(jobs, output, max_steps))
 
     def trained(shown: View | None) -> dict[str, Result]:
         return trainer_for(run, output=output, max_steps=max_steps, options=options, view=shown).run(callback)
 
     if view is not None or not progress:
         return trained(view)
-    with LiveView(Console(), []) as live:
-        return trained(live)
+    console = Console()
+    with LiveView(console, []) as live:
+        results = trained(live)
+    print_ending(console, read_records(Path(output or run.output)))
+    return results
 
 
 def _run_of(jobs: str | Path | Mapping[str, Any] | RunSpec) -> RunSpec:

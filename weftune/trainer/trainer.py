@@ -31,13 +31,14 @@ from weftune.jobs.spec.retry import as_retried, new_retry, with_changes
 from weftune.jobs.spec.spec import JobSpec, place_in_job, resolved
 from weftune.jobs.spec.starts import check_names, check_starts
 from weftune.jobs.store.job_file import DamagedJobFile, read_job_file
+from weftune.jobs.store.resumption import PYTHON, resume_line
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store, open_share, open_store
 from weftune.jobs.sweeps.checks import sweep_warnings
 from weftune.jobs.sweeps.record import SweepRecord, proposed_trials
 from weftune.jobs.sweeps.spec import Sweep
 from weftune.report.compare import first_loss, first_validation, kept_validation, last_loss
-from weftune.report.loggers import open_loggers
+from weftune.report.loggers import check_trackers, open_loggers
 from weftune.report.page import write_report
 from weftune.report.read import JobRecord, Run
 from weftune.report.read import read_run as read_records
@@ -46,6 +47,7 @@ from weftune.report.wall import keep_wall_time, wall_sentence
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Progress
 from weftune.run.workers.messages import Staff
+from weftune.trainer.disk import refuse_full_disk
 from weftune.trainer.engine import Engine, open_engine
 from weftune.trainer.job import Ready, make_ready
 from weftune.trainer.journal import Journal, View
@@ -55,6 +57,7 @@ from weftune.trainer.results import (
     CHECKPOINTS,
     JOB_FILE,
     describe,
+    finished_changes,
     refuse_changes,
     retries_of,
     with_retries,
@@ -105,6 +108,9 @@ class Options:
     """Which share of the jobs is trained here, where other processes train the others."""
     shares: int = 1
     """How many such processes there are, which have the host's memory among them."""
+    command: str = PYTHON
+    """Shell command that resumes the run, which messages give as a remedy. Empty: none, the jobs are in no
+    file."""
 
 
 class Quiet:
@@ -254,6 +260,7 @@ class Trainer:
             raise SpecError(
                 f"--retry {both[0]} goes on from its last checkpoint, --restart begins anew; choose one"
             )
+        check_trackers(self.report_to)
         self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
 
     def _start_mistakes(self, jobs: Sequence[JobSpec], shape: ModelShape) -> list[Mistake]:
@@ -263,10 +270,10 @@ class Trainer:
         return mistakes or check_starts(list(self.jobs.values()), shape, self._place)
 
     def _open(self) -> Store:
-        share = self.options.share
-        return (
-            open_store(self.output, self.options.resume) if share is None else open_share(self.output, share)
-        )
+        share, options = self.options.share, self.options
+        if share is not None:
+            return open_share(self.output, share)
+        return open_store(self.output, options.resume, options.command)
 
     def _recalled_sweeps(self, store: Store) -> Sweeping:
         """The sweeps as earlier runs into this output have left them; trials that those proposed become jobs
@@ -290,6 +297,7 @@ class Trainer:
         """The unfinished jobs, and those to train anew, ready to train."""
         if store.rebuilt:
             self.view.note(store.rebuilt)
+        self._refuse_changes_of_finished(store)
         self._drop_spent_checkpoints(store)
         again = (*self.options.restart, *self.options.retry)
         jobs = [j for j in self.jobs.values() if j.name in again or not self._has_ended(store, j.name)]
@@ -300,14 +308,32 @@ class Trainer:
         finally:
             end_workers()
         self._tell_of_data(ready)
+        refuse_full_disk(self.output, ready, shape)
         return ready
+
+    def _refuse_changes_of_finished(self, store: Store) -> None:
+        """Refuse to resume where a finished job has other settings now: they would have no effect."""
+        mistakes, again = [], (*self.options.restart, *self.options.retry)
+        for job in self.jobs.values():
+            is_finished = self._has_ended(store, job.name) and store.job(job.name).state is State.SUCCEEDED
+            if not is_finished or job.name in again:
+                continue
+            folder = self.output / job.name
+            if changed := finished_changes(folder, self._as_retried(job), self.spec, self.max_steps):
+                anew = resume_line(self.options.command, restart=[job.name])
+                what = f"Job {job.name} has already finished with other settings: {'; '.join(changed)}"
+                mistakes.append(Mistake("", f"{what}; put them back, or train it anew with {anew}"))
+        if mistakes:
+            raise OutputError(mistakes)
 
     def _tell_of_data(self, ready: Sequence[Ready]) -> None:
         """Notes about the data, the same as `weftune preview` prints."""
         found = [
             (job.name, sentence)
             for job in ready
-            for sentence in data_warnings(job.spec, len(job.data.train), job.recipe.steps)
+            for sentence in data_warnings(
+                job.spec, len(job.data.train), job.recipe.steps, job.data.evaluates_trained
+            )
         ]
         steps = {job.name: job.recipe.steps for job in ready}
         found_of_sweeps = sweep_warnings((sweep for sweep, _ in self.sweeps.values()), self.jobs, steps)
@@ -323,7 +349,8 @@ class Trainer:
         if name not in store or read_job_file(self.output / name) is None:
             raise SpecError(f"--retry {name}: it has not started yet; leave --retry out")
         if store.job(name).state is State.SUCCEEDED:
-            raise SpecError(f"--retry {name}: it has succeeded; train it anew with --restart {name}")
+            anew = resume_line(self.options.command, restart=[name])
+            raise SpecError(f"--retry {name}: it has succeeded; train it anew with {anew}")
 
     def _is_lost(self, store: Store, name: str) -> bool:
         """Whether a job that has begun has no checkpoint left. It is paused with the reason: starting again
@@ -343,7 +370,7 @@ class Trainer:
             return False
         if not found.damaged and not (has_begun and not folder.exists()):
             return False
-        store.pause_job(name, lost_sentence(name, found))
+        store.pause_job(name, lost_sentence(store, name, found))
         self.view.update(JobRow(name=name, state=State.PAUSED, reason=store.job(name).reason))
         return True
 
@@ -410,7 +437,9 @@ class Trainer:
         )
         if job.name not in self.options.restart:
             allowed = self.options.changes if job.name in self.options.retry else ()
-            if mended := refuse_changes(self.output / job.name, describe(ready, self.spec), allowed):
+            if mended := refuse_changes(
+                self.output / job.name, describe(ready, self.spec), allowed, self.options.command
+            ):
                 self._tell(store)(mended)
         return ready
 
@@ -472,13 +501,16 @@ class Trainer:
         return Loop(engine, self.tokenizer, store, journal)
 
     def _rewind(self, store: Store, ready: Sequence[Ready]) -> None:
-        """Drop metrics beyond a job's newest checkpoint: they will be written again."""
+        """Go back to each job's newest checkpoint: drop metrics beyond it, which will be written again."""
         found = {job.name: checkpoint.newest_progress(self.output / job.name / CHECKPOINTS) for job in ready}
         progress = {name: one or Progress() for name, one in found.items()}
         store.rewind(
             {name: one.step for name, one in progress.items()},
             {name: one.evaluated for name, one in progress.items()},
         )
+        for job in ready:
+            one = progress[job.name]
+            store.advance_job(job.name, one.step, job.recipe.steps, one.trained_tokens)
 
     # -- after -------------------------------------------------------------------------------------------
 

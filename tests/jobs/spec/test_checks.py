@@ -88,6 +88,11 @@ def test_a_learning_rate_that_nothing_trains_with_is_a_warning_before_the_run() 
     assert decay.startswith("a: weight_decay 1.5 is far above")
 
 
+def test_an_evaluation_on_the_training_rows_is_a_warning() -> None:
+    (warning,) = data_warnings(with_keys(batch_size=16), samples=16, steps=5, evaluates_trained=True)
+    assert warning.startswith("every row of its evaluation is also a training row")
+
+
 def test_a_batch_over_the_data_and_a_warmup_over_the_run_are_warnings() -> None:
     one = with_keys(batch_size=16)
     assert list(data_warnings(one, samples=16, steps=5)) == []

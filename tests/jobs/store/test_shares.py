@@ -176,7 +176,7 @@ def test_a_share_that_is_still_written_to_is_not_gathered(
         pytest.raises(OutputError, match=f"another weftune train is writing to {output};"),
     ):
         open_store(output, resume=True)
-    with pytest.raises(OutputError, match="is not empty; continue it with --resume"):
+    with pytest.raises(OutputError, match=r"not empty; continue it with weftune train jobs\.yaml --resume"):
         open_store(output, resume=False)
     open_store(output, resume=True).close()
 

@@ -51,7 +51,7 @@ def test_what_is_recorded_is_read_back_on_resume(tmp_path: Path) -> None:
     whole = status_of(tmp_path / "out")
     assert list(whole) == [
         "format", "base", "device", "dtype", "started", "updated", "seconds", "solo_seconds", "peak_bytes",
-        "notes", "jobs", "checksum",
+        "command", "notes", "jobs", "checksum",
     ]  # fmt: skip
     with open_store(tmp_path / "out", resume=True) as store:
         assert store.job("a").state is State.QUEUED
@@ -318,7 +318,7 @@ def test_a_run_is_refused_in_advance_only_where_it_is_not_resumed_or_still_writt
             refuse_output(tmp_path, resume=True)
     before = (tmp_path / "status.json").read_bytes()
     refuse_output(tmp_path, resume=True)
-    with pytest.raises(OutputError, match="is not empty; continue it with --resume"):
+    with pytest.raises(OutputError, match=r"not empty; continue it with weftune train jobs\.yaml --resume"):
         refuse_output(tmp_path, resume=False)
     assert (tmp_path / "status.json").read_bytes() == before
     open_store(tmp_path, resume=True).close()

@@ -26,6 +26,7 @@ def test_without_a_link_devices_use_nvlink_if_they_have_it():
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
+        ("H100-80G", "there is no device H100-80G; did you mean H100?"),
         ("4xA100-80", "there is no device A100-80; did you mean A100-80G?"),
         ("0xH100", "must lie in 1 to 1024, got 0"),
         ("2xH100:infiniband", "there is no link infiniband; write nvlink or pcie"),

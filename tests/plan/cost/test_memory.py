@@ -48,6 +48,18 @@ def test_the_peak_adds_process_base_adapters_and_one_microbatch() -> None:
     assert both == 12345 + 2 * 10**6 + SLACK_BYTES + 1500 * 18 + 7 * 3000
 
 
+def test_only_settings_that_decide_over_much_of_the_memory_are_advised() -> None:
+    def advice(trainable: int, tokens: int) -> str:
+        return model(0).advice(job(trainable=trainable, tokens=tokens))
+
+    assert advice(10, tokens=9) == "lower the base's dtype, or give more memory"
+    assert advice(10, tokens=10**5) == "lower data.max_length, or give more memory"
+    assert advice(10**5, tokens=9) == "lower rank or the base's dtype, or give more memory"
+    assert advice(10**5, tokens=1000) == (
+        "lower data.max_length, rank or the base's dtype, or give more memory"
+    )
+
+
 def test_the_capacity_is_the_largest_that_fits() -> None:
     for spare in (18_000 + 12 * 3000, 18_000 + 13 * 3000 - 1):
         memory = model(spare)

@@ -43,7 +43,7 @@ def sweep_head(text: str) -> list[str]:
 
 def test_seats_rungs_and_leaders_stand_above_the_table() -> None:
     lines = [line.rstrip() for line in frame(sweep_record(until=20), height=30)]
-    assert lines[0].strip() == "sql: 24 trials, 8 aboard · 15 left · 1 failed"
+    assert lines[0].strip() == "sql: 24 trials, 8 aboard · 15 dropped · 1 failed"
     assert lines[1].strip() == "step 20: 8 of 24 went on · step 60: 0 of 8 evaluated"
     assert lines[2].split()[:4] == ["1.", "sql-r64-lr4.09e-4", "1.9986", "2."]
 
@@ -63,7 +63,7 @@ def test_more_trials_than_lines_show_leaders_and_those_aboard_and_sum_up_the_res
     text = "\n".join(lines)
     assert "… and 56 trials more" in text
     assert text.count(" running ") == 8 + 1, "and once in the line about all"
-    assert "55 left" in text
+    assert "55 dropped" in text
 
 
 def test_a_trial_is_shown_in_the_words_of_its_sweep() -> None:
@@ -122,7 +122,7 @@ def test_the_run_ends_with_the_best_trials_and_where_they_are(
     Console(file=file, width=width).print(final_table(run, width))
     text = file.getvalue()
     lines = text.splitlines()
-    assert text.startswith("sql: 24 trials, 3 finished, 20 left, 1 failed; 25 % of the samples")
+    assert text.startswith("sql: 24 trials, 3 finished, 20 dropped, 1 failed; 25 % of the samples")
     best = ["1.", "sql-r64-lr4.09e-4", "64", "0.013", "4.09e-4", "1.2667"]
     assert any(line.split()[:6] == best for line in lines)
     assert sum("output/sql/best/sql-r" in line for line in lines) == 3

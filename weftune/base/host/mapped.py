@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from weftune.base.quant.linear import quant_paths
+from weftune.base.safe_files import open_safetensors
 from weftune.base.weights import WeightFiles, part_of, refuse_other_shape, stored_names
 from weftune.errors import BaseModelError
 
@@ -63,7 +63,7 @@ class MappedFile:
 
     @cached_property
     def tensors(self) -> dict[str, Stored]:
-        with safe_open(self.path, framework="pt"):
+        with open_safetensors(self.path):
             pass  # it refuses a header that does not fit the file
         length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
         header = json.loads(os.pread(self._descriptor, length, 8))

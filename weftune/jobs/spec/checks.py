@@ -170,8 +170,14 @@ def warnings(jobs: Sequence[JobSpec], shape: ModelShape) -> list[str]:
     return told_once((job.name, sentence) for job in jobs for sentence in _job_warnings(job, shape, adapters))
 
 
-def data_warnings(job: JobSpec, samples: int, steps: int) -> Iterator[str]:
-    """Warnings that need the data: the number of samples, and of steps in the run."""
+def data_warnings(job: JobSpec, samples: int, steps: int, evaluates_trained: bool = False) -> Iterator[str]:
+    """Warnings that need the data: the number of samples, and of steps in the run, and whether all rows of
+    the evaluation are also trained on."""
+    if evaluates_trained:
+        yield (
+            "every row of its evaluation is also a training row, so its validation loss does not show what "
+            "it learns for other rows; name another file as eval.path, or hold rows out with eval.fraction"
+        )
     if job.batch_size > samples:
         yield (
             f"batch_size {job.batch_size} is over the number of its training samples, {samples}: every step "

@@ -34,7 +34,7 @@ def name_fault(name: Any) -> str | None:
     if name[0] in ".-":
         return f"must not start with a dot or a dash, got {show(name)}"
     if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or name.endswith("."):
-        return f"must be made of letters, digits, . _ and - and not end with a dot, got {show(name)}"
+        return f"must be made of ASCII letters, digits, . _ and - and not end with a dot, got {show(name)}"
     if name.lower() in OURS or name.lower().partition(".")[0] in DEVICES:
         return f"{show(name)} is a reserved name; choose another"
     return None

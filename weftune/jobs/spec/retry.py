@@ -101,13 +101,13 @@ def as_retried(job: JobSpec, retries: Sequence[Mapping[str, Any]]) -> JobSpec:
             known.setdefault(key, []).extend((change["from"], change["to"]))
     plain = resolved(job)
     return with_changes(
-        job, {key: values[-1] for key, values in known.items() if _value(plain, key) in values}
+        job, {key: values[-1] for key, values in known.items() if value_at(plain, key) in values}
     )
 
 
 def new_retry(old: Mapping[str, Any], new: Mapping[str, Any], step: int, reason: str) -> Retry:
     """From what job.yaml says of the job's keys, and what it will say."""
-    changed = {key: (_value(old, key), _value(new, key)) for key in changed_keys(old, new)}
+    changed = {key: (value_at(old, key), value_at(new, key)) for key in changed_keys(old, new)}
     return Retry(step, reason, changed, time.time())
 
 
@@ -123,7 +123,8 @@ def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _value(plain: Mapping[str, Any], key: str) -> Any:
+def value_at(plain: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key in a resolved job; None where it has no such key."""
     value: Any = plain
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

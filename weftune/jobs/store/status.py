@@ -54,6 +54,8 @@ class RunStatus:
     solo_seconds: float | None = None
     """Predicted seconds of the same jobs one after another."""
     peak_bytes: int | None = None
+    command: str | None = None
+    """Shell command that resumes the run. Empty for jobs that a Python program holds; None: not known."""
     notes: tuple[str, ...] = ()
     jobs: Mapping[str, JobStatus] = field(default_factory=dict)
 

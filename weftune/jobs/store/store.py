@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,15 @@ from weftune.jobs.store.folder import (
 )
 from weftune.jobs.store.job_file import JOB_FILE
 from weftune.jobs.store.rebuild import found_job, rebuilt_status
+from weftune.jobs.store.resumption import resume_line
 from weftune.jobs.store.shares import SHARES, dissolve, gather, share_folder
 from weftune.jobs.store.states import State, move
 from weftune.jobs.store.status import JobStatus, RunStatus
 
 
-def open_store(output: Path, resume: bool) -> Store:
+def open_store(output: Path, resume: bool, command: str | None = None) -> Store:
     """Take the output folder. One in use, or one that holds something and is not resumed, is refused; so is
-    the resumption of one that is not there."""
+    the resumption of one that is not there. `command` is the shell command that resumes this run."""
     if output.exists() and not output.is_dir():
         raise OutputError(f"{output} is a file; choose another --output")
     if resume and not output.exists():
@@ -49,7 +50,8 @@ def open_store(output: Path, resume: bool) -> Store:
     except OSError as error:
         raise OutputError(f"cannot write to {output}: {error.strerror}; choose another --output") from error
     try:
-        status, rebuilt = _status_of(output, resume)
+        status, rebuilt = _status_of(output, resume, command)
+        status = status if command is None else replace(status, command=command)
         store = Store(output, output, status, lock)
         store.rebuilt = rebuilt
         if (output / SHARES).exists():
@@ -61,7 +63,7 @@ def open_store(output: Path, resume: bool) -> Store:
     return store
 
 
-def refuse_output(output: Path, resume: bool) -> None:
+def refuse_output(output: Path, resume: bool, command: str | None = None) -> None:
     """What `open_store` would refuse, found without writing anything."""
     nearest = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
     if not nearest.is_dir():
@@ -72,7 +74,7 @@ def refuse_output(output: Path, resume: bool) -> None:
         return
     if (output / LOCK).exists():
         os.close(lock_folder(output, output))
-    _status_of(output, resume)
+    _status_of(output, resume, command)
 
 
 def open_share(output: Path, number: int) -> Store:
@@ -86,7 +88,7 @@ def open_share(output: Path, number: int) -> Store:
         raise
 
 
-def _status_of(output: Path, resume: bool) -> tuple[RunStatus, str]:
+def _status_of(output: Path, resume: bool, command: str | None = None) -> tuple[RunStatus, str]:
     """The status to go on from, and where it had to be rebuilt, the sentence that says so."""
     left_over = {LOCK, WORKER_LOGS, *(temporary(output / name).name for name in (STATUS, METRICS, WINDOWS))}
     is_empty = all(entry.name in left_over for entry in output.iterdir())
@@ -94,7 +96,7 @@ def _status_of(output: Path, resume: bool) -> tuple[RunStatus, str]:
         return RunStatus(started=time.time()), ""
     holds_a_run = (output / STATUS).exists() or any(output.glob(f"*/{JOB_FILE}"))
     if not resume:
-        mend = "continue it with --resume, or choose another --output"
+        mend = f"continue it with {resume_line(command)}, or choose another --output"
         mend = mend if holds_a_run else "it holds other things than a run; choose another --output"
         raise OutputError(f"{output} is not empty; {mend}")
     if not holds_a_run:
@@ -157,6 +159,10 @@ class Store:
     def take(self, status: RunStatus) -> None:
         """Go on from another status."""
         self._run, self._jobs, self._updated = status, dict(status.jobs), status.updated
+
+    def resume_line(self, *, restart: Sequence[str] = (), retry: Sequence[str] = ()) -> str:
+        """The line that resumes this run, to be pasted."""
+        return resume_line(self._run.command, restart=restart, retry=retry)
 
     def describe(self, base: str, device: str, dtype: str) -> None:
         self._run = replace(self._run, base=base, device=device, dtype=dtype)

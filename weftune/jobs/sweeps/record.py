@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from weftune.adapters.folder import CONFIG
 from weftune.core.files import json_text, replace_json
 from weftune.core.formats import FORMAT, refuse_unknown_format
 from weftune.errors import OutputError
@@ -23,6 +24,13 @@ SWEEP_FILE = "sweep.json"
 BEST = "best"
 """The folder of the winners, beside the record."""
 CHECKSUM = "checksum"
+
+
+def best_folder(sweep: Path, trial: str) -> Path:
+    """The folder of a winner in that of its sweep: `best` itself where one trial was kept."""
+    best = sweep / BEST
+    return best if (best / CONFIG).is_file() else best / trial
+
 
 TrialState = Literal["waiting", "running", "resting", "left", "failed", "finished"]
 

@@ -237,7 +237,9 @@ def _named(name: str) -> Device:
     wanted = name.strip().lower()
     if wanted in by_plain:
         return by_plain[wanted]
-    near = difflib.get_close_matches(wanted, by_plain, n=1, cutoff=0.4)
+    # `H100-80G` is an H100, although A100-80G has more letters of it.
+    family = [key for key in by_plain if key.partition("-")[0] == wanted.partition("-")[0]]
+    near = difflib.get_close_matches(wanted, family or by_plain, n=1, cutoff=0.0 if family else 0.4)
     hint = f"did you mean {by_plain[near[0]].name}? " if near else ""
     raise PlanError(
         f"--cluster: there is no device {name.strip()}; {hint}Known: {', '.join(DEVICES)}; {FORM}"

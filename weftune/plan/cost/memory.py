@@ -76,6 +76,8 @@ class Need:
         return self.resident + int(fitted + fit.head * self.head)
 
 
+ADVISED_SHARE = 0.1
+"""A setting that decides over a smaller share of a job's bytes is not advised."""
 SPARE = 1
 """Microbatches in flight beyond what 1F1B has, so that a late arrival finds its stage at work."""
 WHOLE = one_device()
@@ -351,6 +353,20 @@ class MemoryModel:
             f"needs {gib(need)} with {len(jobs) - 1} other jobs aboard and its longest sample of "
             f"{longest(jobs)} tokens, but {gib(self.budget)} are available"
         )
+
+    def advice(self, job: JobShape) -> str:
+        """What could make room for a job that does not fit even alone: only settings that decide over a
+        tenth or more of the bytes that settings decide over."""
+        need = self.need([job], job.longest, self._choices()[-1])
+        levers = {
+            "data.max_length": self.fit.activations * need.activations + self.fit.head * need.head,
+            "rank": self.fit.state * need.state,
+            "the base's dtype": need.resident - self.taken,
+        }
+        least = ADVISED_SHARE * sum(levers.values())
+        names = [name for name, size in levers.items() if size >= least]
+        listed = " or ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+        return f"lower {listed}, or give more memory"
 
     def _choices(self) -> list[Recompute]:
         """From nothing to everything; only fused layers can. Stages that take turns are recomputed as they

@@ -92,7 +92,7 @@ def _ways(record: SweepRecord, keys: Sequence[str], pens: Pens) -> Chart:
     axes += [_metric_axis(record, rung) for rung in range(_rung_count(record))]
     # The best last, so that it is drawn over the others.
     traces = [_way(trial, axes, pens) for trial in reversed(ranked(record))]
-    ends = " It ends at the rung where the trial left." if len(record.rungs) > 1 else ""
+    ends = " It ends at the rung where the trial was dropped." if len(record.rungs) > 1 else ""
     failed = " Dotted: failed." if any(trial.state == "failed" for trial in record.trials) else ""
     words = f"A line is a trial.{ends}{failed} {_better(record)}"
     return Chart(

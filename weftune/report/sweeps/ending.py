@@ -9,8 +9,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from weftune.jobs.sweeps.record import BEST, SweepRecord, TrialRecord
-from weftune.report.snippets import TRAIN
+from weftune.jobs.store.resumption import resume_line
+from weftune.jobs.sweeps.record import SweepRecord, TrialRecord, best_folder
+from weftune.report.read import Run
 from weftune.report.sweeps.standing import (
     METRIC_NAMES,
     base_sentence,
@@ -23,20 +24,20 @@ from weftune.report.sweeps.standing import (
     trained_share,
     winners,
 )
-from weftune.report.words import NOTHING, loss_text, plural, printable
+from weftune.report.words import NOTHING, loss_text, plural, printable, trial_state_text
 
 _LEADERS = 3
 _REASONS = 3
 
 
-def sweep_ending(output: Path, record: SweepRecord, width: int) -> list[RenderableType]:
+def sweep_ending(run: Run, record: SweepRecord, width: int) -> list[RenderableType]:
     """The best trials in a table; the winners' folders stand beside them where `width` columns are enough."""
     best = winners(record) or leaders(record, _LEADERS)
-    below = [*_doubts(record), *_failures(record), *_unfinished(record)]
+    below = [*_doubts(record), *_failures(record), *_unfinished(run, record)]
     heading = Text(printable(_heading(record)), style="bold")
     if not best:
         return [heading, *below]
-    places = [_place(output, record, trial) for trial in best if record.best]
+    places = [_place(run.output, record, trial) for trial in best if record.best]
     whole = _table(record, best, places)
     if Console(width=10_000).measure(whole).maximum <= width:
         return [heading, whole, *below]
@@ -44,7 +45,7 @@ def sweep_ending(output: Path, record: SweepRecord, width: int) -> list[Renderab
 
 
 def _heading(record: SweepRecord) -> str:
-    states = ", ".join(f"{count} {state}" for state, count in counts(record).items())
+    states = ", ".join(f"{count} {trial_state_text(state)}" for state, count in counts(record).items())
     share = trained_share(record)
     saved = "" if share is None else f"; {100 * share:.0f} % of the samples that all to the end would take"
     return f"{record.name}: {plural(len(record.trials), 'trial')}, {states}{saved}"
@@ -74,7 +75,7 @@ def _table(record: SweepRecord, trials: Sequence[TrialRecord], places: Sequence[
 
 def _place(output: Path, record: SweepRecord, trial: TrialRecord) -> str:
     """The winner's folder as one would type it here."""
-    inside = Path(record.name) / BEST / trial.name
+    inside = best_folder(output / record.name, trial.name).relative_to(output)
     folder, here = output / printable(str(inside)), Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
@@ -93,7 +94,8 @@ def _failures(record: SweepRecord) -> list[Text]:
     return lines
 
 
-def _unfinished(record: SweepRecord) -> list[Text]:
+def _unfinished(run: Run, record: SweepRecord) -> list[Text]:
     if record.best or all(trial.state in ("finished", "left", "failed") for trial in record.trials):
         return []
-    return [Text(f"The sweep goes on with {TRAIN}", style="dim")]
+    sentence = f"The sweep goes on with {resume_line(run.command)}"
+    return [Text(printable(sentence), style="dim", no_wrap=True, overflow="ignore")]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from weftune.jobs.sweeps.record import BEST, SweepRecord, TrialRecord
+from weftune.jobs.sweeps.record import SweepRecord, TrialRecord, best_folder
 from weftune.report.charts import Chart, Pen
 from weftune.report.read import JobRecord, Run
 from weftune.report.snippets import generate_command, load_snippet
@@ -25,7 +25,7 @@ from weftune.report.sweeps.standing import (
     trained_share,
     winners,
 )
-from weftune.report.words import NOTHING, duration_text, loss_text, plural, printable
+from weftune.report.words import NOTHING, duration_text, loss_text, plural, printable, trial_state_text
 
 _AT_ONCE = 10
 """Trials that stand in the open; the rest is folded away where there are more than `_FEW`."""
@@ -227,7 +227,7 @@ def _trial_view(
         values=tuple(setting_text(values[key]) if key in values else NOTHING for key in keys),
         score=loss_text(trial.score),
         score_detail=f"at step {at:,}" if at is not None and trial.score is not None else "",
-        state=trial.state,
+        state=trial_state_text(trial.state),
         reason=_reason(trial),
         steps=f"{steps:,} of {trial.steps or record.steps:,}",
     )
@@ -250,9 +250,9 @@ def _rung_view(row: RungRow, *, several: bool) -> RungView:
     if row.worst_kept is not None:
         parts.append(f"the last to go on had {loss_text(row.worst_kept)}")
     if row.best_left is not None:
-        parts.append(f"the first to leave {loss_text(row.best_left)}")
+        parts.append(f"the first dropped {loss_text(row.best_left)}")
     if row.lost:
-        parts.append(f"{row.lost} failed or left before")
+        parts.append(f"{row.lost} failed or were dropped before")
     return RungView(
         step=step,
         came=f"{row.began}",
@@ -263,11 +263,11 @@ def _rung_view(row: RungRow, *, several: bool) -> RungView:
 
 
 def _folder(run: Run, record: SweepRecord, trial: str) -> Path:
-    return run.output.resolve() / record.name / BEST / trial
+    return best_folder(run.output.resolve() / record.name, trial)
 
 
 def _winner(run: Run, record: SweepRecord, trial: TrialRecord) -> WinnerView:
-    folder = f"{run.output.resolve().name}/{record.name}/{BEST}/{trial.name}"
+    folder = str(_folder(run, record, trial.name).relative_to(run.output.resolve().parent))
     return WinnerView(name=trial.name, score=loss_text(trial.score), folder=printable(folder))
 
 

@@ -12,17 +12,22 @@ from weftune.jobs.store.job_file import CHECKPOINTS
 from weftune.jobs.sweeps.record import BEST
 
 
-def put_best(folder: Path, winners: Sequence[Path]) -> None:
-    """The folders of the winners again under `best`, all of them or none; hard links where there are such."""
+def put_best(folder: Path, winners: Sequence[Path], alone: bool) -> None:
+    """Put the winners' folders into `best`, all of them or none; hard links where there are such.
+
+    With `alone` there is one winner, and `best` itself becomes its adapter folder. Otherwise each winner
+    has a folder of its name in `best`.
+    """
     partial, old = folder / f".{BEST}.partial", folder / f".{BEST}.old"
     for path in (partial, old):
         shutil.rmtree(path, ignore_errors=True)
     if not winners:
         return
+    assert len(winners) == 1 or not alone, "one folder cannot be that of several"
     for winner in winners:
         shutil.copytree(
             winner,
-            partial / winner.name,
+            partial if alone else partial / winner.name,
             copy_function=_link_or_copy,
             ignore=shutil.ignore_patterns(".*", CHECKPOINTS),
         )

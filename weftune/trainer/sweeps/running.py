@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from weftune.adapters.folder import CONFIG
 from weftune.core.files import json_text, kept_lines
 from weftune.errors import OutputError, SpecError
 from weftune.jobs.spec.spec import JobSpec
@@ -550,11 +551,13 @@ class RunningSweep:
             )
         try:
             if not self._holds(winners):
-                put_best(self.folder, [self.store.output / name for name in winners])
+                paths = [self.store.output / name for name in winners]
+                put_best(self.folder, paths, alone=self.sweep.spec.keep == 1)
             self.best, self._finished = winners, True
         except OSError as error:
             self._tell(
-                f"warning: cannot write {self.folder / BEST}: {error.strerror}; --resume tries it again."
+                f"warning: cannot write {self.folder / BEST}: {error.strerror}; try it again with "
+                f"{self.store.resume_line()}"
             )
 
     def _has_ended(self, name: str) -> bool:
@@ -563,6 +566,9 @@ class RunningSweep:
     def _holds(self, winners: tuple[str, ...]) -> bool:
         """Whether `best` is that of these, in the record and in the folder."""
         folder = self.folder / BEST
+        if self.sweep.spec.keep == 1:
+            # Outputs of earlier versions have the one winner in a folder of its name there.
+            return self.best == winners and (folder / CONFIG).is_file()
         there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         return self.best == winners and there == set(winners)
 

@@ -97,7 +97,8 @@ class Sweeping:
                     step, other = sweep.rungs.limit(name), sweep.waiting_for()
                     yield (
                         name,
-                        f"waits at step {step} for {other}, which has not come as far; go on with --resume",
+                        f"waits at step {step} for {other}, which has not come as far; go on with "
+                        f"{sweep.store.resume_line()}",
                     )
             sweep.resting.clear()
 
