@@ -70,6 +70,13 @@ def test_steps_that_a_resumed_job_wrote_again_replace_the_old_ones(tmp_path: Pat
     assert validation(tmp_path) == [(3, 1.2)]
 
 
+def test_a_resumed_job_keeps_no_evaluation_of_steps_that_it_makes_again(tmp_path: Path) -> None:
+    before = [eval_line(0, 3.0), *(step_line(step, 9.0) for step in (1, 2, 3)), eval_line(2, 9.0)]
+    write_lines(tmp_path / "metrics.jsonl", [*before, step_line(2, 2.0)])
+    assert curve(tmp_path) == [(1, 9.0), (2, 2.0)]
+    assert validation(tmp_path) == [(0, 3.0)]
+
+
 def test_a_restarted_job_keeps_nothing_of_its_longer_first_run(tmp_path: Path) -> None:
     first = [eval_line(0, 3.0), *(step_line(step, 9.0) for step in range(1, 9)), eval_line(8, 9.0)]
     write_lines(tmp_path / "metrics.jsonl", [*first, eval_line(0, 3.0), step_line(1, 2.0)])

@@ -101,6 +101,35 @@ def test_a_job_that_the_first_worker_ends_makes_no_more_steps_in_any_replica():
     assert_equal(got, alone("llama", torch.float64, "bc"), 1e-9, 1e-8)
 
 
+def prompted(base):
+    return aboard.ready(base, "p", steps=2, batch_size=4, adapter={"kind": "prompt", "num_virtual_tokens": 3})
+
+
+def prompted_worker(wires):
+    """Tokens that count as trained on this worker, of a job with virtual tokens."""
+    base = cut("llama", torch.float64, wires.place, CUT[1])
+    executor, _, transport = on_worker(base, wires, CUT[1])
+    job = prompted(base)
+    executor.attach(aboard.training(base, job))
+    program = pipeline_program([job], wires.place, None)
+    own = dict(program.compute_in(wires.place.replica))
+    laid = {action.microbatch: lay_out(plan, False, {"p": job}) for action, plan in own.items()}
+    list(executor.run(program, delivered(program, laid)))
+    transport.settle()
+    return executor.aboard["p"].progress.trained_tokens
+
+
+def test_virtual_tokens_do_not_count_as_trained_tokens_in_any_replica():
+    base = whole_base("llama", torch.float64)
+    job = prompted(base)
+    alone = aboard.executor(base, [job])
+    list(aboard.events(alone, aboard.program([job], 2), [job]))
+    wanted = alone.aboard["p"].progress.trained_tokens
+    lengths = job.data.train.lengths
+    assert wanted == sum(int(lengths[one]) - 3 for step in (1, 2) for one in job.order.batch(step))
+    assert run_workers(2, prompted_worker, replicas=2) == [wanted, wanted]
+
+
 # -- what it costs -----------------------------------------------------------------------------------------
 
 PER_ROW = 0.006

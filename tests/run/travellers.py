@@ -25,13 +25,19 @@ SIZES = (301, 77, 1000, 64)
 
 
 def layout_of(sizes, outside="nowhere"):
-    """A site in each layer, and one outside all layers: before them, behind them or nowhere."""
+    """A site in each layer, and one outside all layers: before them, behind them or nowhere. Every other site
+    has a learning rate of its own."""
     sites = [(f"model.layers.{layer}.proj", size) for layer, size in enumerate(sizes)]
     if outside == "before":
         sites.insert(0, ("model.embed", 45))
     elif outside == "behind":
         sites.append(("lm_head", 45))
-    return VectorLayout(tuple(ParameterShape(site, "a", (size,)) for site, size in sites))
+    return VectorLayout(
+        tuple(
+            ParameterShape(site, "a", (size,), rate=8.0 if number % 2 else 1.0)
+            for number, (site, size) in enumerate(sites)
+        )
+    )
 
 
 def new(name, sizes=SIZES, outside="nowhere", seed=0, dtype=torch.float32, weights=None):

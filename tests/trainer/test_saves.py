@@ -26,7 +26,8 @@ def model():
 
 def job(name, steps, **keys):
     rows = bench.rows(bench.samples(10, seed=3))
-    return JobSpec(name=name, data=rows, steps=steps, batch_size=3, adapter={"rank": 2}, **keys)
+    settings = {"batch_size": 3, "adapter": {"rank": 2}} | keys
+    return JobSpec(name=name, data=rows, steps=steps, **settings)
 
 
 class SlowDisk:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,6 +47,14 @@ def test_the_lowest_priority_aboard_gives_way_to_a_higher_one() -> None:
     assert admission.admitted == ("urgent",)
     assert admission.preempted == {"lowest": "urgent"}
     assert admission.waiting == {}
+
+
+def test_a_job_gives_way_to_the_newcomer_whose_priority_is_nearest_above_its_own() -> None:
+    aboard = [shape("low", 40, 0, 0)]
+    waiting = [shape("most", 40, 9, 1), shape("more", 40, 5, 2), shape("equal", 20, 0, 3)]
+    admission = admit(waiting, aboard, fits)
+    assert admission.admitted == ("most", "more", "equal")
+    assert admission.preempted == {"low": "more"}
 
 
 def test_equals_never_preempt_each_other() -> None:
@@ -101,6 +110,22 @@ def test_a_job_too_large_to_run_alone_blocks_nobody() -> None:
     assert admission.admitted == ("a",)
     assert admission.too_large == {"huge": "101 is over 100"}
     assert admission.waiting == {}
+
+
+@pytest.mark.parametrize("more", ["trainable", "longest", "batch_tokens", "means"])
+def test_a_job_that_takes_more_of_one_thing_only_is_looked_at_by_itself(more: str) -> None:
+    """A smaller job that fits does not vouch for a larger one, nor does a larger one that does not fit stop a
+    smaller one."""
+
+    def full(jobs: Sequence[JobShape]) -> str | None:
+        need = sum(getattr(job, more) for job in jobs)
+        return None if need <= ROOM else f"{need} is over {ROOM}"
+
+    small, large = (replace(shape(f"job{need}", 0, order=need), **{more: need}) for need in (ROOM, ROOM + 1))
+    assert admit([small, large], [], full).too_large == {large.name: "101 is over 100"}
+    smaller = replace(small, name="smaller", order=ROOM + 2, **{more: 1})
+    aboard = [replace(shape("x", 0), **{more: ROOM - 1})]
+    assert admit([small, smaller], aboard, full).admitted == ("smaller",)
 
 
 WAITING = st.lists(st.tuples(st.integers(1, 120), st.integers(-1, 1), st.integers(0, 8)), max_size=8)

@@ -104,6 +104,12 @@ def test_a_mistake_in_the_job_is_told_once_and_not_for_each_trial() -> None:
     assert sentences(job) == ["jobs[0].adapter.alpha: must be above 0, got -1"]
 
 
+def test_a_mistake_in_the_job_is_told_where_only_ranges_are_searched_over() -> None:
+    rates = {"learning_rate": {"min": 1e-5, "max": 1e-3, "log": True}}
+    job = {"name": "a", "batch_size": -3, "sweep": {"search": "random", "trials": 2, "over": rates}}
+    assert sentences(job) == ["jobs[0].batch_size: must be at least 1, got -3"]
+
+
 def test_a_value_that_no_draw_has_hit_is_checked_too() -> None:
     ranks = [*range(1, 500), 0]
     job = {"name": "a", "sweep": {"search": "random", "trials": 2, "over": {"adapter.rank": ranks}}}

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("optuna")
 
+from weftune.jobs.sweeps import tpe
 from weftune.jobs.sweeps.draws import identity
 from weftune.jobs.sweeps.search import propose
 from weftune.jobs.sweeps.spec import Ends, SweepSpec, Trial, ValueRange
@@ -108,6 +109,21 @@ def test_accuracy_is_maximised() -> None:
     most = propose("a", spec, 0)
     ends: Ends = [(trial, loss(trial.values)) for trial in least.first()]
     assert most.next([(trial, -(value or 0)) for trial, value in ends]) == least.next(ends)
+
+
+def test_every_generation_draws_with_a_seed_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the ends say nothing, generations of one seed would propose the same values again and again."""
+    seeds = []
+
+    def noted(spec: SweepSpec, known: Ends, seed: int) -> Any:
+        seeds.append(seed)
+        return real(spec, known, seed)
+
+    real = tpe._study
+    monkeypatch.setattr(tpe, "_study", noted)
+    swept(seed=0)
+    swept(seed=1)
+    assert len(set(seeds)) == len(seeds) == 6
 
 
 def test_names_of_other_jobs_are_not_taken() -> None:

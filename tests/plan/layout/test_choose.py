@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
+from tests.plan import costs
 from tests.plan.outlooks import SHAPE, outline
+from tests.plan.profiles import profile
 from weftune.core.shapes import LayerRange
 from weftune.errors import PlanError
 from weftune.jobs.store.scheduler import admit
-from weftune.plan.cost.memory import MemoryModel
+from weftune.plan.cost.memory import SLACK_BYTES, MemoryModel
+from weftune.plan.cost.profile_cost import memory_of
 from weftune.plan.layout.choose import PIPELINE_ROUNDS, WINDOW_ROUNDS, Choice, Machine, choose, fitting
 from weftune.plan.layout.one_device import gpu_place
 from weftune.plan.program.layout import in_stages, one_device
@@ -130,3 +134,35 @@ def test_the_stage_that_needs_most_is_counted_and_not_the_one_with_the_most_weig
     assert memory.peak_bytes(shapes(1), 8192) == max(needs)
     capacity = memory.capacity(shapes(1), 8192)
     assert memory.peak_bytes(shapes(1), capacity) <= memory.budget
+
+
+@pytest.mark.parametrize("known", [None, profile()])
+def test_a_pretended_device_counts_the_process_and_what_of_the_base_waits_in_the_same_memory(known):
+    taken, budget = 70 << 20, costs.SHAPE.base_bytes * 3 // 4
+    machine = Machine(
+        on_gpu=False,
+        budget=8 * GIB,
+        taken=taken,
+        stream_budget=budget,
+        host_budget=8 * GIB,
+        profile=known,
+    )
+    job = replace(shapes(1)[0], trainable=1000, longest=8, batch_tokens=8, by_layer=())
+    found = choose(costs.SHAPE, [job], machine)
+    assert found.streamed
+    assert found.host_bytes > 0
+    slack = 0
+    if known is not None:
+        fit = memory_of(known, MemoryModel(costs.SHAPE, 8 * GIB, taken))
+        slack = int(fit.slack * SLACK_BYTES)
+        assert slack > 0
+    assert found.memory.taken == taken + found.host_bytes + slack
+    head = int(found.memory.fit.head * found.memory.head_bytes(math.inf))
+    assert found.memory.budget == budget + found.memory.taken + head
+
+
+def test_a_job_waits_for_its_source_only_if_that_is_among_the_jobs():
+    """The adapter of a source that was trained before is there already."""
+    first, second, third = shapes(3)
+    jobs = [first, replace(second, starts_from="job0"), replace(third, starts_from="before")]
+    assert [job.name for job in fitting(jobs, MemoryModel(SHAPE, 70 * GIB, fused=True))] == ["job0", "job2"]

@@ -16,7 +16,14 @@ from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.plan.layout.choose import Machine, choose
-from weftune.plan.layout.offloaded import GroupRound, OffloadedRound, is_worth, offloading, turns
+from weftune.plan.layout.offloaded import (
+    GroupRound,
+    OffloadedRound,
+    is_worth,
+    offloaded_round,
+    offloading,
+    turns,
+)
 from weftune.plan.layout.one_device import gpu_place
 from weftune.plan.program.layout import one_device
 from weftune.plan.program.recompute import Recompute
@@ -144,6 +151,16 @@ def test_steps_are_hidden_behind_passes_of_the_other_group_as_far_as_those_are_l
     assert seconds((6.0, 3.0), (2.0, 1.0)) == pytest.approx(9.0 + bare)
     uneven = OffloadedRound(GroupRound(6.0, 3.0), GroupRound(2.0, 1.0))
     assert uneven.unhidden == pytest.approx(1.0 + bare)
+
+
+def test_steps_take_the_link_as_fast_as_it_is_both_ways_where_that_was_measured():
+    """Twelve bytes of every parameter come while as many go."""
+    memory, asked = offloading(MemoryModel(SHAPE, 60 * GIB, fused=True), 1 << 50), jobs(2)
+    plain, measured = (gpu_place(0, 0, 25e9, 300e12, 1e12, both_ways=rate) for rate in (None, 5e9))
+    for place, rate in ((plain, 25e9), (measured, 5e9)):
+        found = offloaded_round(memory, asked, place, 8192)
+        moved = [one.moved for one in (found.first, found.second)]
+        assert moved == pytest.approx([12 * job.trainable / rate for job in asked])
 
 
 def test_what_a_window_takes_knows_of_unhidden_steps():

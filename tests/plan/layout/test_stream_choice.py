@@ -196,6 +196,20 @@ def test_no_pass_is_faster_than_the_host_asks_for_it():
     assert replace(slow, capacity=50).layer_seconds == quick.layer_seconds
 
 
+def test_the_host_has_room_for_each_job_that_waits_by_itself():
+    """Its adapter travels, so that its state is in host memory as long as it trains."""
+    draft = Draft((1,) * 4, (False,) * 4, (1,))
+    small, large = (
+        StreamCase(base(4), (job(name, trainable),), gpu(NEVER), 100, 40, travels=True)
+        for name, trainable in (("a", 1000), ("b", 100_000))
+    )
+    room = small.host_bytes(draft)
+    assert large.host_bytes(draft) == room + 99_000 * 18
+    both = replace(small, alone=(large,), device=gpu(NEVER, host_budget=room))
+    assert replace(both, alone=()).excess(draft) == 0
+    assert both.excess(draft) == 99_000 * 18
+
+
 def test_a_cut_leaves_room_for_each_job_that_waits_by_itself():
     """With the cut of those aboard, which keeps all it can on the device, the large job could never train."""
     together, large = [job("a", 1000), job("b", 1000)], job("c", 100_000, longest=60)

@@ -32,8 +32,8 @@ CAPACITY = 40
 
 
 def make_jobs(base):
-    """Of different rank, targets, length and batch size, with dropout; `b` adapts one layer only. Where there
-    are experts, `a` adapts all of them and `b` those of its layer."""
+    """Of different rank, targets, length and batch size, with dropout; `a` has two learning rates (LoRA+) and
+    `b` adapts one layer only. Where there are experts, `a` adapts all of them and `b` those of its layer."""
     targets = {"a": "all-linear", "b": r".*layers\.2\..*", "c": ["q_proj", "v_proj", "fc1", "up_proj"]}
     mixes = any(site.experts for site in base.shape.sites)
     experts = {"a": ["gate_up_proj", "down_proj"], "b": ["model.layers.2.mlp.experts.down_proj"]}
@@ -50,6 +50,7 @@ def make_jobs(base):
                 "rank": [4, 7, 3][seed],
                 "alpha": 8.0,
                 "targets": targets[name],
+                "loraplus_lr_ratio": 8.0 if name == "a" else 1.0,
                 **({"target_parameters": experts[name]} if mixes and name in experts else {"dropout": 0.2}),
             },
             clip=0.1,

@@ -1,0 +1,135 @@
+"""A sweep's own bookkeeping, with a real store and no training: scores, ends, seats and failed writes."""
+
+import pytest
+
+from tests import bench
+from tests.run import aboard
+from weftune import JobSpec
+from weftune.errors import OutputError
+from weftune.jobs.store.states import State
+from weftune.jobs.store.store import open_store
+from weftune.jobs.sweeps.record import read_record
+from weftune.jobs.sweeps.spec import Halving, Sweep, SweepSpec, Trial
+from weftune.run.events import Evaluated
+from weftune.run.training import checkpoint
+from weftune.trainer.sweeps import running
+from weftune.trainer.sweeps.running import Proposals, RunningSweep
+
+STEPS = 8
+NAMES = ("s-a", "s-b", "s-c", "s-d")
+
+
+def sweep_of(names=NAMES, at=(0.5,), **keys):
+    spec = SweepSpec(over={"seed": tuple(range(4))}, halving=Halving(at, 0.5, judge="last"), **keys)
+    return Sweep("s", spec, tuple(Trial(name, {"seed": number}) for number, name in enumerate(names)))
+
+
+def running_sweep(store, sweep, jobs=None, proposals=None, told=None):
+    made = RunningSweep(sweep, store, jobs or {}, [].append if told is None else told.append, proposals)
+    made.recall()
+    return made
+
+
+def evaluated(job, step, loss):
+    return Evaluated(job, step, loss, token_accuracy=0.5, tokens=10)
+
+
+def jobs_kept(keep):
+    keys = {"data": [{"text": "one"}, {"text": "two"}], "eval": {"fraction": 0.5}, "keep": keep}
+    return {name: JobSpec(name=name, **keys) for name in NAMES}
+
+
+@pytest.fixture
+def store(tmp_path):
+    with open_store(tmp_path / "out", resume=False) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(("keep", "score"), [("last", 3.0), ("best", 1.0)])
+def test_a_trial_is_ranked_by_the_step_whose_weights_it_keeps(store, keep, score):
+    sweep = running_sweep(store, sweep_of(), jobs_kept(keep))
+    store.add_job("s-a")
+    store.best_job("s-a", 2, 1.0)
+    sweep.rungs.enter("s-a", STEPS)
+    sweep.evaluate(evaluated("s-a", 2, 1.0))
+    sweep.evaluate(evaluated("s-a", 6, 3.0))
+    assert sweep.score("s-a") == score
+
+
+class OneMore:
+    """Proposes one more trial, whenever it is asked."""
+
+    def first(self):
+        return ()
+
+    def next(self, ended):
+        return (Trial(f"s-more{len(ended)}", {"seed": len(ended)}),)
+
+
+def test_a_generation_that_could_not_be_recorded_is_proposed_again(store, monkeypatch):
+    told = []
+    sweep = sweep_of(search="tpe", trials=6)
+    made = running_sweep(store, sweep, proposals=Proposals(OneMore(), None), told=told)
+    for name in NAMES:
+        made.refuse(name, "no data")
+
+    def full(folder, record):
+        raise OutputError("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(running, "write_record", full)
+        assert made.proposed() == ()
+    assert told == ["warning: no space left on device; training goes on, and it is tried again."]
+    assert read_record(made.folder) is None
+    assert [one.name for one in made.proposed()] == ["s-more4"]
+    assert [one.generation for one in read_record(made.folder).trials] == [0, 0, 0, 0, 1]
+
+
+def test_a_retried_trial_is_not_ended_again_by_the_record_when_the_status_was_rebuilt(tmp_path):
+    output = tmp_path / "out"
+    with open_store(output, resume=False) as store:
+        made = running_sweep(store, sweep_of())
+        for name in NAMES:
+            store.add_job(name)
+            made.rungs.enter(name, STEPS)
+            (output / name).mkdir()
+            (output / name / "job.yaml").write_text(f"name: {name}\n")
+        for name in NAMES[:2]:
+            store.move_job(name, State.FAILED, "the loss is not finite")
+        made.finish()
+    (output / "status.json").write_text("{")
+    with open_store(output, resume=True) as store:
+        assert store.rebuilt
+        assert store.job("s-a").state is not State.FAILED
+        again = RunningSweep(sweep_of(), store, {}, print, None)
+        again.recall(again=["s-a"])
+        assert not store.job("s-a").state.ended
+        assert "s-a" not in again.rungs.ended
+        assert store.job("s-b").state is State.FAILED
+
+
+def test_a_trial_that_leaves_is_told_the_step_of_its_own_rung(store):
+    """Where the number of steps is searched over, every trial has rungs of its own."""
+    sweep = running_sweep(store, sweep_of(NAMES[:2]))
+    for name, steps, loss in zip(NAMES, (8, 20), (1.0, 2.0), strict=False):
+        store.add_job(name)
+        sweep.rungs.enter(name, steps)
+        sweep.evaluate(evaluated(name, steps // 2, loss))
+    orders = sweep.orders(dict.fromkeys(NAMES[:2], 1), ())
+    assert orders.leave == {"s-b": "left the sweep at step 10: 2nd of 2, the best goes on"}
+    assert read_record(sweep.folder).trials[1].left_at == 10
+
+
+@pytest.mark.parametrize(("step", "rests"), [(3, False), (4, True)])
+def test_a_trial_that_was_saved_at_its_rung_rests_without_being_loaded(store, step, rests):
+    base = bench.base()
+    ready = aboard.ready(base, "s-a", steps=STEPS)
+    training = aboard.training(base, ready)
+    training.progress.step = step
+    checkpoint.save(store.output / "s-a" / "checkpoints", training)
+    sweep = running_sweep(store, sweep_of())
+    sweep.rungs.enter("s-a", STEPS)
+    sweep.evaluate(evaluated("s-a", 4, 1.0))
+    entered = sweep.enter(ready)
+    assert entered.limit == 4
+    assert sweep.resting == ({"s-a"} if rests else set())
