@@ -9,6 +9,7 @@ from weftune.errors import OutputError
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import open_store
 from weftune.jobs.sweeps.record import read_record
+from weftune.jobs.sweeps.rungs import TrialEnd
 from weftune.jobs.sweeps.spec import Halving, Sweep, SweepSpec, Trial
 from weftune.run.events import Evaluated
 from weftune.run.training import checkpoint
@@ -49,10 +50,11 @@ def store(tmp_path):
 def test_a_trial_is_ranked_by_the_step_whose_weights_it_keeps(store, keep, score):
     sweep = running_sweep(store, sweep_of(), jobs_kept(keep))
     store.add_job("s-a")
-    store.best_job("s-a", 2, 1.0)
+    store.evaluate_job("s-a", score, 2, 1.0)
     sweep.rungs.enter("s-a", STEPS)
     sweep.evaluate(evaluated("s-a", 2, 1.0))
     sweep.evaluate(evaluated("s-a", 6, 3.0))
+    sweep.rungs.end("s-a", TrialEnd.FINISHED, STEPS)
     assert sweep.score("s-a") == score
 
 
