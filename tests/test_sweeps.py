@@ -10,6 +10,7 @@ import pytest
 
 from tests import bench, oracle
 from tests.outputs import assert_same_job, jobs_folder, lines, states, status
+from weftune.jobs.sweeps.record import best_folder
 
 SEED = 20260107
 

@@ -11,6 +11,7 @@ from tests.outputs import Crash, assert_same_job, lines, numbers, states, status
 from weftune import JobSpec, Options
 from weftune.errors import OutputError, SpecError
 from weftune.jobs.store.store import open_store
+from weftune.jobs.sweeps.record import best_folder
 from weftune.jobs.sweeps.spec import Halving, Sweep, SweepSpec, Trial
 from weftune.run.events import Stepped
 from weftune.trainer.sweeps.running import Proposals, RunningSweep
