@@ -10,6 +10,7 @@ import pytest
 
 from tests import bench, oracle
 from tests.outputs import assert_same_job, jobs_folder, lines, states, status
+from weftune.jobs.sweeps.record import best_folder
 
 SEED = 20260107
 
@@ -131,7 +132,7 @@ def assert_same_sweep(output, want):
     for name in ("other", *theirs["best"]):
         assert_same_job(output, want, name)
     for name in theirs["best"]:
-        kept = [bench.adapter(folder / "s" / "best" / name) for folder in (output, want)]
+        kept = [bench.adapter(best_folder(folder / "s", name)) for folder in (output, want)]
         assert oracle.distance(*kept) <= 1e-8
     assert not list(output.glob("*/checkpoints"))
     assert not list(output.rglob("*.partial"))

@@ -27,6 +27,7 @@ from weftune.jobs.store.store import Store
 from weftune.plan.cost.learned import Learned, Outcome, Promise
 from weftune.plan.cost.memory import longest
 from weftune.plan.cost.time import JobShapes, PassTime, StateTime
+from weftune.plan.layout.split import cpu_sheet_cost
 from weftune.plan.outlook.promise import promise_numbers
 from weftune.plan.program.program import MicrobatchPlan, Program
 from weftune.report.words import plural
@@ -36,6 +37,7 @@ from weftune.run.training import checkpoint
 from weftune.run.training.snapshot import snapshot_bytes
 from weftune.run.training.state import Training, new_training
 from weftune.run.training.writer import Unsaved
+from weftune.trainer.cpu_load import SlowRun
 from weftune.trainer.deliveries import Deliveries, Ending
 from weftune.trainer.engine import Engine
 from weftune.trainer.health import base_warning, collapse_warning
@@ -110,6 +112,9 @@ class Loop:
         self._endings: dict[str, Ending] = {}
         self.deliveries = Deliveries(engine, tokenizer, store, journal)
         self.windows = Windows(engine, self.learned, self.jobs)
+        self._slow_run = SlowRun() if engine.base.device.type == "cpu" else None
+        self._planned_cost = engine.known if engine.known.measured else cpu_sheet_cost(engine.choice.shape)
+        """As `weftune plan` knows times: by a profile of this machine, else by its data sheet."""
         self._timed = TimedWindow()
         self._saved_at_every_step: set[str] = set()
         self._last_saved: dict[str, float] = {}
@@ -473,9 +478,17 @@ class Loop:
                 shapes=aboard,
             )
         )
+        self._tell_if_slow(program, aboard, seconds)
         if timed.saves:
             # So that a run that finds no checkpoint knows that there was one.
             self.journal.settle()
+
+    def _tell_if_slow(self, program: Program, aboard: JobShapes, seconds: float) -> None:
+        """On a CPU: compare a window with what was planned before the run."""
+        if self._slow_run is not None:
+            planned = self._planned_cost.program_seconds(program, aboard)
+            if sentence := self._slow_run.add(planned, seconds):
+                self.journal.note(sentence)
 
     def _fetch(self, plan: MicrobatchPlan, held_out: bool) -> Microbatch:
         return lay_out(plan, held_out, self.jobs)

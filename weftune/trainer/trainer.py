@@ -510,6 +510,7 @@ class Trainer:
         )
         for job in ready:
             one = progress[job.name]
+            store.add_job(job.name)
             store.advance_job(job.name, one.step, job.recipe.steps, one.trained_tokens)
 
     # -- after -------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from tests.outputs import Crash, assert_same_job, lines, numbers, states, status
 from weftune import JobSpec, Options
 from weftune.errors import OutputError, SpecError
 from weftune.jobs.store.store import open_store
+from weftune.jobs.sweeps.record import best_folder
 from weftune.jobs.sweeps.spec import Halving, Sweep, SweepSpec, Trial
 from weftune.run.events import Stepped
 from weftune.trainer.sweeps.running import Proposals, RunningSweep
@@ -93,7 +94,7 @@ def test_halving_trains_the_best_of_each_rung_on_and_leaves_the_winners_in_best(
     assert found["samples"] == {"trained": 4 * (3 * 3 + 6 + 2 * STEPS), "all": 4 * 6 * STEPS}
     assert {path.name for path in (output / "s" / "best").iterdir()} == set(found["best"])
     for name in found["best"]:
-        winner = output / "s" / "best" / name
+        winner = best_folder(output / "s", name)
         assert oracle.distance(bench.adapter(winner), bench.adapter(output / name)) == 0
         assert {"adapter_config.json", "job.yaml", "tokenizer.json"} <= {
             path.name for path in winner.iterdir()
@@ -259,7 +260,9 @@ def assert_same_sweep(output, want):
     for name in record(want)["best"]:
         assert_same_job(output, want, name)
         assert (
-            oracle.distance(bench.adapter(output / "s/best" / name), bench.adapter(want / "s/best" / name))
+            oracle.distance(
+                bench.adapter(best_folder(output / "s", name)), bench.adapter(best_folder(want / "s", name))
+            )
             < 1e-8
         )
     assert not list(output.glob("*/checkpoints"))

@@ -68,7 +68,7 @@ def found_job(folder: Path, lines: Sequence[Mapping[str, Any]] | None = None) ->
 def _ended(path: Path) -> dict[str, JobStatus]:
     """The jobs that a damaged status still names as failed or cancelled: no flipped bit makes such a word."""
     found = {}
-    with suppress(OSError, ValueError, TypeError, AttributeError):
+    with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
         for name, value in json.loads(path.read_bytes())["jobs"].items():
             with suppress(ValueError):
                 job = job_from_json(value)

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weftune.core.shapes import JobShape, ModelShape
-from weftune.plan.cost.estimate import Speed
+from weftune.plan.cost.cluster import this_cpu
+from weftune.plan.cost.estimate import Speed, sheet_speed
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.prior import counted
 from weftune.plan.cost.time import CostModel, work_of
@@ -64,6 +65,11 @@ def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
 def sheet_cost(shape: ModelShape, speed: Speed) -> CostModel:
     """The counted proportions of the base's terms, at the level that a device's data sheet promises."""
     return counted(shape).whole(shape.layers, speed.source).times(1 / speed.flops)
+
+
+def cpu_sheet_cost(shape: ModelShape) -> CostModel:
+    """`sheet_cost` of this machine's CPU."""
+    return sheet_cost(shape, sheet_speed(this_cpu().devices[0]))
 
 
 def share_jobs(

@@ -1,0 +1,48 @@
+"""A run on a CPU that is much slower than planned says so once, with what the cores do instead."""
+
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from weftune.trainer.cpu_load import CpuLoad, SlowRun, slow_sentence
+
+
+def test_a_slow_run_is_told_with_the_cores_that_others_take():
+    assert slow_sentence(10.0, 19.0, others=2.0, cores=2, threads=2) == ""
+    crowded = slow_sentence(10.0, 31.0, others=1.5, cores=2, threads=2)
+    assert crowded.startswith(
+        "warning: training takes 3.1 times as long as planned: other processes keep 1.5 of"
+    )
+    alone = slow_sentence(10.0, 31.0, others=0.1, cores=8, threads=4)
+    assert "although other processes keep only 0.1 of the 8 cores busy" in alone
+    assert alone.endswith("weftune doctor --profile")
+
+
+def test_it_is_told_once_and_not_of_single_short_windows():
+    run = SlowRun()
+    assert run.add(None, 100.0) == "", "nothing was planned"
+    assert run.add(1.0, 9.0) == ""
+    assert run.add(1.0, 9.0).startswith("warning: training takes 9.0 times as long as planned")
+    assert run.add(1.0, 90.0) == ""
+    steady = SlowRun()
+    assert [steady.add(9.0, 10.0) for _ in range(3)] == [""] * 3
+
+
+@pytest.mark.timed
+def test_the_cores_of_another_process_are_counted_and_those_of_this_one_are_not():
+    own = CpuLoad()
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        pass
+    before = own.others()
+    # No child of this process: its parent ends at once.
+    code = "import time; end = time.time() + 2\nwhile time.time() < end: pass"
+    start = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {code!r}])"
+    subprocess.run([sys.executable, "-c", start], check=True)
+    load = CpuLoad()
+    time.sleep(1.5)
+    cores = psutil.cpu_count() or 1
+    assert load.others() > 0.3 or before > cores - 1.5, "unless others have taken all of them already"

@@ -1,0 +1,85 @@
+"""One sentence where a run on a CPU takes much longer than planned, with what the cores do instead."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+
+SLOW = 2.0
+"""How many times the planned seconds a run must take to be called slow."""
+LEAST_SECONDS = 10.0
+"""Seconds of windows that are judged together: in less, a pause of the system counts for too much."""
+
+
+@dataclass(slots=True)
+class CpuLoad:
+    """What the cores of this machine have done since this was made."""
+
+    began: float = field(default_factory=time.monotonic)
+    busy: float = field(default_factory=lambda: _busy_seconds())
+    own: float = field(default_factory=lambda: _own_seconds())
+
+    def others(self) -> float:
+        """Cores that other processes have kept busy, on average."""
+        seconds = max(time.monotonic() - self.began, 1e-9)
+        return max(0.0, (_busy_seconds() - self.busy - _own_seconds() + self.own) / seconds)
+
+
+class SlowRun:
+    """Compares windows with their plan until it has told once that the run is slow."""
+
+    def __init__(self) -> None:
+        self._load: CpuLoad | None = CpuLoad()
+        self._planned = self._seconds = 0.0
+
+    def add(self, planned: float | None, seconds: float) -> str:
+        """A window that took `seconds`: the sentence to tell, or ""."""
+        if self._load is None or planned is None:
+            return ""
+        self._planned += planned
+        self._seconds += seconds
+        if self._seconds < LEAST_SECONDS:
+            return ""
+        others, cores = self._load.others(), psutil.cpu_count() or 1
+        sentence = slow_sentence(self._planned, self._seconds, others, cores, torch.get_num_threads())
+        self._load, self._planned, self._seconds = None if sentence else CpuLoad(), 0.0, 0.0
+        return sentence
+
+
+def slow_sentence(planned: float, seconds: float, others: float, cores: int, threads: int) -> str:
+    """Say that the run is slow, and why; "" where it is not.
+
+    `others` are the cores that other processes keep busy, of `cores`; this run wants `threads` of them.
+    """
+    if seconds < SLOW * planned:
+        return ""
+    what = f"warning: training takes {seconds / planned:.1f} times as long as planned"
+    if others + threads > 1.1 * cores:
+        return (
+            f"{what}: other processes keep {others:.1f} of the {cores} cores busy, and this run wants "
+            f"{threads}; end them, or wait until they have ended"
+        )
+    return (
+        f"{what}, although other processes keep only {others:.1f} of the {cores} cores busy; plan with what "
+        "this machine reaches: weftune doctor --profile"
+    )
+
+
+def _busy_seconds() -> float:
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
+
+
+def _own_seconds() -> float:
+    """Of this process and of those that it has started."""
+    total = 0.0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        try:
+            used = process.cpu_times()
+        except psutil.Error:
+            continue
+        total += used.user + used.system
+    return total
