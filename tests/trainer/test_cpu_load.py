@@ -7,6 +7,10 @@ import time
 import psutil
 import pytest
 
+from tests import bench
+from tests.outputs import status
+from weftune import JobSpec
+from weftune.trainer import cpu_load
 from weftune.trainer.cpu_load import CpuLoad, SlowRun, slow_sentence
 
 
@@ -29,6 +33,16 @@ def test_it_is_told_once_and_not_of_single_short_windows():
     assert run.add(1.0, 90.0) == ""
     steady = SlowRun()
     assert [steady.add(9.0, 10.0) for _ in range(3)] == [""] * 3
+
+
+def test_a_run_tells_it_once(tmp_path, monkeypatch):
+    """A tiny model takes far longer than its products would at the speed of the data sheet."""
+    monkeypatch.setattr(cpu_load, "LEAST_SECONDS", 0.0)
+    rows = bench.rows(bench.samples(8))
+    job = JobSpec(name="a", data=rows, steps=6, batch_size=2, eval={"fraction": 0.3, "every": 2})
+    bench.train(bench.base(), tmp_path / "out", [job])
+    notes = status(tmp_path / "out")["notes"]
+    assert sum("times as long as planned" in note for note in notes) == 1, notes
 
 
 @pytest.mark.timed

@@ -484,8 +484,8 @@ class Loop:
             self.journal.settle()
 
     def _tell_if_slow(self, program: Program, aboard: JobShapes, seconds: float) -> None:
-        """On a CPU: compare a window with what was planned before the run."""
-        if self._slow_run is not None:
+        """On a CPU, in one process: compare a window with what was planned before the run."""
+        if self._slow_run is not None and len(program.devices) == 1:
             planned = self._planned_cost.program_seconds(program, aboard)
             if sentence := self._slow_run.add(planned, seconds):
                 self.journal.note(sentence)
