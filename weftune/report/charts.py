@@ -71,7 +71,7 @@ def draw_charts(
 
 def _loss_chart(jobs: Sequence[JobRecord], left: Sequence[JobRecord]) -> Chart | None:
     curves = [[Point(line.step, line.loss) for line in job.losses] for job in jobs]
-    if not _known(curves):
+    if not _has_line(curves):
         return None
     grey = [_left_series(job, smooth([Point(line.step, line.loss) for line in job.losses])) for job in left]
     faint = [
@@ -90,7 +90,7 @@ def _validation_chart(jobs: Sequence[JobRecord], left: Sequence[JobRecord]) -> C
     curves = [[Point(line.step, line.loss) for line in job.evaluations] for job in jobs]
     bases = [(job, base) for job in jobs if (base := base_validation(job)) is not None]
     levels = _base_levels(bases)
-    if not _known(curves):
+    if not _has_line(curves):
         return None
     grey = [
         _left_series(job, [Point(line.step, line.loss) for line in job.evaluations])
@@ -116,7 +116,7 @@ def _accuracy_chart(jobs: Sequence[JobRecord], left: Sequence[JobRecord]) -> Cha
         ]
 
     curves = [curve(job) for job in jobs]
-    if not _known(curves):
+    if not _has_line(curves):
         return None
     bases = [(job, 100 * base) for job in jobs if (base := base_accuracy(job)) is not None]
     levels = _base_levels(bases, digits=1)
@@ -135,7 +135,7 @@ def _accuracy_chart(jobs: Sequence[JobRecord], left: Sequence[JobRecord]) -> Cha
 
 
 def _base_levels(bases: Sequence[tuple[JobRecord, float]], digits: int = 3) -> list[Level]:
-    """A line for each base that the eye can tell from the others; named by its rows where there are several."""
+    """One line for each distinct loss of a base, named by its rows where there are several."""
     found: dict[str, tuple[JobRecord, float]] = {}
     for job, value in bases:
         found.setdefault(loss_text(value, digits), (job, value))
@@ -210,7 +210,7 @@ def _promise_chart(
         series.append(Series(name="predicted", points=thin(promised), pen=_PREDICTED))
         words = "Dashed: as predicted just before the window ran."
         if len(errors) >= FEWEST and median(errors) <= WORST:
-            words += f" Half of the windows were within {100 * median(errors):.0f} % of it."
+            words += f" Half of the windows were within {max(1.0, 100 * median(errors)):.0f} % of it."
     figure = Figure(
         x=count_axis("window", 1, len(windows)),
         y=value_axis(unit, _known([happened, promised]), from_zero=True),
@@ -246,6 +246,11 @@ def _step_axis(curves: Sequence[Sequence[Point]]) -> Axis:
 
 def _known(curves: Sequence[Sequence[Point]]) -> list[float]:
     return [point.y for curve in curves for point in curve if point.y is not None]
+
+
+def _has_line(curves: Sequence[Sequence[Point]]) -> bool:
+    """Whether a curve has two points or more: one point says nothing that the table does not."""
+    return any(len(_known([curve])) > 1 for curve in curves)
 
 
 def _shown_values(jobs: Sequence[JobRecord], curves: Sequence[Sequence[Point]]) -> list[float]:

@@ -10,9 +10,9 @@ from weftune.report.read import EvalLine, JobRecord
 
 ENDED_BADLY = ("failed", "cancelled")
 MIN_ROWS, MIN_TOKENS = 20, 500
-"""Held-out rows and tokens from which on one adapter is called better than another. The loss of a single token
-varies by about 1, so the mean of 500 tokens is known to about 0.05; and the tokens of one row vary together,
-so that a handful of rows would say more about these rows than about the adapter."""
+"""Held-out rows and tokens from which on one adapter is called better than another. The loss of a single
+token varies by about 1, so the mean of 500 tokens is known to about 0.05; and the tokens of one row vary
+together, so that a handful of rows would say more about these rows than about the adapter."""
 
 
 def first_loss(job: JobRecord) -> float | None:

@@ -1,7 +1,8 @@
 """`report.html`: one self-contained page about an output folder.
 
 User-given text reaches the page in two ways only: escaped by markupsafe (in the template and in charts), and
-as JSON in data blocks that no browser executes. The content security policy allows the page's own scripts by their hashes.
+as JSON in data blocks that no browser executes. The content security policy allows the page's own script by
+its hash.
 """
 
 from __future__ import annotations

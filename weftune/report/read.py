@@ -80,7 +80,7 @@ class JobRecord:
     base_loss: float | None = None
     """Validation loss of the base without an adapter; None if the run did not record it."""
     warning: str = ""
-    """What is wrong with the result, such as an adapter that ends worse than the base; empty if nothing is."""
+    """What is wrong with the result, such as an adapter that is worse than the base; empty if nothing is."""
     spec: Mapping[str, Any] = field(default_factory=dict)
     """The resolved spec; empty for a job that never started."""
     base: Mapping[str, Any] = field(default_factory=dict)

@@ -85,7 +85,7 @@ def _quantisation_lines(base: BaseSpec, folder: Path) -> list[str]:
             ")",
         ]
     return [
-        f"# The adapter was trained on the base in {base.quantize}, which transformers cannot load in this form.",
+        f"# The adapter was trained on the base in {base.quantize}, which transformers cannot load.",
         "# The lines below load the plain base, so losses and answers differ from those reported. A model",
         "# with the weights that the adapter was trained on is written by:",
         *(f"# {line}" for line in f"weftune export --merged {shlex.quote(str(folder))}".splitlines()),

@@ -207,7 +207,8 @@ def pen_html(pen: Pen, dots: bool = False) -> Markup:
     """A sample of a line for legends and tables."""
     if dots:
         return Markup(
-            '<svg class="pen dot" viewBox="0 0 10 10" aria-hidden="true"><circle cx="5" cy="5" r="4" fill="{}"/></svg>'
+            '<svg class="pen dot" viewBox="0 0 10 10" aria-hidden="true">'
+            '<circle cx="5" cy="5" r="4" fill="{}"/></svg>'
         ).format(pen.colour)
     return Markup(
         '<svg class="pen" viewBox="0 0 22 4" aria-hidden="true"><line x1="0" y1="2" x2="22" y2="2" '
@@ -285,7 +286,7 @@ def _along(place: float) -> str:
 
 
 def _down(place: float) -> str:
-    """The vertical coordinate: 0 is at the top. Two decimals keep four digits of a value that is read back."""
+    """The vertical coordinate, 0 at the top. Two decimals keep four digits of a value that is read back."""
     return f"{UNITS * (1 - place):.2f}".rstrip("0").rstrip(".")
 
 

@@ -43,7 +43,7 @@ class Verdict:
 
 
 def verdicts(run: Run) -> tuple[Verdict, ...]:
-    """One verdict for each sweep and for each set of held-out rows; one in all where nothing was evaluated."""
+    """One for each sweep and for each set of held-out rows; one in all where nothing was evaluated."""
     trials = run.trials
     plain = [job for job in run.jobs if job.name not in trials]
     groups = sorted(validation_groups(plain), key=len, reverse=True)
@@ -57,33 +57,34 @@ def _sweep_verdict(run: Run, record: SweepRecord) -> Verdict | None:
     job = next((job for job in run.jobs if best is not None and job.name == best.name), None)
     if job is None or kept_validation(job) is None:
         return None
-    ended = bool(record.best)
-    lead = f"{job.name} is the best of {plural(len(record.trials), 'trial')}{'' if ended else ' so far'}."
+    best_of = "is the best of" if is_enough(job) and not is_worse(job) else "leads"
+    so_far = "" if record.best else " so far"
+    lead = f"{job.name} {best_of} {plural(len(record.trials), 'trial')}{so_far}."
     return _about(job, lead, rivals=len(record.trials), rows_name="")
 
 
 def _verdict(rivals: Sequence[JobRecord], several: bool) -> Verdict:
     job, count = rivals[0], len(rivals)
-    rows_name = validation_rows(job) if several else ""
+    lead = _lead_alone(job) if count == 1 else _lead_among(job, count)
+    return _about(job, lead, rivals=count, rows_name=validation_rows(job) if several else "")
+
+
+def _lead_among(job: JobRecord, count: int) -> str:
     if is_worse(job):
-        lead = (
-            f"No adapter beats the base; {job.name} comes closest."
-            if count > 1
-            else f"{job.name} is worse than the base."
-        )
-    elif count == 1:
-        lead = f"{job.name} has been evaluated."
-        if base_validation(job) is not None:
-            lead = (
-                f"{job.name} is better than the base."
-                if is_enough(job)
-                else f"{job.name} has a lower loss than the base."
-            )
-    elif is_enough(job):
-        lead = f"{job.name} is the best of {count} adapters."
-    else:
-        lead = f"{job.name} has the lowest loss of {count} adapters."
-    return _about(job, lead, rivals=count, rows_name=rows_name)
+        return f"No adapter beats the base; {job.name} comes closest."
+    best = "is the best" if is_enough(job) else "has the lowest loss"
+    return f"{job.name} {best} of {count} adapters."
+
+
+def _lead_alone(job: JobRecord) -> str:
+    base, kept = base_validation(job), kept_validation(job)
+    if base is None or kept is None:
+        return f"{job.name} has been evaluated."
+    if kept == base:
+        return f"{job.name} is no better than the base."
+    if kept > base:
+        return f"{job.name} is worse than the base."
+    return f"{job.name} {'is better' if is_enough(job) else 'has a lower loss'} than the base."
 
 
 def _about(job: JobRecord, lead: str, rivals: int, rows_name: str) -> Verdict:

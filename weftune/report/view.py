@@ -323,8 +323,8 @@ def _shared_words(run: Run) -> list[str]:
     if not microbatches:
         return []
     return [
-        f"{100 * shared / microbatches:.0f} % of the microbatches ({shared:,} of {microbatches:,}) hold samples "
-        "of two jobs or more."
+        f"{100 * shared / microbatches:.0f} % of the microbatches ({shared:,} of {microbatches:,}) hold "
+        "samples of two jobs or more."
     ]
 
 
@@ -343,15 +343,20 @@ def _tiles(run: Run) -> tuple[Tile, ...]:
     tiles = (
         _jobs_tile(run),
         Tile(label="tokens per second", value=rate_text(rate), detail=f"{tokens:,} tokens trained"),
-        Tile(
-            label="minutes",
-            value=minutes_text(run.seconds) if run.seconds else NOTHING,
-            detail=f"{duration_text(run.seconds)} from start to end",
-        ),
+        *_time_tile(run),
         *_saved_tile(run),
         Tile(label="peak memory", value=bytes_text(run.peak_bytes), detail=run.device),
     )
     return tuple(tile for tile in tiles if tile.value != NOTHING)
+
+
+def _time_tile(run: Run) -> tuple[Tile, ...]:
+    if not run.seconds:
+        return ()
+    if run.seconds < 60:
+        return (Tile(label="seconds", value=f"{run.seconds:.3g}", detail="from start to end"),)
+    detail = f"{duration_text(run.seconds)} from start to end"
+    return (Tile(label="minutes", value=minutes_text(run.seconds), detail=detail),)
 
 
 def _jobs_tile(run: Run) -> Tile:

@@ -13,15 +13,6 @@ from weftune.jobs.sweeps.record import SweepRecord, TrialRecord
 from weftune.jobs.sweeps.rungs import worth
 from weftune.report.charts import LEFT_PEN_COLOUR, Chart
 from weftune.report.curves import Point
-from weftune.report.sweeps.standing import (
-    METRIC_NAMES,
-    flat_values,
-    ranked,
-    rung_value,
-    setting_text,
-    short_keys,
-    swept_keys,
-)
 from weftune.report.svg import (
     Axis,
     Figure,
@@ -32,6 +23,15 @@ from weftune.report.svg import (
     Series,
     linear_axis,
     log_axis,
+)
+from weftune.report.sweeps.standing import (
+    METRIC_NAMES,
+    flat_values,
+    ranked,
+    rung_value,
+    setting_text,
+    short_keys,
+    swept_keys,
 )
 from weftune.report.words import loss_text
 
@@ -75,8 +75,8 @@ def sweep_charts(
     record: SweepRecord, pens: Pens, base_loss: float | None = None
 ) -> tuple[WaysChart, tuple[Chart, ...]] | None:
     """The parallel coordinates of all trials, and a chart for each key; None before anything is measured.
-    `pens` say how the trials are drawn in the curves; trials without a pen are grey. `base_loss` is drawn as a
-    dashed line."""
+    `pens` say how the trials are drawn in the curves; trials without a pen are grey. `base_loss` is a dashed
+    line."""
     keys = _drawn_keys(record)
     measured = [trial for trial in record.trials if trial.score is not None]
     if not measured or not keys:

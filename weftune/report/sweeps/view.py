@@ -8,9 +8,10 @@ from pathlib import Path
 
 from weftune.jobs.sweeps.record import BEST, SweepRecord, TrialRecord
 from weftune.report.charts import Chart
-from weftune.report.compare import base_validation
+from weftune.report.compare import base_validation, is_enough
 from weftune.report.read import JobRecord, Run
 from weftune.report.snippets import base_spec, generate_command, load_snippet
+from weftune.report.svg import Pen
 from weftune.report.sweeps.charts import WaysChart, sweep_charts
 from weftune.report.sweeps.standing import (
     METRIC_NAMES,
@@ -26,7 +27,6 @@ from weftune.report.sweeps.standing import (
     trained_share,
     winners,
 )
-from weftune.report.svg import Pen
 from weftune.report.words import NOTHING, duration_text, link_to, loss_text, plural, printable
 
 _AT_ONCE = 10
@@ -217,7 +217,7 @@ def _trial_view(
         name=trial.name,
         pen=drawn.pen if drawn else None,
         index=drawn.index if drawn else None,
-        badge="best" if record.best[:1] == (trial.name,) else "kept" if trial.name in record.best else "",
+        badge=_badge(record, trial, job),
         values=tuple(setting_text(values[key]) if key in values else NOTHING for key in keys),
         score=loss_text(trial.score),
         score_detail=f"at step {at:,}" if at is not None and trial.score is not None else "",
@@ -225,6 +225,14 @@ def _trial_view(
         reason=_reason(trial),
         steps=f"{steps:,} of {trial.steps or record.steps:,}",
     )
+
+
+def _badge(record: SweepRecord, trial: TrialRecord, job: JobRecord | None) -> str:
+    """The first winner is called best only if the held-out rows are enough to tell."""
+    if trial.name not in record.best:
+        return ""
+    is_first = record.best[:1] == (trial.name,)
+    return "best" if is_first and job is not None and is_enough(job) else "kept"
 
 
 def _reason(trial: TrialRecord) -> str:
