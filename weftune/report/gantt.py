@@ -61,7 +61,7 @@ class GanttView:
     words: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    """One for each lane: its name, and the share of time of each kind."""
+    """One for each device: its name, and the share of time of each kind of action."""
 
 
 def gantt_page(timeline: Timeline, program: Program, title: str) -> str:
@@ -89,29 +89,35 @@ def gantt_view(timeline: Timeline, program: Program, title: str, drawn: Mapping[
         tiles.insert(1, ("bubbles", f"{sum(bubbles) / len(bubbles):.1%}", detail))
     kept, every = drawn["drawn"], drawn["all"]
     cut = "" if kept == every else f" The first {kept:,} of {every:,} actions are drawn."
-    kinds = [kind for kind in KINDS if any(kind_of(one.action) == kind for one in timeline.events)]
+    kinds = [kind for kind in KINDS if any(kind == name for name, _ in drawn["kinds"])]
     return GanttView(
         title=title,
         facts=(plural(timeline.devices, "device"), plural(len(job_colours(program)), "job")),
         tiles=tuple(tiles),
         words=f"Actions that are too narrow to be seen are drawn together, as shares of the time.{cut}",
-        columns=("lane", "busy", *kinds),
-        rows=tuple(_shares(timeline, kinds)),
+        columns=("device", "computing", *kinds),
+        rows=tuple(_device_rows(timeline, kinds)),
     )
 
 
-def _shares(timeline: Timeline, kinds: Sequence[str]) -> list[tuple[str, ...]]:
-    """For each lane the share of the window that each kind of action takes."""
-    found = []
-    for name in rows(timeline):
-        own = [one for one in timeline.events if row(one.device, one.lane) == name]
-        seconds = {
-            kind: sum(one.stop - one.start for one in own if kind_of(one.action) == kind) for kind in kinds
-        }
-        shares = [value / max(timeline.makespan, 1e-12) for value in seconds.values()]
-        texts = [f"{share:.1%}" if share else "" for share in shares]
-        found.append((name, f"{sum(shares):.1%}", *texts))
-    return found
+def _device_rows(timeline: Timeline, kinds: Sequence[str]) -> list[tuple[str, ...]]:
+    """For each device the share of the window in which it computes, and the share of each kind of action."""
+    seconds: dict[tuple[int, str], float] = {}
+    for one in timeline.events:
+        key = one.device, kind_of(one.action)
+        seconds[key] = seconds.get(key, 0.0) + one.stop - one.start
+    whole = max(timeline.makespan, 1e-12)
+    return [
+        (
+            f"device {device}",
+            f"{1 - bubble:.1%}",
+            *(
+                f"{share:.1%}" if (share := seconds.get((device, kind), 0.0) / whole) else ""
+                for kind in kinds
+            ),
+        )
+        for device, bubble in enumerate(timeline.bubbles())
+    ]
 
 
 # -- data for the script --------------------------------------------------------------------------------

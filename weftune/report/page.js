@@ -95,7 +95,9 @@
 
   // -- timelines ----------------------------------------------------------------------------------------
   const UNITS = 1e6;
-  const NARROW = 3;
+  const NARROW = 12;
+  // Pixels of a column in which actions that are narrower are drawn together.
+  const COLUMN = 8;
   const roundTicks = (low, high, count) => {
     const rough = (high - low) / count;
     const power = 10 ** Math.floor(Math.log10(rough));
@@ -129,11 +131,11 @@
     const place = () => {
       const width = holder.clientWidth;
       const narrow = width < 600;
-      const left = narrow ? 0 : 132;
+      const left = narrow ? 0 : 84;
       let y = 4;
       const lanes = data.lanes.map((lane) => {
         const top = y + (narrow && lane.main ? 17 : 0);
-        const height = lane.main ? 30 : 9;
+        const height = lane.main ? 30 : 11;
         y = top + height + (lane.main ? 4 : 3);
         return { ...lane, top, height };
       });
@@ -170,8 +172,12 @@
       lanes.forEach((lane, at) => {
         pen.fillStyle = lane.main ? ink : soft;
         pen.textAlign = narrow ? "left" : "right";
-        if (!narrow) pen.fillText(lane.name.replace(/ compute$/, ""), left - 10, lane.top + lane.height / 2);
-        else if (lane.main) pen.fillText(lane.name.replace(/ compute$/, ""), 0, lane.top - 8);
+        pen.font = `${lane.main ? 12 : 10}px ${family}`;
+        // Of a narrow lane below a device only its stream is named.
+        const name = lane.main ? lane.name.replace(/ compute$/, "") : lane.name.split(" ").at(-1);
+        if (!narrow) pen.fillText(name, left - 10, lane.top + lane.height / 2);
+        else if (lane.main) pen.fillText(name, 0, lane.top - 8);
+        pen.font = `12px ${family}`;
         drawLane(pen, lane, bars[at], across, left, card);
       });
       if (selected) {
@@ -181,17 +187,26 @@
         pen.globalAlpha = 1;
       }
     };
+    // Whether the middle one of these bars is too narrow to be seen.
+    const isCrowded = (seen, across) => {
+      const widths = seen.map((bar) => across(bar.stop) - across(bar.start)).sort((a, b) => a - b);
+      return widths.length > 40 && widths[Math.floor(widths.length / 2)] < NARROW;
+    };
     const drawLane = (pen, lane, own, across, left, card) => {
       const bins = new Map();
-      for (const bar of own) {
-        if (bar.stop < from || bar.start > to) continue;
+      const seen = own.filter((bar) => bar.stop >= from && bar.start <= to);
+      const together = isCrowded(seen, across);
+      for (const bar of seen) {
         const [begin, end] = [Math.max(across(bar.start), left), across(Math.min(bar.stop, to))];
-        if (across(bar.stop) - across(bar.start) >= NARROW) drawBar(pen, lane, bar, begin, end, card);
+        if (!together) drawBar(pen, lane, bar, begin, end, card);
         else {
-          const key = Math.floor((begin - left) / NARROW);
-          if (!bins.has(key)) bins.set(key, new Map());
-          const shares = bins.get(key);
-          shares.set(bar.kind, (shares.get(bar.kind) ?? 0) + (end - begin) / NARROW);
+          for (let key = Math.floor((begin - left) / COLUMN); left + key * COLUMN < end; key += 1) {
+            const edge = left + key * COLUMN;
+            const part = (Math.min(end, edge + COLUMN) - Math.max(begin, edge)) / COLUMN;
+            if (!bins.has(key)) bins.set(key, new Map());
+            const shares = bins.get(key);
+            shares.set(bar.kind, (shares.get(bar.kind) ?? 0) + part);
+          }
         }
       }
       for (const [key, shares] of bins) {
@@ -200,7 +215,7 @@
         for (const [kind, share] of [...shares].sort(([a], [b]) => a - b)) {
           const tall = Math.max(0.5, (lane.height * share) / whole);
           pen.fillStyle = data.colours[kind];
-          pen.fillRect(left + key * NARROW, bottom - tall, NARROW, tall);
+          pen.fillRect(left + key * COLUMN, bottom - tall, COLUMN, tall);
           bottom -= tall;
         }
       }
@@ -208,7 +223,7 @@
     const drawBar = (pen, lane, bar, begin, end, card) => {
       const wide = end - begin;
       pen.fillStyle = data.colours[bar.kind];
-      pen.fillRect(begin, lane.top, Math.max(0.5, wide - (wide > 4 ? 1 : 0)), lane.height);
+      pen.fillRect(begin, lane.top, Math.max(1, wide - (wide > 4 ? 1 : 0)), lane.height);
       const segments = lane.main ? data.microbatches[bar.microbatch] : undefined;
       if (segments) {
         const whole = segments.reduce((sum, one, at) => sum + (at % 2 ? one : 0), 0);
@@ -278,7 +293,7 @@
       if (lane < 0 || event.offsetX < left) return hideTip();
       const [unit, pixel] = [unitAt(event), (to - from) / (width - left)];
       const near = bars[lane].filter((bar) => bar.start <= unit + 2 * pixel && bar.stop >= unit - 2 * pixel);
-      const over = near.find((bar) => bar.start <= unit && bar.stop >= unit && (bar.stop - bar.start) / pixel >= NARROW);
+      const over = near.find((bar) => bar.start <= unit && bar.stop >= unit && (bar.stop - bar.start) / pixel >= 3);
       if (!near.length) return hideTip();
       const second = UNITS / data.seconds;
       if (!over) {

@@ -19,6 +19,7 @@ from typing import Any
 from weftune.errors import OutputError
 from weftune.report.charts import draw_charts
 from weftune.report.read import Run, read_run
+from weftune.report.svg import Figure, figure_html, parallel_html, pen_html
 from weftune.report.timelines import Timelines, read_timelines
 from weftune.report.view import in_order, page_view
 
@@ -52,8 +53,6 @@ def render(template: str, view: object, timelines: Mapping[str, Any]) -> str:
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    from weftune.report.svg import figure_html, parallel_html, pen_html
-
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -68,6 +67,17 @@ def render(template: str, view: object, timelines: Mapping[str, Any]) -> str:
         parallel=parallel_html,
         pen=pen_html,
     )
+
+
+def chart_page(title: str, figure: Figure) -> str:
+    """A page with one chart and no script."""
+    from markupsafe import Markup
+
+    text = Markup(
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>{0}</title><style>{1}</style>'
+        "<main><figure><h3>{0}</h3>{2}</figure></main></html>"
+    )
+    return text.format(title, Markup(_part("page.css")), figure_html(figure))
 
 
 def _part(name: str) -> str:

@@ -85,7 +85,7 @@ def short_paths(paths: Sequence[str]) -> Mapping[str, str]:
 def breakable(text: str) -> tuple[str, ...]:
     """The text in pieces between which a line may break, besides at spaces.
 
-    Paths and names break behind slashes, underscores, hyphens and dots; in a list of names the spaces are
+    Paths and names break behind slashes, underscores and hyphens; in a list of names the spaces are
     enough.
     """
-    return (text,) if " " in text else tuple(re.split(r"(?<=[/_.-])(?=[^/_.-])(?!\d)", text))
+    return (text,) if " " in text else tuple(re.split(r"(?<=[/_-])(?=[^/_-])(?!\d)", text))
