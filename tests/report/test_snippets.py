@@ -73,7 +73,7 @@ def test_a_base_in_nf4_is_loaded_in_nf4_as_it_was_trained_on() -> None:
 
 
 @pytest.mark.parametrize("quantize", ["int8", "fp8"])
-def test_a_format_that_transformers_cannot_load_is_told_with_the_command_that_helps(
+def test_a_format_that_transformers_cannot_load_is_told_with_a_command(
     quantize: Quantize,
 ) -> None:
     snippet = load_snippet(BaseSpec(model="org/base", quantize=quantize), Path("/out/a job"))
