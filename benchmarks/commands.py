@@ -65,7 +65,7 @@ def has_kernels(caches: Path) -> bool:
 
 def compile_modules(caches: Path) -> None:
     """As an installation does."""
-    code = "import weftune.trainer.trainer, weftune.cli.main, weftune.report.page, plotly.offline, peft"
+    code = "import weftune.trainer.trainer, weftune.cli.main, weftune.report.page, peft"
     subprocess.run([sys.executable, "-c", code], env=os.environ | kept(caches), check=True)
 
 

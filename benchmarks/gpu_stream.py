@@ -40,6 +40,9 @@ from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, attempted, g
 from weftune.bench.weftune_side import JobsAboard
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.plan.layout.choose import Choice
+from weftune.report.curves import Point
+from weftune.report.page import chart_page
+from weftune.report.svg import Figure, Level, Pen, Series, log_axis, value_axis
 from weftune.run.assemble import resident_executor
 from weftune.run.measure.link import HostLink, measure_link
 from weftune.run.measure.memory import resident_bytes
@@ -257,24 +260,24 @@ def loss_gap(rows: Sequence[Row], other: str) -> float | None:
 
 def plot(rows: Sequence[Row], size: Size, path: Path) -> None:
     """How sharing pays for the transfers."""
-    import plotly.graph_objects as go
-
     streamed = [row for row in rows if row.name == STREAMED and row.measured.seconds]
     streamed.sort(key=lambda row: row.jobs)
-    speeds = [row.tokens / (row.measured.seconds or 1.0) for row in streamed]
-    figure = go.Figure(go.Scatter(x=[row.jobs for row in streamed], y=speeds, mode="lines+markers"))
-    for row in rows:
-        if row.name == RESIDENT and row.measured.seconds:
-            speed, words = row.tokens / row.measured.seconds, f"all of the base on the GPU, {row.jobs} jobs"
-            figure.add_hline(speed, line_dash="dash", annotation_text=words, annotation_position="top left")
-    figure.update_layout(
-        title=f"{size.name}, streamed from host memory: tokens per second by jobs",
-        xaxis={"title": "jobs", "type": "log", "tickvals": [row.jobs for row in streamed]},
-        yaxis={"title": "tokens/s", "rangemode": "tozero"},
-        width=820,
-        height=440,
+    points = [Point(row.jobs, row.tokens / (row.measured.seconds or 1.0)) for row in streamed]
+    levels = [
+        Level(row.tokens / row.measured.seconds, f"all of the base on the GPU, {row.jobs} jobs")
+        for row in rows
+        if row.name == RESIDENT and row.measured.seconds
+    ]
+    speeds = [*(point.y or 0.0 for point in points), *(level.value for level in levels)]
+    x = log_axis(
+        "jobs", min((point.x for point in points), default=1), max((point.x for point in points), default=2)
     )
-    figure.write_html(path, config={"displayModeBar": False})
+    series = [Series(name="streamed", points=points, pen=Pen("#3b7ddd"), dots=True)]
+    figure = Figure(
+        x=x, y=value_axis("tokens per second", speeds, from_zero=True), series=series, levels=levels
+    )
+    title = f"{size.name}, streamed from host memory: tokens per second by jobs"
+    path.write_text(chart_page(title, figure), encoding="utf-8")
 
 
 def main() -> None:

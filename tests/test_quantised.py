@@ -1,6 +1,7 @@
 """Adapters on a quantised base: what PEFT learns on the same weights, in company, streamed and in stages."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +16,14 @@ from tests.launches import Launch, deep_folder
 from tests.outputs import Crash, assert_same_job, assert_same_results, assert_whole, events_of, status
 from tests.test_parity import STEPS, spec, two_jobs
 from weftune import JobSpec, train
+from weftune.base.generate import load_for, with_adapter
 from weftune.base.load import load_base
 from weftune.base.spec import BaseSpec
+from weftune.cli.generate import base_of
 from weftune.errors import OutputError
+from weftune.report.compare import kept_validation
+from weftune.report.read import read_run
+from weftune.trainer.merged_loss import evaluation_rows, mean_loss
 
 TWO_JOBS = [
     {"name": "a", "steps": 8, "adapter": {"rank": 4, "dropout": 0.1}, "eval": {"fraction": 0.2, "every": 3}},
@@ -124,6 +130,38 @@ def test_crashed_and_resumed_it_goes_on_to_the_same_but_on_no_other_format(tmp_p
     events_of(tmp_path / "out", quantised_base(tiny("llama", torch.float64)), resume=True)
     assert_whole(tmp_path / "out")
     assert_same_results(tmp_path / "out", tmp_path / "want")
+
+
+# -- as `weftune generate` loads it -----------------------------------------------------------------------
+
+EVERY_KIND = ["lora", "dora", "pissa", "vera", "ia3", "prompt", "prefix"]
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+def test_what_generate_loads_has_the_loss_that_training_reported(quantize, tmp_path):
+    jobs = [
+        {
+            "name": kind,
+            "steps": 4,
+            "learning_rate": 0.01,
+            "adapter": {"kind": kind},
+            "eval": {"fraction": 0.2},
+        }
+        for kind in EVERY_KIND
+    ]
+    folder = deep_folder(tmp_path, jobs, "llama")
+    file = folder / "jobs.yaml"
+    file.write_text(file.read_text().replace("  dtype: float64", f"  dtype: float64\n  quantize: {quantize}"))
+    train(file, output=folder / "out", progress=False)
+    records = {record.name: record for record in read_run(folder / "out").jobs}
+    samples = evaluation_rows(folder / "out" / "lora", base_of(folder / "out" / "lora"))
+    for kind in EVERY_KIND:
+        job, reported = folder / "out" / kind, kept_validation(records[kind])
+        base = base_of(job)
+        model = with_adapter(load_for(base, [job], bench.CPU), "adapter", job)
+        assert mean_loss(model, samples, bench.CPU) == pytest.approx(reported, rel=1e-6), kind
+        plain = with_adapter(load_for(replace(base, quantize=None), [job], bench.CPU), "adapter", job)
+        assert mean_loss(plain, samples, bench.CPU) != pytest.approx(reported, rel=1e-5), kind
 
 
 # -- from the command line -------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import importlib, pkgutil, sys
 import weftune.jobs, weftune.adapters.kinds, weftune.cli.main
 for module in pkgutil.iter_modules(weftune.jobs.__path__):
     importlib.import_module(f"weftune.jobs.{module.name}")
-heavy = {"torch", "transformers", "datasets", "peft", "plotly", "pyarrow"} & set(sys.modules)
+heavy = {"torch", "transformers", "datasets", "peft", "pyarrow"} & set(sys.modules)
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -30,6 +30,9 @@ class Job:
     reason: str | None = None
     notes: tuple[str, ...] = ()
     keep: str = "last"
+    warning: str = ""
+    base_loss: float | None = None
+    quantize: str | None = None
     started: bool = True
 
 
@@ -122,7 +125,7 @@ def write_job_file(output: Path, job: Job) -> None:
     }
     record = {
         "job": spec,
-        "base": {"model": "demo", "dtype": "float32", "revision": None},
+        "base": {"model": "demo", "dtype": "float32", "revision": None, "quantize": job.quantize},
         "data": {"fingerprint": "00ff", "samples": 960, "evaluation_samples": 96, "notes": []},
         "versions": {"weftune": "0.1.0"},
     }
@@ -183,6 +186,8 @@ def _state(job: Job) -> Mapping[str, Any]:
         "best_step": min(evaluated, key=lambda step: _validation(job, step), default=None),
         "eval_loss": _validation(job, evaluated[-1]) if evaluated else None,
         "notes": list(job.notes),
+        "warning": job.warning,
+        "base_loss": job.base_loss,
     }
 
 

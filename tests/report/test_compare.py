@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 
 from tests.report.example import SWEEP, Job, write_example
-from weftune.report.compare import best_jobs, by_result, differing_keys, kept_validation, validation_key
+from weftune.report.compare import (
+    MIN_ROWS,
+    MIN_TOKENS,
+    base_accuracy,
+    base_validation,
+    best_jobs,
+    by_result,
+    differing_keys,
+    kept_validation,
+    validation_key,
+)
 from weftune.report.read import JobRecord, read_run
 
 
@@ -59,13 +69,55 @@ def test_each_set_of_validation_rows_has_its_own_best(tmp_path: Path) -> None:
     assert best_jobs(jobs) == {"b1": "b.jsonl", "a2": "a.jsonl"}
 
 
-def test_without_any_validation_the_lowest_training_loss_is_best(tmp_path: Path) -> None:
+def test_without_held_out_rows_no_job_is_best(tmp_path: Path) -> None:
     jobs = jobs_of(
         tmp_path,
         Job(name="a", evaluate=False, floor=2.0),
         Job(name="b", evaluate=False, floor=1.0),
     )
-    assert best_jobs(jobs) == {"b": ""}
+    assert best_jobs(jobs) == {}
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "best"),
+    [
+        (MIN_ROWS, MIN_TOKENS, {"low": ""}),
+        (MIN_ROWS - 1, 90_000, {}),
+        (900, MIN_TOKENS - 1, {}),
+        (None, 90_000, {"low": ""}),
+    ],
+)
+def test_best_needs_more_than_a_handful_of_held_out_rows_and_tokens(
+    tmp_path: Path, rows: int | None, tokens: int, best: dict[str, str]
+) -> None:
+    jobs = [
+        replace(
+            job,
+            data={"evaluation_samples": rows},
+            evaluations=tuple(replace(line, tokens=tokens) for line in job.evaluations),
+        )
+        for job in jobs_of(tmp_path, Job(name="low", floor=1.0), Job(name="high"))
+    ]
+    assert best_jobs(jobs) == best
+
+
+def test_an_adapter_that_is_worse_than_the_base_is_never_best(tmp_path: Path) -> None:
+    low, high = jobs_of(tmp_path, Job(name="low", floor=1.0), Job(name="high"))
+    assert best_jobs([replace(low, base_loss=1.0), replace(high, base_loss=1.0)]) == {}
+
+
+def test_the_recorded_loss_of_the_base_counts_before_step_0(tmp_path: Path) -> None:
+    (job,) = jobs_of(tmp_path, Job(name="a"))
+    assert base_validation(job) == pytest.approx(2.45)
+    assert base_validation(replace(job, base_loss=1.5)) == 1.5
+    assert base_accuracy(job) == 0.55
+    assert base_accuracy(replace(job, base_loss=1.5)) is None, "step 0 was not the base"
+
+
+def test_a_job_that_was_evaluated_only_before_training_has_no_result(tmp_path: Path) -> None:
+    (job,) = jobs_of(tmp_path, Job(name="a", done=5, state="interrupted"))
+    assert [line.step for line in job.evaluations] == [0]
+    assert kept_validation(job) is None
 
 
 def test_a_failed_job_is_never_best(tmp_path: Path) -> None:
@@ -80,16 +132,6 @@ def test_a_job_that_ended_badly_is_no_rival(tmp_path: Path, state: str) -> None:
     low, high = jobs_of(tmp_path, Job(name="low", floor=0.1), Job(name="high"))
     assert best_jobs([low, high]) == {"low": ""}
     assert best_jobs([replace(low, state=state), high]) == {}
-
-
-def test_the_validation_of_a_failed_job_hides_no_training_loss(tmp_path: Path) -> None:
-    validated, a, b = jobs_of(
-        tmp_path,
-        Job(name="validated", floor=0.1),
-        Job(name="a", evaluate=False, floor=2.0),
-        Job(name="b", evaluate=False, floor=1.0),
-    )
-    assert best_jobs([replace(validated, state="failed"), a, b]) == {"b": ""}
 
 
 def test_of_equal_results_the_job_that_stands_first_in_the_file_is_best(tmp_path: Path) -> None:

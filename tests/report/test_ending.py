@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.report.example import write_example
+from tests.report.example import Job, write_example
 from weftune.report.ending import final_table
 from weftune.report.read import read_run
 
@@ -71,3 +71,31 @@ def test_in_a_narrow_terminal_paths_stand_below_and_no_number_is_cut(
     assert lines[1].rstrip().endswith("2.450 → 1.226  −50.0 %")
     assert "out/r64-best" in lines
     assert max(map(len, lines)) <= 80
+
+
+def table_row(output: Path, name: str) -> list[str]:
+    return next(line for line in printed(output, 160).splitlines() if line.startswith(name)).split()
+
+
+@pytest.mark.parametrize("state", ["interrupted", "paused"])
+def test_with_one_evaluation_the_base_stands_alone_without_an_arrow_or_a_change(
+    tmp_path: Path, state: str
+) -> None:
+    output = write_example(tmp_path / "out", [Job(name="half", done=5, state=state)])
+    row = table_row(output, "half")
+    assert row[3:8] == ["2.319", "→", "2.075", "2.450", "–"], row
+
+
+def test_one_training_loss_is_shown_once(tmp_path: Path) -> None:
+    row = table_row(
+        write_example(tmp_path / "out", [Job(name="short", steps=60, done=1, evaluate=False)]), "short"
+    )
+    assert row[4:6] == ["–", "–"], row
+    assert "→" not in row
+
+
+def test_a_warning_is_red(tmp_path: Path) -> None:
+    output = write_example(tmp_path / "out", [Job(name="flat", warning="it ends worse than the base")])
+    console = Console(width=120, file=io.StringIO(), force_terminal=True, color_system="standard")
+    console.print(final_table(read_run(output), 120))
+    assert "\x1b[31mflat: it ends worse than the base" in console.file.getvalue()

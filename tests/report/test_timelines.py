@@ -58,8 +58,9 @@ def test_both_charts_have_one_scale_and_a_row_for_every_worker(timelines):
     charts = timeline_charts(timelines)
     assert [chart.title for chart in charts] == ["Foreseen", "Measured"]
     for chart in charts:
-        assert chart.figure["layout"]["xaxis"]["range"] == [0.0, timelines.measured.seconds]
-        assert {row for trace in chart.figure["data"] for row in trace["y"]} == {"worker 0", "worker 1"}
+        assert chart.data["seconds"] == timelines.measured.seconds
+        assert [lane["name"] for lane in chart.data["lanes"]] == ["worker 0", "worker 1"]
+        assert all(lane["bars"] and lane["main"] for lane in chart.data["lanes"])
 
 
 def test_every_action_that_is_computed_is_a_bar(run, timelines):

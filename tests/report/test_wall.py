@@ -7,7 +7,7 @@ import pytest
 from tests.report.example import SWEEP, write_example
 from weftune.core.clock import Phase, WallTime
 from weftune.report.page import write_report
-from weftune.report.wall import WALL_TIME, keep_wall_time, page_sentence, read_wall_times, wall_sentence
+from weftune.report.wall import COLOURS, WALL_TIME, keep_wall_time, read_wall_times, wall_bar, wall_sentence
 
 
 def wall(started=1000.0, **seconds):
@@ -47,14 +47,23 @@ def test_a_damaged_file_tells_nothing_and_is_written_anew(tmp_path, text):
     assert len(read_wall_times(tmp_path)) == 1
 
 
-def test_the_page_tells_it(tmp_path):
+def test_the_page_shows_each_run_as_a_stacked_bar_whose_parts_fill_it(tmp_path):
     write_example(tmp_path, SWEEP)
     keep_wall_time(tmp_path, wall(1.0, training=3.0, report=1.0))
     keep_wall_time(tmp_path, wall(2.0, training=7.0))
     page = write_report(tmp_path).read_text()
-    assert "Wall time 4.0 s: training 3.0, report 1.0." in page
-    assert "Wall time 7.0 s: training 7.0, until this page was drawn." in page
+    assert page.count('<div class="stack"') == 2
+    assert "Wall time 0:04 (4.0 s)<" in page
+    assert "Wall time 0:07 (7.0 s), until this page was drawn<" in page
+    assert "width: 75.00%" in page
+    assert "training <b>3.0 s</b>" in page
+    for bar in (
+        wall_bar(wall(training=3.0, report=1.0)),
+        wall_bar(wall(imports=2.0, training=9.5, other=1.0)),
+    ):
+        assert sum(part.percent for part in bar.parts) == pytest.approx(100)
+        assert len({part.colour for part in bar.parts}) == len(bar.parts)
 
 
-def test_a_page_that_is_drawn_later_has_the_time_of_the_first():
-    assert page_sentence(wall(report=1.0)) == "Wall time 1.0 s: report 1.0."
+def test_every_phase_has_a_colour_of_its_own():
+    assert len(set(COLOURS)) == len(Phase)

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from weftune.base.load import best_device, load_plain, load_tokenizer
+from weftune.base.quant.linear import dequantise_linears
 from weftune.base.spec import BaseSpec
 from weftune.core.patterns import ending, slow_sentence
 from weftune.errors import AdapterError
 
 BASE = "base"
 """The key of the base's own answer."""
+WITHOUT_WEIGHTS = ("LORA", "PROMPT_TUNING", "PREFIX_TUNING")
+"""PEFT types that run on a linear without reading its weight, unless they use DoRA."""
 Tokenise = Callable[[Any, str, str | None], Sequence[int]]
 
 
@@ -38,7 +41,7 @@ def answers(
     assert BASE not in adapters, "that key is the base's own"
     for folder in adapters.values():
         refuse_no_adapter(folder)
-    model: Any = load_plain(base, device or best_device())
+    model: Any = load_for(base, list(adapters.values()), device or best_device())
     base_tokenizer = load_tokenizer(base)
     said = {}
     if with_base:
@@ -49,6 +52,28 @@ def answers(
         tokenizer = adapter_tokenizer(folder, base_tokenizer)
         said[name] = answer(model, tokenizer, tokenise(tokenizer, prompt, system), max_tokens)
     return said
+
+
+def load_for(base: BaseSpec, adapters: Sequence[Path], device: torch.device) -> PreTrainedModel:
+    """Load the base with the weights that the adapters were trained on, so that PEFT can run them on it.
+
+    The linears of a quantised base stay quantised where PEFT only adds to their outputs. Where PEFT reads
+    the weight of a linear (DoRA does), they are replaced by plain linears that hold the matrices which the
+    quantised weights stand for.
+    """
+    model = load_plain(base, device)
+    if any(_reads_weights(folder) for folder in adapters):
+        dequantise_linears(model)
+    return model
+
+
+def _reads_weights(adapter: Path) -> bool:
+    try:
+        config: Any = json.loads((adapter / "adapter_config.json").read_bytes())
+        return config.get("peft_type") not in WITHOUT_WEIGHTS or bool(config.get("use_dora"))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        # `refuse_config` says what is wrong with the file.
+        return False
 
 
 def refuse_no_adapter(folder: Path) -> None:

@@ -39,7 +39,6 @@ PRELOADED = [
     "weftune.cli.main",
     "peft",
     "datasets",
-    "plotly.graph_objects",
 ]
 
 

@@ -1,18 +1,18 @@
-"""Records -> plotly figures as plain values. Colours of the page (text, grid) are set in the browser."""
+"""The curves of a run: losses and accuracy by step, throughput, time and memory by window."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import median
-from typing import Any
 
-from weftune.report.compare import ENDED_BADLY
+from weftune.report.compare import ENDED_BADLY, base_accuracy, base_validation, validation_rows
 from weftune.report.curves import Point, smooth, thin
 from weftune.report.promises import FEWEST, WORST
 from weftune.report.read import JobRecord, WindowLine
+from weftune.report.svg import Axis, Figure, Level, Pen, Series, count_axis, value_axis
+from weftune.report.words import loss_text
 
 _COLOURS = (
     "#3b7ddd", "#e8710a", "#1e9e6a", "#9456d6", "#dc4646",
@@ -24,41 +24,27 @@ MOST_CURVES = len(_COLOURS) * len(_DASHES)
 with thousands of them does not open."""
 
 _MOST_LEFT = 200
-"""Of the trials that left a sweep early so many are drawn, all with one pen."""
+"""Trials that left a sweep early and have a curve; all of them have the same pen."""
 LEFT_PEN_COLOUR = "#9aa3b2"
 LEFT = "left"
-"""What the traces of those trials are called together, for the legend."""
+"""The group of these curves, which one button of the legend shows and hides."""
+MOST_POINTS = 16_000
+"""Points of all curves of one chart together, about 200 kB."""
+_MOST_LEVELS = 3
+"""Bases whose losses are drawn: jobs with other validation rows have another base loss."""
 
 _FEWEST_WINDOWS = 3
-_TOO_FEW = "Too few windows for a curve."
-
-_MEASURED, _PREDICTED = "#3b7ddd", "#8a94a6"
-
-Trace = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Pen:
-    """How one job is drawn in every chart."""
-
-    colour: str
-    dash: str
-
-    @property
-    def dashes(self) -> str:
-        """The same dash for an SVG line."""
-        return {"solid": "none", "dash": "6 3", "dot": "2 2", "dashdot": "6 2 2 2"}[self.dash]
+_MEASURED, _PREDICTED = Pen("#3b7ddd"), Pen("#8a94a6", "dash")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A figure, or the words that stand in its place when there is nothing to draw."""
+    """A figure with its title, and the words below it."""
 
     name: str
     title: str
     words: str
-    """Below the figure; with no figure, why there is none."""
-    figure: dict[str, Any] | None = None
+    figure: Figure
 
 
 def pen(index: int) -> Pen:
@@ -68,53 +54,99 @@ def pen(index: int) -> Pen:
 def draw_charts(
     jobs: Sequence[JobRecord], windows: Sequence[WindowLine], left: Collection[str] = ()
 ) -> tuple[Chart, ...]:
-    """All charts of the page. `jobs` come in the order of the table, which fixes their pens; `left` are the
-    trials that left a sweep early, behind the others and without pens of their own."""
+    """All charts of the page that have something to show. `jobs` come in the order of the table, which fixes
+    their pens; `left` are the trials that left a sweep early, which have no pens of their own."""
     drawn = [job for job in jobs if job.name not in left][:MOST_CURVES]
     others = [job for job in jobs if job.name in left][:_MOST_LEFT]
-    return (
+    charts = (
         _loss_chart(drawn, others),
         _validation_chart(drawn, others),
+        _accuracy_chart(drawn, others),
         _throughput_chart(windows),
         _time_chart(windows),
         _memory_chart(windows),
     )
+    return tuple(chart for chart in charts if chart is not None)
 
 
-def _loss_chart(jobs: Sequence[JobRecord], left: Sequence[JobRecord]) -> Chart:
-    title, curves = "Training loss", [[Point(line.step, line.loss) for line in job.losses] for job in jobs]
-    grey = [_left_trace(job, smooth([Point(line.step, line.loss) for line in job.losses])) for job in left]
-    if not any(point.y is not None for curve in curves for point in curve):
-        return Chart(name="loss", title=title, words="No job has finished a step yet.")
-    faint = [_job_trace(jobs, index, curve) | _FAINT for index, curve in enumerate(curves)]
-    bold = [_job_trace(jobs, index, smooth(curve)) for index, curve in enumerate(curves)]
-    layout = _layout("step", "loss") | _healthy_range(jobs, curves)
+def _loss_chart(jobs: Sequence[JobRecord], left: Sequence[JobRecord]) -> Chart | None:
+    curves = [[Point(line.step, line.loss) for line in job.losses] for job in jobs]
+    if not _has_line(curves):
+        return None
+    grey = [_left_series(job, smooth([Point(line.step, line.loss) for line in job.losses])) for job in left]
+    faint = [
+        replace(_job_series(jobs, index, curve), opacity=0.25, silent=True, dots=False)
+        for index, curve in enumerate(curves)
+    ]
+    bold = [_job_series(jobs, index, smooth(curve)) for index, curve in enumerate(curves)]
     words = f"Faint: the loss of each global batch. Bold: smoothed.{_left_words(left)}"
-    data = [*grey, *faint, *bold]
-    return Chart(name="loss", title=title, words=words, figure={"data": data, "layout": layout})
+    series = _thinned([*grey, *faint, *bold])
+    figure = Figure(x=_step_axis(curves), y=value_axis("loss", _shown_values(jobs, curves)), series=series)
+    return Chart(name="loss", title="Training loss", words=words, figure=figure)
 
 
-def _validation_chart(jobs: Sequence[JobRecord], left: Sequence[JobRecord]) -> Chart:
-    title = "Validation loss"
+def _validation_chart(jobs: Sequence[JobRecord], left: Sequence[JobRecord]) -> Chart | None:
+    """The losses after training has begun, with the base as a dashed line."""
     curves = [[Point(line.step, line.loss) for line in job.evaluations] for job in jobs]
-    if not any(point.y is not None for curve in curves for point in curve):
-        words = "No job has held-out rows: give it `eval: {fraction: 0.1}` to see how it does on them."
-        return Chart(name="validation", title=title, words=words)
-    marks = {"mode": "lines+markers", "marker": {"size": 6}}
+    bases = [(job, base) for job in jobs if (base := base_validation(job)) is not None]
+    levels = _base_levels(bases)
+    if not _has_line(curves):
+        return None
     grey = [
-        _left_trace(job, [Point(line.step, line.loss) for line in job.evaluations])
+        _left_series(job, [Point(line.step, line.loss) for line in job.evaluations])
         for job in left
         if job.evaluations
     ]
-    traces = [_job_trace(jobs, index, curve) | marks for index, curve in enumerate(curves) if curve]
-    layout = _layout("step", "loss") | _healthy_range(jobs, curves)
-    words = f"Step 0 is the base before any training.{_left_words(left)}"
-    data = [*grey, *traces]
-    return Chart(name="validation", title=title, words=words, figure={"data": data, "layout": layout})
+    own = [replace(_job_series(jobs, index, curve), dots=True) for index, curve in enumerate(curves) if curve]
+    values = [*_shown_values(jobs, curves), *(level.value for level in levels)]
+    words = (
+        f"Dashed: the base without an adapter.{_left_words(left)}" if levels else _left_words(left).strip()
+    )
+    figure = Figure(
+        x=_step_axis(curves), y=value_axis("loss", values), series=_thinned([*grey, *own]), levels=levels
+    )
+    return Chart(name="validation", title="Validation loss", words=words, figure=figure)
 
 
-def _throughput_chart(windows: Sequence[WindowLine]) -> Chart:
-    title = "Throughput"
+def _accuracy_chart(jobs: Sequence[JobRecord], left: Sequence[JobRecord]) -> Chart | None:
+    def curve(job: JobRecord) -> list[Point]:
+        return [
+            Point(line.step, None if line.accuracy is None else 100 * line.accuracy)
+            for line in job.evaluations
+        ]
+
+    curves = [curve(job) for job in jobs]
+    if not _has_line(curves):
+        return None
+    bases = [(job, 100 * base) for job in jobs if (base := base_accuracy(job)) is not None]
+    levels = _base_levels(bases, digits=1)
+    grey = [_left_series(job, curve(job)) for job in left if job.evaluations]
+    own = [replace(_job_series(jobs, index, one), dots=True) for index, one in enumerate(curves) if one]
+    values = [*_known(curves), *(level.value for level in levels)]
+    figure = Figure(
+        x=_step_axis(curves),
+        y=value_axis("% of tokens", values),
+        series=_thinned([*grey, *own]),
+        levels=levels,
+        unit=" %",
+    )
+    words = "Validation tokens that the model itself would have chosen."
+    return Chart(name="accuracy", title="Token accuracy", words=words, figure=figure)
+
+
+def _base_levels(bases: Sequence[tuple[JobRecord, float]], digits: int = 3) -> list[Level]:
+    """One line for each distinct loss of a base, named by its rows where there are several."""
+    found: dict[str, tuple[JobRecord, float]] = {}
+    for job, value in bases:
+        found.setdefault(loss_text(value, digits), (job, value))
+    several = len(found) > 1
+    return [
+        Level(value, f"base {text}" + (f" on {validation_rows(job)}" if several else ""))
+        for text, (job, value) in list(found.items())[:_MOST_LEVELS]
+    ]
+
+
+def _throughput_chart(windows: Sequence[WindowLine]) -> Chart | None:
     # Minutes of work rather than of the clock: a run that was stopped for a night has no gap.
     ends = accumulate(window.seconds for window in windows)
     points = [
@@ -123,32 +155,32 @@ def _throughput_chart(windows: Sequence[WindowLine]) -> Chart:
         if window.seconds > 0
     ]
     if len(points) < _FEWEST_WINDOWS:
-        return Chart(name="throughput", title=title, words=_TOO_FEW)
-    hover = "%{y:,.0f} tokens/s after %{x:.1f} minutes<extra></extra>"
-    faint = _trace("each window", points, _MEASURED, hover) | _FAINT
-    bold = _trace("smoothed", smooth(points), _MEASURED, hover)
-    layout = _layout("minutes of work", "tokens per second")
-    layout["yaxis"]["rangemode"] = "tozero"
-    words = "Tokens of all jobs together, window by window."
-    return Chart(
-        name="throughput", title=title, words=words, figure={"data": [faint, bold], "layout": layout}
+        return None
+    series = [
+        Series(name="each window", points=thin(points), pen=_MEASURED, opacity=0.25, silent=True),
+        Series(name="tokens per second", points=thin(smooth(points)), pen=_MEASURED),
+    ]
+    figure = Figure(
+        x=value_axis("minutes of work", [0.0, points[-1].x], margin=0.0),
+        y=value_axis("tokens per second", _known([points]), from_zero=True),
+        series=series,
     )
+    words = "Tokens of all jobs together, window by window."
+    return Chart(name="throughput", title="Throughput", words=words, figure=figure)
 
 
-def _time_chart(windows: Sequence[WindowLine]) -> Chart:
+def _time_chart(windows: Sequence[WindowLine]) -> Chart | None:
     return _promise_chart(
-        Chart(name="time", title="Time of each window", words=_TOO_FEW),
-        "seconds",
+        ("time", "Time of each window", "seconds"),
         windows,
         lambda window: window.seconds or None,
         lambda window: window.predicted_seconds,
     )
 
 
-def _memory_chart(windows: Sequence[WindowLine]) -> Chart:
+def _memory_chart(windows: Sequence[WindowLine]) -> Chart | None:
     return _promise_chart(
-        Chart(name="memory", title="Peak memory of each window", words=_TOO_FEW),
-        "GiB",
+        ("memory", "Peak memory of each window", "GiB"),
         windows,
         lambda window: _gibibytes(window.peak_bytes),
         lambda window: _gibibytes(window.predicted_peak_bytes),
@@ -156,100 +188,76 @@ def _memory_chart(windows: Sequence[WindowLine]) -> Chart:
 
 
 def _promise_chart(
-    empty: Chart,
-    unit: str,
+    names: tuple[str, str, str],
     windows: Sequence[WindowLine],
     measured: Callable[[WindowLine], float | None],
     predicted: Callable[[WindowLine], float | None],
-) -> Chart:
-    """What was measured over what was predicted, window by window."""
+) -> Chart | None:
+    """Measured values and predicted ones, window by window. `names` are the chart's name, title and unit."""
+    name, title, unit = names
     happened = [Point(number, measured(window)) for number, window in enumerate(windows, start=1)]
     promised = [Point(number, predicted(window)) for number, window in enumerate(windows, start=1)]
     if sum(point.y is not None for point in happened) < _FEWEST_WINDOWS:
-        return empty
+        return None
     errors = [
         abs(promise.y - fact.y) / fact.y
         for promise, fact in zip(promised, happened, strict=True)
         if promise.y is not None and fact.y
     ]
-    hover = f"window %{{x}}: %{{y:.3f}} {unit}"
-    traces = [_trace("measured", happened, _MEASURED, hover)]
+    series = [Series(name="measured", points=thin(happened), pen=_MEASURED)]
     words = "Nothing was predicted for this run."
     if errors:
-        dashed = {"line": {"color": _PREDICTED, "width": 2, "dash": "dash"}}
-        traces.append(_trace("predicted", promised, _PREDICTED, hover) | dashed)
+        series.append(Series(name="predicted", points=thin(promised), pen=_PREDICTED))
         words = "Dashed: as predicted just before the window ran."
         if len(errors) >= FEWEST and median(errors) <= WORST:
-            words += f" Half of the windows were within {100 * median(errors):.0f} % of it."
-    layout = _layout("window", unit) | {"showlegend": True}
-    layout["yaxis"]["rangemode"] = "tozero"
-    return Chart(name=empty.name, title=empty.title, words=words, figure={"data": traces, "layout": layout})
+            words += f" Half of the windows were within {max(1.0, 100 * median(errors)):.0f} % of it."
+    figure = Figure(
+        x=count_axis("window", 1, len(windows)),
+        y=value_axis(unit, _known([happened, promised]), from_zero=True),
+        series=series,
+        legend=True,
+        unit=f" {unit}",
+    )
+    return Chart(name=name, title=title, words=words, figure=figure)
 
 
-_FAINT: Trace = {"opacity": 0.28, "hoverinfo": "skip", "hovertemplate": None, "showlegend": False}
+def _job_series(jobs: Sequence[JobRecord], index: int, points: Sequence[Point]) -> Series:
+    return Series(name=jobs[index].name, points=points, pen=pen(index), group=str(index))
 
 
-def _job_trace(jobs: Sequence[JobRecord], index: int, points: Sequence[Point]) -> Trace:
-    hover = "step %{x}: %{y:.4f}<extra>%{fullData.name}</extra>"
-    drawn = pen(index)
-    trace = _trace(jobs[index].name, points, drawn.colour, hover)
-    trace["line"]["dash"] = drawn.dash
-    return trace | {"meta": index}
-
-
-def _left_trace(job: JobRecord, points: Sequence[Point]) -> Trace:
-    """Of a trial that left its sweep: seen behind the others, and told by hovering only."""
-    hover = "step %{x}: %{y:.4f}<extra>%{fullData.name}</extra>"
-    trace = _trace(job.name, points, LEFT_PEN_COLOUR, hover)
-    trace["line"]["width"] = 1.2
-    return trace | {"meta": LEFT, "opacity": 0.6}
+def _left_series(job: JobRecord, points: Sequence[Point]) -> Series:
+    """The curve of a trial that left its sweep: behind the others, and named by the pointer only."""
+    return Series(name=job.name, points=points, pen=Pen(LEFT_PEN_COLOUR), width=1.2, opacity=0.6, group=LEFT)
 
 
 def _left_words(left: Sequence[JobRecord]) -> str:
     return " Grey: trials that left their sweep early." if left else ""
 
 
-def _trace(name: str, points: Sequence[Point], colour: str, hover: str) -> Trace:
-    thinned = thin(points)
-    return {
-        "type": "scatter",
-        "mode": "lines" if len(points) > 1 else "markers",
-        # plotly reads names as a small HTML of its own (links, line breaks) and turns entities back.
-        "name": html.escape(name, quote=False),
-        "x": [round(point.x, 4) for point in thinned],
-        "y": [None if point.y is None else float(f"{point.y:.6g}") for point in thinned],
-        "line": {"color": colour, "width": 2},
-        "hovertemplate": hover,
-    }
+def _thinned(series: Sequence[Series]) -> list[Series]:
+    """Few enough points for a page that opens at once; curves share the room."""
+    limit = max(40, MOST_POINTS // max(1, len(series)))
+    return [replace(one, points=thin(one.points, min(800, limit))) for one in series]
 
 
-def _layout(x: str, y: str) -> dict[str, Any]:
-    return {
-        "xaxis": {"title": {"text": x, "standoff": 8}, "zeroline": False},
-        "yaxis": {"title": {"text": y, "standoff": 8}, "zeroline": False, "automargin": True},
-        "showlegend": False,
-        "legend": {"orientation": "h", "x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom"},
-        "margin": {"l": 48, "r": 12, "t": 12, "b": 44},
-        "hoverlabel": {"namelength": 40},
-    }
+def _step_axis(curves: Sequence[Sequence[Point]]) -> Axis:
+    return count_axis("step", 0, max((point.x for curve in curves for point in curve), default=1))
 
 
-def _healthy_range(jobs: Sequence[JobRecord], curves: Sequence[Sequence[Point]]) -> dict[str, Any]:
-    """An axis that the jobs which did not fail fill: one exploded loss must not flatten all the others."""
-    every = [point.y for curve in curves for point in curve if point.y is not None]
-    healthy = [
-        point.y
-        for job, curve in zip(jobs, curves, strict=True)
-        if job.state not in ENDED_BADLY
-        for point in curve
-        if point.y is not None
-    ]
-    if not healthy or max(every) <= 2 * max(healthy):
-        return {}
-    low, high = min(healthy), max(healthy)
-    margin = 0.05 * (high - low) or 0.1
-    axis = _layout("", "loss")["yaxis"] | {"range": [low - margin, high + margin]}
-    return {"yaxis": axis}
+def _known(curves: Sequence[Sequence[Point]]) -> list[float]:
+    return [point.y for curve in curves for point in curve if point.y is not None]
+
+
+def _has_line(curves: Sequence[Sequence[Point]]) -> bool:
+    """Whether a curve has two points or more: one point says nothing that the table does not."""
+    return any(len(_known([curve])) > 1 for curve in curves)
+
+
+def _shown_values(jobs: Sequence[JobRecord], curves: Sequence[Sequence[Point]]) -> list[float]:
+    """The values that the axis has to show. An exploded loss of a job that failed is drawn at the edge."""
+    every = _known(curves)
+    healthy = _known([curve for job, curve in zip(jobs, curves, strict=True) if job.state not in ENDED_BADLY])
+    return healthy if healthy and max(every) > 2 * max(healthy) else every
 
 
 def _gibibytes(count: float | None) -> float | None:

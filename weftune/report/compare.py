@@ -6,9 +6,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from weftune.report.read import JobRecord
+from weftune.report.read import EvalLine, JobRecord
 
 ENDED_BADLY = ("failed", "cancelled")
+MIN_ROWS, MIN_TOKENS = 20, 500
+"""Held-out rows and tokens from which on one adapter is called better than another. The loss of a single
+token varies by about 1, so the mean of 500 tokens is known to about 0.05; and the tokens of one row vary
+together, so that a handful of rows would say more about these rows than about the adapter."""
 
 
 def first_loss(job: JobRecord) -> float | None:
@@ -20,17 +24,58 @@ def last_loss(job: JobRecord) -> float | None:
 
 
 def first_validation(job: JobRecord) -> float | None:
-    """The validation loss at step 0: the base before any training."""
+    """The validation loss at step 0, before any training."""
     return next((line.loss for line in job.evaluations if line.step == 0), None)
 
 
+def base_validation(job: JobRecord) -> float | None:
+    """The validation loss of the base without an adapter. Runs that did not record it have step 0 instead,
+    which is the same for adapters that start as nothing."""
+    return job.base_loss if job.base_loss is not None else first_validation(job)
+
+
+def base_accuracy(job: JobRecord) -> float | None:
+    """The token accuracy of the base, which only an evaluation at step 0 knows: None for an adapter that does
+    not start as nothing."""
+    first = next((line for line in job.evaluations if line.step == 0), None)
+    if first is None or first.loss is None or first.accuracy is None:
+        return None
+    is_base = job.base_loss is None or abs(first.loss - job.base_loss) <= 1e-4 * abs(job.base_loss)
+    return first.accuracy if is_base else None
+
+
+def kept_evaluation(job: JobRecord) -> EvalLine | None:
+    """The evaluation of the adapter in the job's folder: the best with `keep: best`, else the last. None if
+    the job was not evaluated after its first step: step 0 says nothing about training."""
+    known = [line for line in job.evaluations if line.loss is not None]
+    if all(line.step == 0 for line in known):
+        return None
+    best = next((line for line in known if line.step == (job.best_step or 0)), None)
+    return best if job.spec.get("keep") == "best" and best is not None else known[-1]
+
+
 def kept_validation(job: JobRecord) -> float | None:
-    """The validation loss of the adapter in the job's folder: the best with `keep: best`, else the last."""
-    losses = {line.step: line.loss for line in job.evaluations}
-    if job.spec.get("keep") == "best" and losses.get(job.best_step or 0) is not None:
-        return losses[job.best_step or 0]
-    last = next((line.loss for line in reversed(job.evaluations) if line.loss is not None), None)
-    return last if last is not None else job.eval_loss
+    """The validation loss of the adapter in the job's folder."""
+    kept = kept_evaluation(job)
+    if kept is not None or job.evaluations:
+        return None if kept is None else kept.loss
+    return job.eval_loss
+
+
+def held_out_rows(job: JobRecord) -> int | None:
+    """The number of rows that the job is evaluated on; None if the folder does not say."""
+    rows = job.data.get("evaluation_samples")
+    return rows if isinstance(rows, int) and not isinstance(rows, bool) and rows > 0 else None
+
+
+def held_out_tokens(job: JobRecord) -> int | None:
+    return max((line.tokens for line in job.evaluations), default=0) or None
+
+
+def is_enough(job: JobRecord) -> bool:
+    """Whether the job's held-out rows can tell a better adapter from a lucky one."""
+    rows, tokens = held_out_rows(job), held_out_tokens(job)
+    return (rows is None or rows >= MIN_ROWS) and (tokens is None or tokens >= MIN_TOKENS)
 
 
 def by_result(jobs: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
@@ -47,22 +92,34 @@ def by_result(jobs: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
     return tuple(sorted(jobs, key=place))
 
 
-def best_jobs(jobs: Sequence[JobRecord]) -> Mapping[str, str]:
-    """The names of the best jobs, each with the rows it was measured on.
-
-    Losses on different rows cannot be compared, so every set of rows that two jobs or more share has its
-    own best. Training losses count only where no job has validation.
-    """
-    sound = [job for job in by_result(jobs) if job.state not in ENDED_BADLY]
-    measured = [job for job in sound if kept_validation(job) is not None]
+def validation_groups(jobs: Sequence[JobRecord]) -> tuple[tuple[JobRecord, ...], ...]:
+    """The jobs that have a result on held-out rows, best first; one group for each set of rows, since losses
+    on different rows cannot be compared."""
     groups: dict[str, list[JobRecord]] = {}
-    for job in measured or [job for job in sound if last_loss(job) is not None]:
-        groups.setdefault(validation_key(job), []).append(job)
+    for job in by_result(jobs):
+        if job.state not in ENDED_BADLY and kept_validation(job) is not None:
+            groups.setdefault(validation_key(job), []).append(job)
+    return tuple(map(tuple, groups.values()))
+
+
+def best_jobs(jobs: Sequence[JobRecord]) -> Mapping[str, str]:
+    """The names of the best jobs, each with the rows it was measured on (empty where all share one set).
+
+    A job is best among at least two that share their held-out rows, if these are enough to tell
+    (`MIN_ROWS`, `MIN_TOKENS`) and if it is better than the base.
+    """
+    groups = validation_groups(jobs)
     return {
         rivals[0].name: validation_rows(rivals[0]) if len(groups) > 1 else ""
-        for rivals in groups.values()
-        if len(rivals) > 1
+        for rivals in groups
+        if len(rivals) > 1 and is_enough(rivals[0]) and not is_worse(rivals[0])
     }
+
+
+def is_worse(job: JobRecord) -> bool:
+    """Whether the job's adapter has a higher validation loss than the base."""
+    base, kept = base_validation(job), kept_validation(job)
+    return base is not None and kept is not None and kept > base
 
 
 def validation_key(job: JobRecord) -> str:

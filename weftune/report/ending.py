@@ -9,10 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from weftune.report.compare import (
+    base_validation,
     best_jobs,
     by_result,
     first_loss,
-    first_validation,
     kept_validation,
     last_loss,
 )
@@ -22,6 +22,9 @@ from weftune.report.snippets import remedies
 from weftune.report.sweeps.ending import sweep_ending
 from weftune.report.terminal import STATE_STYLES
 from weftune.report.words import NOTHING, change_text, loss_text, printable
+
+Way = tuple[float | None, float | None]
+"""Where a loss began and where it ended."""
 
 
 def final_table(run: Run, width: int = 80) -> Group:
@@ -54,8 +57,8 @@ def _jobs(run: Run, jobs: tuple[JobRecord, ...], width: int) -> list[RenderableT
 
 
 def _reasons(run: Run, jobs: tuple[JobRecord, ...]) -> list[Text]:
-    """Why jobs did not finish, and for those that failed the command that helps."""
-    lines = []
+    """What is wrong with results, why jobs did not finish, and for failed ones the command that helps."""
+    lines = [_long(f"{job.name}: {job.warning}", style="red") for job in jobs if job.warning]
     for job in jobs:
         if job.reason:
             lines.append(_long(f"{job.name}: {job.reason}"))
@@ -84,21 +87,37 @@ def _table(run: Run, jobs: tuple[JobRecord, ...], with_paths: bool) -> Table:
         table.add_column("path", no_wrap=True)
     best = best_jobs(jobs)
     for job in jobs:
-        losses, validation = (first_loss(job), last_loss(job)), (first_validation(job), kept_validation(job))
+        losses, validation = _losses(job), (base_validation(job), kept_validation(job))
         table.add_row(
             Text(printable(job.name), style="bold" if job.name in best else ""),
             Text(job.state, style=STATE_STYLES.get(job.state, "")),
             f"{job.step}/{job.steps}",
             _way(*losses),
             _way(*validation),
-            change_text(*(losses if validation[1] is None else validation)),
+            _change(losses, validation),
             *([Text(_place(run.output, job) if job.spec else NOTHING)] if with_paths else []),
         )
     return table
 
 
+def _losses(job: JobRecord) -> Way:
+    """The first training loss and the last; of a job with one step only the first."""
+    many = sum(line.loss is not None for line in job.losses) > 1
+    return first_loss(job), last_loss(job) if many else None
+
+
 def _way(first: float | None, last: float | None) -> str:
-    return NOTHING if last is None else f"{loss_text(first, 3)} → {loss_text(last, 3)}"
+    """From the first loss to the last, or the one that there is."""
+    if first is None or last is None:
+        return loss_text(first if last is None else last, 3)
+    return f"{loss_text(first, 3)} → {loss_text(last, 3)}"
+
+
+def _change(losses: Way, validation: Way) -> Text:
+    """By the validation loss where the job has one, else by the training loss; red for the worse."""
+    first, last = losses if validation == (None, None) else validation
+    is_worse = first is not None and last is not None and last > first
+    return Text(change_text(first, last), style="red" if is_worse else "")
 
 
 def _place(output: Path, job: JobRecord) -> str:

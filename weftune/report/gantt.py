@@ -1,18 +1,27 @@
-"""A Program's timeline as a Gantt chart: a row for every device and lane, a bar for every action."""
+"""A Program's timeline as a page: a lane for every device and stream, drawn by the page's script.
+
+The script gets the actions as data and draws what can be seen: actions that are wide enough as bars, narrower
+ones together as columns that show the share of time of each kind. Zooming in turns columns into bars.
+"""
 
 from __future__ import annotations
 
 import colorsys
-import html
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from weftune.plan.program.program import Action, Backward, Evaluate, Forward, Load, Program, Recv, Send, Step
 from weftune.plan.program.timeline import Lane, Timeline
+from weftune.report.words import plural
 
-STRIP = 0.28
-"""Of the distance between rows: how much of a bar shows whose it is."""
+TICKS_PER_WINDOW = 1_000_000
+"""Starts and lengths are whole numbers of this part of the drawn time."""
+MOST_BYTES = 400_000
+"""Of a timeline's data; of a longer one the first actions are drawn. A page has two timelines at most."""
+_LONGEST_TEXT = 160
 COLOURS = {
     "forward": "#3b7ddd",
     "backward": "#1e9e6a",
@@ -23,15 +32,7 @@ COLOURS = {
     "step": "#dc4646",
     "other": "#8a94a6",
 }
-
-
-def gantt_page(timeline: Timeline, program: Program, title: str) -> str:
-    """One self-contained HTML page."""
-    from plotly.graph_objects import Figure
-
-    figure = Figure(gantt(timeline, program, title))
-    page: str = figure.to_html(include_plotlyjs=True, full_html=True)
-    return page
+KINDS = tuple(COLOURS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +46,176 @@ class Bar:
     stop: float
     text: str
     """What the pointer shows; not escaped."""
+    microbatch: int = -1
+    """-1: none, or not known."""
 
 
-def gantt(timeline: Timeline, program: Program, title: str) -> dict[str, Any]:
-    """The figure as plain values: one trace for each kind of action, bars laid from start to stop."""
-    bars = [
-        Bar(row(one.device, one.lane), kind_of(one.action), one.start, one.stop, about(one.action, program))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GanttView:
+    """What the template of the page is filled with."""
+
+    title: str
+    facts: tuple[str, ...]
+    tiles: tuple[tuple[str, str, str], ...]
+    """Label, value and detail of each headline number."""
+    words: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    """One for each device: its name, and the share of time of each kind of action."""
+
+
+def gantt_page(timeline: Timeline, program: Program, title: str) -> str:
+    """One self-contained HTML page."""
+    from weftune.report.page import render
+
+    drawn = timeline_data(_bars(timeline, program), rows(timeline), timeline.makespan, program)
+    return render("gantt.html.jinja", gantt_view(timeline, program, title, drawn), {"gantt": drawn})
+
+
+def gantt_view(timeline: Timeline, program: Program, title: str, drawn: Mapping[str, Any]) -> GanttView:
+    passes = sum(isinstance(one.action, Forward | Backward | Evaluate) for one in timeline.events)
+    bubbles = timeline.bubbles()
+    tiles = [
+        ("seconds", f"{timeline.makespan:.3g}", "predicted, from start to end"),
+        (
+            "passes",
+            f"{passes:,}",
+            plural(len(program.microbatches), "microbatch").replace("batchs", "batches"),
+        ),
+    ]
+    if timeline.devices > 1:
+        worst = max(bubbles)
+        detail = f"of the busiest device {min(bubbles):.1%}, of the idlest {worst:.1%}"
+        tiles.insert(1, ("bubbles", f"{sum(bubbles) / len(bubbles):.1%}", detail))
+    kept, every = drawn["drawn"], drawn["all"]
+    cut = "" if kept == every else f" The first {kept:,} of {every:,} actions are drawn."
+    kinds = [kind for kind in KINDS if any(kind == name for name, _ in drawn["kinds"])]
+    return GanttView(
+        title=title,
+        facts=(plural(timeline.devices, "device"), plural(len(job_colours(program)), "job")),
+        tiles=tuple(tiles),
+        words=f"Actions that are too narrow to be seen are drawn together, as shares of the time.{cut}",
+        columns=("device", "computing", *kinds),
+        rows=tuple(_device_rows(timeline, kinds)),
+    )
+
+
+def _device_rows(timeline: Timeline, kinds: Sequence[str]) -> list[tuple[str, ...]]:
+    """For each device the share of the window in which it computes, and the share of each kind of action."""
+    seconds: dict[tuple[int, str], float] = {}
+    for one in timeline.events:
+        key = one.device, kind_of(one.action)
+        seconds[key] = seconds.get(key, 0.0) + one.stop - one.start
+    whole = max(timeline.makespan, 1e-12)
+    return [
+        (
+            f"device {device}",
+            f"{1 - bubble:.1%}",
+            *(
+                f"{share:.1%}" if (share := seconds.get((device, kind), 0.0) / whole) else ""
+                for kind in kinds
+            ),
+        )
+        for device, bubble in enumerate(timeline.bubbles())
+    ]
+
+
+def _share_text(share: float) -> str:
+    return f"{share:.1%}" if share else ""
+
+
+# -- data for the script --------------------------------------------------------------------------------
+
+
+def timeline_data(
+    bars: Sequence[Bar], lanes: Sequence[str], seconds: float, program: Program | None = None
+) -> dict[str, Any]:
+    """The timeline for the script, small enough for a page. `seconds` is the time that is drawn; with a
+    `program`, bars show whose tokens they hold."""
+    ordered = sorted((bar for bar in bars if bar.stop > bar.start), key=lambda bar: bar.start)
+    count = len(ordered)
+    while True:
+        data = _data(ordered[:count], lanes, seconds, program)
+        size = _size(data)
+        if size <= MOST_BYTES or count <= 100:
+            return data | {"drawn": count, "all": len(ordered)}
+        count = min(count - 1, int(0.9 * count * MOST_BYTES / size))
+
+
+def _data(
+    bars: Sequence[Bar], lanes: Sequence[str], seconds: float, program: Program | None
+) -> dict[str, Any]:
+    unit = max(seconds, 1e-12) / TICKS_PER_WINDOW
+    texts: dict[str, int] = {}
+    by_lane: dict[str, list[int]] = {lane: [] for lane in lanes}
+    for bar in bars:
+        start, length = round(bar.start / unit), max(1, round((bar.stop - bar.start) / unit))
+        text = texts.setdefault(_cut(bar.text), len(texts))
+        by_lane.setdefault(bar.row, []).extend((start, length, KINDS.index(bar.kind), text, bar.microbatch))
+    colours = job_colours(program) if program else {}
+    held = {bar.microbatch for bar in bars if bar.microbatch >= 0} if program else set()
+    jobs = {name: at for at, name in enumerate(colours)}
+    return {
+        "seconds": seconds,
+        "kinds": [
+            [kind, colour] for kind, colour in COLOURS.items() if any(bar.kind == kind for bar in bars)
+        ],
+        "colours": list(COLOURS.values()),
+        "names": list(KINDS),
+        "jobs": [[name, colour] for name, colour in colours.items()],
+        "lanes": [
+            {"name": name, "main": _is_main(name), "bars": numbers} for name, numbers in by_lane.items()
+        ],
+        "texts": list(texts),
+        "microbatches": {number: _segments(program, number, jobs) for number in sorted(held)}
+        if program
+        else {},
+    }
+
+
+def _segments(program: Program, number: int, jobs: Mapping[str, int]) -> list[int]:
+    """Job and tokens of each segment, one after the other; neighbours of one job together."""
+    found: list[int] = []
+    for job, group in groupby(program.microbatches[number].segments, key=lambda one: one.job):
+        found += (jobs[job], sum(one.tokens for one in group))
+    return found
+
+
+def _size(data: Mapping[str, Any]) -> int:
+    return len(json.dumps(data, separators=(",", ":")))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
+
+
+def _is_main(lane: str) -> bool:
+    """Whether the lane computes; others are drawn narrower, below."""
+    return not lane.endswith(tuple(f" {other}" for other in Lane if other is not Lane.compute))
+
+
+def _bars(timeline: Timeline, program: Program) -> list[Bar]:
+    return [
+        Bar(
+            row(one.device, one.lane),
+            kind_of(one.action),
+            one.start,
+            one.stop,
+            _short(one.action),
+            getattr(one.action, "microbatch", -1),
+        )
         for one in timeline.events
     ]
-    layout = {
-        "title": {"text": html.escape(headline(timeline, title))},
-        "barmode": "overlay",
-        "xaxis": {"title": {"text": "seconds"}},
-        "yaxis": {"autorange": "reversed", "categoryorder": "array", "categoryarray": rows(timeline)},
-    }
-    return {"data": [*bar_traces(bars), *job_traces(timeline, program)], "layout": layout}
+
+
+def _short(action: Action) -> str:
+    """Without the segments, which the script adds from the microbatch."""
+    if isinstance(action, Forward | Backward | Evaluate | Send | Recv):
+        return f"microbatch {action.microbatch}, stage {action.stage}"
+    return str(action)
+
+
+# -- names and colours ----------------------------------------------------------------------------------
 
 
 def headline(timeline: Timeline, title: str) -> str:
@@ -105,51 +261,6 @@ def _hue(number: int) -> str:
     lightness = (0.42, 0.62, 0.30)[number // 8 % 3]
     red, green, blue = colorsys.hls_to_rgb((0.08 + number * 0.618034) % 1.0, lightness, 0.7)
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
-
-
-def job_traces(timeline: Timeline, program: Program) -> list[dict[str, Any]]:
-    """A strip along the lower edge of every pass, one trace for each job."""
-    strips, traces = job_strips(timeline, program), []
-    for job, colour in job_colours(program).items():
-        own = [one for one in strips if one.job == job]
-        traces.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": html.escape(f"job {job}"),
-                "marker": {"color": colour},
-                "width": STRIP,
-                "offset": 0.4 - STRIP,
-                "base": [one.start for one in own],
-                "x": [one.stop - one.start for one in own],
-                "y": [one.row for one in own],
-                "hovertext": [html.escape(job)] * len(own),
-                "hoverinfo": "text",
-            }
-        )
-    return traces
-
-
-def bar_traces(bars: Sequence[Bar]) -> list[dict[str, Any]]:
-    """One for each kind, in the order of `COLOURS`; what takes no time is left out."""
-    traces = []
-    for kind, colour in COLOURS.items():
-        drawn = [one for one in bars if one.kind == kind and one.stop > one.start]
-        if drawn:
-            traces.append(
-                {
-                    "type": "bar",
-                    "orientation": "h",
-                    "name": kind,
-                    "marker": {"color": colour, "line": {"width": 0.5, "color": "white"}},
-                    "base": [one.start for one in drawn],
-                    "x": [one.stop - one.start for one in drawn],
-                    "y": [one.row for one in drawn],
-                    "hovertext": [html.escape(one.text) for one in drawn],
-                    "hoverinfo": "text",
-                }
-            )
-    return traces
 
 
 def rows(timeline: Timeline) -> list[str]:

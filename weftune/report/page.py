@@ -1,7 +1,8 @@
 """`report.html`: one self-contained page about an output folder.
 
-User-given text reaches the page in two ways only: through Jinja's escaping, and as JSON in data blocks
-that no browser executes. The content security policy allows the page's own scripts by their hashes.
+User-given text reaches the page in two ways only: escaped by markupsafe (in the template and in charts), and
+as JSON in data blocks that no browser executes. The content security policy allows the page's own script by
+its hash.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from weftune.errors import OutputError
 from weftune.report.charts import draw_charts
 from weftune.report.read import Run, read_run
-from weftune.report.timelines import Timelines, read_timelines, timeline_charts
-from weftune.report.view import PageView, in_order, page_view
+from weftune.report.svg import Figure, figure_html, parallel_html, pen_html
+from weftune.report.timelines import Timelines, read_timelines
+from weftune.report.view import in_order, page_view
 
 
 def write_report(output: Path, run: Run | None = None) -> Path:
@@ -39,36 +42,42 @@ def write_report(output: Path, run: Run | None = None) -> Path:
 
 
 def render_page(run: Run, timelines: Timelines | None = None) -> str:
-    from plotly.offline import get_plotlyjs
-
     jobs = in_order(run)
-    charts = draw_charts(jobs, run.windows, run.left)
-    view = page_view(run, jobs, charts, timelines)
-    of_sweeps = (chart for sweep in view.sweeps for chart in sweep.charts)
-    drawn = (*charts, *of_sweeps, *(timeline_charts(timelines) if timelines else ()))
-    figures = {chart.name: chart.figure for chart in drawn if chart.figure is not None}
-    return _fill_template(
-        view,
-        style=_part("page.css"),
-        figures=_data_block(figures),
-        scripts=(get_plotlyjs(), _part("page.js")) if figures else (_part("page.js"),),
-    )
+    view = page_view(run, jobs, draw_charts(jobs, run.windows, run.left), timelines)
+    drawn = {chart.name: chart.data for chart in view.pipeline.charts} if view.pipeline else {}
+    return render("page.html.jinja", view, drawn)
 
 
-def _fill_template(view: PageView, style: str, figures: str, scripts: Sequence[str]) -> str:
+def render(template: str, view: object, timelines: Mapping[str, Any]) -> str:
+    """Fill one of the templates beside this file; `timelines` are drawn by the page's script."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return environment.from_string(_part("page.html.jinja")).render(
+    script = _part("page.js")
+    return environment.from_string(_part(template)).render(
         view=view,
-        policy=_policy(scripts),
-        style=Markup(style),
-        figures=Markup(figures),
-        scripts=[Markup(script) for script in scripts],
+        policy=_policy((script,)),
+        style=Markup(_part("page.css")),
+        timelines=Markup(_data_block(timelines)),
+        script=Markup(script),
+        figure=figure_html,
+        parallel=parallel_html,
+        pen=pen_html,
     )
+
+
+def chart_page(title: str, figure: Figure) -> str:
+    """A page with one chart and no script."""
+    from markupsafe import Markup
+
+    text = Markup(
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>{0}</title><style>{1}</style>'
+        "<main><figure><h3>{0}</h3>{2}</figure></main></html>"
+    )
+    return text.format(title, Markup(_part("page.css")), figure_html(figure))
 
 
 def _part(name: str) -> str:
@@ -85,8 +94,8 @@ def _data_block(value: object) -> str:
 def _policy(scripts: Sequence[str]) -> str:
     """Nothing may be fetched, and only the page's own scripts run.
 
-    Styles are free because plotly adds some of its own while it draws, others in every version; with
-    nothing to fetch from, a style can carry nothing out.
+    Styles are free because charts place their labels with style attributes; with nothing to fetch from, a
+    style can carry nothing out.
     """
     return "; ".join(
         (

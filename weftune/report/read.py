@@ -32,11 +32,15 @@ class StepLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalLine:
-    """One evaluation of one job; step 0 is the base before any training."""
+    """One evaluation of one job on its held-out rows; step 0 comes before any training."""
 
     step: int
     loss: float | None
     time: float
+    tokens: int = 0
+    """Held-out tokens that the loss is the mean of; 0 if the folder does not say."""
+    accuracy: float | None = None
+    """The share of these tokens that the model would have chosen itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,10 @@ class JobRecord:
     best_step: int | None
     eval_loss: float | None
     notes: tuple[str, ...]
+    base_loss: float | None = None
+    """Validation loss of the base without an adapter; None if the run did not record it."""
+    warning: str = ""
+    """What is wrong with the result, such as an adapter that is worse than the base; empty if nothing is."""
     spec: Mapping[str, Any] = field(default_factory=dict)
     """The resolved spec; empty for a job that never started."""
     base: Mapping[str, Any] = field(default_factory=dict)
@@ -228,7 +236,14 @@ def _read_curves(lines: list[Mapping[str, Any]]) -> dict[str, _Curves]:
             # These are losses of other weights than those that are trained: no points of their curve.
             continue
         if "eval_loss" in line:
-            job.add_evaluation(EvalLine(step=step, loss=_number(line["eval_loss"]), time=moment))
+            evaluation = EvalLine(
+                step=step,
+                loss=_number(line["eval_loss"]),
+                time=moment,
+                tokens=_count(line.get("eval_tokens")),
+                accuracy=_number(line.get("eval_token_accuracy")),
+            )
+            job.add_evaluation(evaluation)
         else:
             tokens = _count(line.get("tokens"))
             job.add_step(StepLine(step=step, loss=_number(line.get("loss")), tokens=tokens, time=moment))
@@ -262,6 +277,8 @@ def _job(output: Path, name: str, state: Mapping[str, Any], curves: _Curves, not
         trained_tokens=_count(state.get("trained_tokens")) or sum(line.tokens for line in losses),
         best_step=None if best_step is None else int(best_step),
         eval_loss=_number(state.get("eval_loss")),
+        base_loss=_number(state.get("base_loss")),
+        warning=_text(state.get("warning")),
         # Notes about a job's rows are in both files.
         notes=tuple(dict.fromkeys((*_texts(state.get("notes")), *_texts(data.get("notes"))))),
         spec=_mapping(saved.get("job")),

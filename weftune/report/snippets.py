@@ -13,7 +13,7 @@ from weftune.base.spec import BaseSpec
 from weftune.core.shapes import in_wrapper
 from weftune.errors import AdapterError
 from weftune.jobs.store.resumption import resume_line
-from weftune.report.read import JobRecord
+from weftune.report.read import JobRecord, Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,26 +24,70 @@ class Remedy:
     command: str
 
 
-def load_snippet(base: str, revision: str | None, folder: Path) -> str:
-    """Python that loads the adapter in `folder` with PEFT onto its base."""
-    name = BaseSpec(model=base).published_name
+def base_spec(job: JobRecord, run: Run) -> BaseSpec | None:
+    """The base as the job was trained on it; None if the folder does not say which base that was."""
+    model = job.base.get("model") or run.base
+    if not model:
+        return None
+    return BaseSpec(
+        model=str(model),
+        dtype=job.base.get("dtype") or run.dtype or None,
+        revision=job.base.get("revision"),
+        quantize=job.base.get("quantize"),
+    )
+
+
+def load_snippet(base: BaseSpec, folder: Path) -> str:
+    """Python that loads the adapter in `folder` with PEFT onto the base that it was trained on."""
+    name = base.published_name
     arguments = [repr(name)]
     if name.endswith(".gguf"):
         file = Path(name)
         arguments = [repr(str(file.parent)), f"gguf_file={file.name!r}"]
-    if revision:
-        arguments.append(f"revision={revision!r}")
+    if base.revision:
+        arguments.append(f"revision={base.revision!r}")
+    if base.dtype:
+        arguments.append(f"dtype={base.dtype!r}")
     model = "AutoModelForImageTextToText" if _in_wrapper(folder) else "AutoModelForCausalLM"
+    imports = [model, "AutoTokenizer"]
+    if base.quantize == "nf4":
+        imports.append("BitsAndBytesConfig")
+        arguments.append("quantization_config=nf4")
     return "\n".join(
         (
             "from peft import PeftModel",
-            f"from transformers import {model}, AutoTokenizer",
+            f"from transformers import {', '.join(imports)}",
             "",
+            *_quantisation_lines(base, folder),
             f"model = {model}.from_pretrained({', '.join(arguments)})",
             f"model = PeftModel.from_pretrained(model, {str(folder)!r})",
             f"tokenizer = AutoTokenizer.from_pretrained({str(folder)!r})",
         )
     )
+
+
+def _quantisation_lines(base: BaseSpec, folder: Path) -> list[str]:
+    """For nf4 the same weights by bitsandbytes; for formats that transformers cannot load, what differs."""
+    if base.quantize is None:
+        return []
+    if base.quantize == "nf4":
+        compute = [f"    bnb_4bit_compute_dtype={base.dtype!r},"] if base.dtype else []
+        return [
+            "# The adapter was trained on the base in nf4. bitsandbytes makes the same weights:",
+            "# pip install bitsandbytes",
+            "nf4 = BitsAndBytesConfig(",
+            "    load_in_4bit=True,",
+            '    bnb_4bit_quant_type="nf4",',
+            "    bnb_4bit_use_double_quant=True,",
+            *compute,
+            ")",
+        ]
+    return [
+        f"# The adapter was trained on the base in {base.quantize}, which transformers cannot load.",
+        "# The lines below load the plain base, so losses and answers differ from those reported. A model",
+        "# with the weights that the adapter was trained on is written by:",
+        *(f"# {line}" for line in f"weftune export --merged {shlex.quote(str(folder))}".splitlines()),
+    ]
 
 
 def _in_wrapper(folder: Path) -> bool:

@@ -11,11 +11,10 @@ from typing import Any
 
 from weftune.plan.program.program import Program
 from weftune.plan.program.timeline import Lane, Timeline
-from weftune.report.charts import Chart
-from weftune.report.gantt import COLOURS, Bar, about, bar_traces, kind_of
+from weftune.report.gantt import COLOURS, Bar, about, kind_of, timeline_data
 
 TIMELINES = "timelines.json"
-MOST_BARS = 4000
+MOST_BARS = 2000
 """Of a longer window the first are kept."""
 COLUMNS = ("worker", "bubbles foreseen", "measured", "in the steady part foreseen", "measured")
 
@@ -102,7 +101,17 @@ def _finite(value: Any) -> float:
 # -- draw -----------------------------------------------------------------------------------------------
 
 
-def timeline_charts(timelines: Timelines) -> tuple[Chart, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineChart:
+    """A timeline on the page, with its data for the script."""
+
+    name: str
+    title: str
+    words: str
+    data: Mapping[str, Any]
+
+
+def timeline_charts(timelines: Timelines) -> tuple[TimelineChart, ...]:
     """Foreseen above, measured below, on one scale."""
     both = (timelines.foreseen, timelines.measured)
     longest = max(one.seconds for one in both)
@@ -113,25 +122,12 @@ def timeline_charts(timelines: Timelines) -> tuple[Chart, ...]:
     )
 
 
-def _chart(name: str, title: str, shown: Drawn, longest: float, workers: int) -> Chart:
-    rows = [worker_row(worker) for worker in range(workers)]
-    layout = {
-        "barmode": "overlay",
-        "xaxis": {"title": {"text": "seconds", "standoff": 8}, "range": [0.0, longest], "zeroline": False},
-        "yaxis": {
-            "autorange": "reversed",
-            "categoryorder": "array",
-            "categoryarray": rows,
-            "automargin": True,
-        },
-        "showlegend": True,
-        "legend": {"orientation": "h", "x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom"},
-        "margin": {"l": 48, "r": 12, "t": 12, "b": 44},
-    }
-    cut = f" Drawn are its first {MOST_BARS:,} actions." if len(shown.bars) == MOST_BARS else ""
+def _chart(name: str, title: str, shown: Drawn, longest: float, workers: int) -> TimelineChart:
+    data = timeline_data(shown.bars[:MOST_BARS], [worker_row(worker) for worker in range(workers)], longest)
+    is_cut = len(shown.bars) >= MOST_BARS or data["drawn"] < data["all"]
+    cut = f" Drawn are its first {data['drawn']:,} actions." if is_cut else ""
     words = f"The last window in which jobs trained: {shown.seconds:.3g} s.{cut}"
-    figure = {"data": bar_traces(shown.bars), "layout": layout}
-    return Chart(name=name, title=title, words=words, figure=figure)
+    return TimelineChart(name=name, title=title, words=words, data=data)
 
 
 def bubble_rows(timelines: Timelines) -> list[tuple[str, ...]]:

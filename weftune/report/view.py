@@ -4,53 +4,61 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import PurePath
 from typing import Any
 
-from weftune.report.charts import LEFT_PEN_COLOUR, MOST_CURVES, Chart, Pen, pen
+from weftune.base.spec import DEMO
+from weftune.report.charts import LEFT_PEN_COLOUR, MOST_CURVES, Chart, pen
 from weftune.report.compare import (
+    base_accuracy,
+    base_validation,
     best_jobs,
     by_result,
     differing_keys,
-    first_validation,
     flat_spec,
+    kept_evaluation,
     kept_validation,
     last_loss,
     value_text,
 )
 from weftune.report.promises import COLUMNS, headline, rows, sentences
 from weftune.report.read import JobRecord, Run
-from weftune.report.snippets import Remedy, generate_command, load_snippet, remedies
+from weftune.report.snippets import Remedy, base_spec, generate_command, load_snippet, remedies
+from weftune.report.svg import Pen
 from weftune.report.sweeps.standing import ranked
 from weftune.report.sweeps.view import DrawnSweep, SweepView, sweep_view
 from weftune.report.timelines import COLUMNS as BUBBLE_COLUMNS
-from weftune.report.timelines import Timelines, bubble_rows, timeline_charts
-from weftune.report.wall import page_sentence
+from weftune.report.timelines import TimelineChart, Timelines, bubble_rows, timeline_charts
+from weftune.report.verdict import Verdict, verdicts
+from weftune.report.wall import WallBar, wall_bar
 from weftune.report.words import (
     NOTHING,
+    accuracy_text,
     breakable,
     bytes_text,
     change_text,
     duration_text,
+    link_to,
     loss_text,
     minutes_text,
     plural,
+    points_text,
     rate_text,
     short_paths,
 )
 
 _LONGEST_VALUE = 72
 _MOST_WINDOWS = 200
+_MOST_ROWS = 1000
+"""Jobs in the table; a page with more of them would not open at once."""
 _MOST_DETAILS = 200
 """Jobs whose commands are on the page; of more only the first, and those that want something of the user."""
 _MOST_RUNS = 5
 """Of a folder that was resumed more often the last runs are told."""
-_CURVES = ("loss", "validation")
+_CURVES = ("loss", "validation", "accuracy")
 """The charts about what was learned; the others are about time and memory."""
-_NARROW_LETTERS = 38
-"""Settings of up to this width have columns of their own: they fit beside the losses on 1024 pixels."""
 _STOPPED = ("failed", "cancelled", "paused", "interrupted")
 _LEAST_SAVED = 0.05
 """Less than this share of the run is within what a time model can tell."""
@@ -80,22 +88,38 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Number:
+    """One measured number of a job: as text, as it sorts, and what stands below it."""
+
+    text: str = ""
+    value: float | None = None
+    detail: str = ""
+    tone: str = ""
+    """good or worse, for the text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
     """One job on the page."""
 
     index: int
     name: str
+    pieces: tuple[str, ...]
+    """The name; lines may break between its pieces."""
     pen: Pen
     badge: str
     state: str
     progress: str
+    folder: str
+    """A link to the job's folder, relative to the page; empty if there is none."""
+    job_file: str
+    """A link to its job.yaml."""
     values: tuple[Value, ...]
-    loss: str
-    validation: str
-    validation_detail: str
-    change: str
-    tone: str
-    """good or worse, by the validation loss."""
+    loss: Number
+    validation: Number
+    change: Number
+    accuracy: Number
+    warning: str
     reason: str
     notes: tuple[str, ...]
     snippet: str
@@ -130,15 +154,15 @@ class EffortView:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     words: tuple[str, ...]
-    wall: tuple[str, ...]
-    """A sentence for each run into the folder: how its wall time was spent."""
+    wall: tuple[WallBar, ...]
+    """How the wall time of each run into the folder was spent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineView:
     """The last window of a pipeline as foreseen and as measured."""
 
-    charts: tuple[Chart, ...]
+    charts: tuple[TimelineChart, ...]
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
@@ -149,11 +173,14 @@ class PageView:
 
     title: str
     facts: tuple[str, ...]
+    sections: tuple[tuple[str, str], ...]
+    """Of every section its anchor and its title, to jump to."""
+    verdicts: tuple[Verdict, ...]
     tiles: tuple[Tile, ...]
     keys: tuple[str, ...]
-    """In which the jobs differ."""
-    in_columns: bool
-    """Whether each key has a column; otherwise the values of a job stand together, with their names."""
+    """In which the jobs differ; each has a column."""
+    numbers: tuple[tuple[str, str], ...]
+    """The attribute of `JobView` and the heading of each column of numbers that at least one job has."""
     jobs: tuple[JobView, ...]
     """All of them, in the order of their pens."""
     table: tuple[JobView, ...]
@@ -167,6 +194,15 @@ class PageView:
     effort: EffortView
     pipeline: PipelineView | None
     """None where one device ran it all."""
+
+    @property
+    def usable(self) -> tuple[JobView, ...]:
+        return tuple(job for job in self.jobs if job.detailed and job.snippet)
+
+    @property
+    def unfinished(self) -> tuple[JobView, ...]:
+        """Jobs without a finished adapter that the page says how to go on with."""
+        return tuple(job for job in self.jobs if job.detailed and not job.snippet)
 
 
 def in_order(run: Run) -> tuple[JobRecord, ...]:
@@ -184,38 +220,75 @@ def page_view(
     """`jobs` in the order of the table, as `in_order` has them."""
     trials, left = run.trials, run.left
     plain = [job for job in jobs if job.name not in trials]
-    keys = differing_keys(plain)
     best = best_jobs(plain)
-    settings = _settings(plain, keys)
+    columns = _setting_columns(plain, differing_keys(plain))
+    values = {job.name: tuple(column[at] for column in columns.values()) for at, job in enumerate(plain)}
     none: tuple[Value, ...] = ()
-    values = dict(zip((job.name for job in plain), settings, strict=True))
     views = tuple(
         _job_view(run, job, index, values.get(job.name, none), best, job.name in trials, job.name in left)
         for index, job in enumerate(jobs)
     )
-    started = datetime.fromtimestamp(run.started).astimezone() if run.started else None
-    facts = (
-        run.base,
-        run.device,
-        run.dtype,
-        started.strftime("%Y-%m-%d %H:%M %Z") if started else "",
-    )
-    return PageView(
+    table = tuple(view for view in views if not view.trial)
+    view = PageView(
         title=run.output.resolve().name,
-        facts=tuple(fact for fact in facts if fact),
+        facts=_facts(run),
+        sections=(),
+        verdicts=verdicts(run),
         tiles=_tiles(run),
-        keys=keys,
-        in_columns=_letters(keys, settings) <= _NARROW_LETTERS,
+        keys=tuple(columns),
+        numbers=tuple(
+            (name, heading) for name, heading in _NUMBERS if any(getattr(one, name).text for one in table)
+        ),
         jobs=views,
-        table=tuple(view for view in views if not view.trial),
+        table=table[:_MOST_ROWS],
         sweeps=tuple(sweep_view(run, record, _drawn(views)) for record in run.sweeps),
         left_colour=LEFT_PEN_COLOUR,
-        table_words=_table_words(plain, keys, best),
+        table_words=_table_words(plain, tuple(columns), best),
         notes=run.notes,
         charts=tuple(chart for chart in charts if chart.name in _CURVES),
         effort=_effort(run, tuple(chart for chart in charts if chart.name not in _CURVES)),
         pipeline=_pipeline(timelines) if timelines else None,
     )
+    return replace(view, sections=_sections(view))
+
+
+_NUMBERS = (
+    ("validation", "validation loss"),
+    ("change", "against the base"),
+    ("accuracy", "token accuracy"),
+    ("loss", "training loss"),
+)
+
+
+def _sections(view: PageView) -> tuple[tuple[str, str], ...]:
+    """Only the sections that the page has."""
+    found = [(f"sweep-{at}", f"Sweep {sweep.name}") for at, sweep in enumerate(view.sweeps)]
+    others = (
+        (bool(view.table), "jobs", "Jobs"),
+        (bool(view.charts), "curves", "Curves"),
+        (view.pipeline is not None, "pipeline", "The pipeline"),
+        (bool(view.effort.rows or view.effort.wall), "effort", "Time and memory"),
+        (bool(view.unfinished), "unfinished", "How to go on"),
+        (bool(view.usable), "use", "Use the adapters"),
+    )
+    return (*found, *((anchor, title) for shown, anchor, title in others if shown))
+
+
+def _facts(run: Run) -> tuple[str, ...]:
+    """Model, quantisation, dtype, device and start, as far as they are known."""
+    bases = [base for job in run.jobs if job.base and (base := base_spec(job, run)) is not None]
+    formats = sorted({base.quantize for base in bases if base.quantize})
+    name = bases[0].published_name if bases else run.base
+    started = datetime.fromtimestamp(run.started).astimezone() if run.started else None
+    computed = f"computed in {run.dtype}" if run.dtype and formats else run.dtype
+    facts = (
+        f"{name} (demo)" if bases and bases[0].model == DEMO else name,
+        f"weights in {', '.join(formats)}" if formats else "",
+        computed,
+        run.device,
+        started.strftime("%Y-%m-%d %H:%M %Z") if started else "",
+    )
+    return tuple(fact for fact in facts if fact)
 
 
 def _drawn(views: Sequence[JobView]) -> Mapping[str, DrawnSweep]:
@@ -236,12 +309,23 @@ def _effort(run: Run, charts: tuple[Chart, ...]) -> EffortView:
     left_out = len(windows) - _MOST_WINDOWS
     cut = [f"The first {_MOST_WINDOWS} of {len(windows):,} windows are shown."] if left_out > 0 else []
     return EffortView(
-        charts=tuple(chart for chart in charts if chart.figure is not None),
+        charts=charts,
         columns=COLUMNS,
         rows=tuple(rows(windows[:_MOST_WINDOWS])),
-        words=(*sentences(windows), *_alone_words(run), *cut),
-        wall=tuple(page_sentence(one) for one in run.wall_times[-_MOST_RUNS:]),
+        words=(*sentences(windows), *_alone_words(run), *_shared_words(run), *cut),
+        wall=tuple(wall_bar(one) for one in run.wall_times[-_MOST_RUNS:]),
     )
+
+
+def _shared_words(run: Run) -> list[str]:
+    microbatches = sum(window.microbatches for window in run.windows)
+    shared = sum(window.shared for window in run.windows)
+    if not microbatches:
+        return []
+    return [
+        f"{100 * shared / microbatches:.0f} % of the microbatches ({shared:,} of {microbatches:,}) hold "
+        "samples of two jobs or more."
+    ]
 
 
 def _alone_words(run: Run) -> list[str]:
@@ -255,25 +339,24 @@ def _alone_words(run: Run) -> list[str]:
 
 def _tiles(run: Run) -> tuple[Tile, ...]:
     tokens = sum(job.trained_tokens for job in run.jobs)
-    microbatches = sum(window.microbatches for window in run.windows)
-    shared = sum(window.shared for window in run.windows)
-    rate = tokens / run.seconds if run.seconds else None
-    return (
+    rate = tokens / run.seconds if run.seconds and tokens else None
+    tiles = (
         _jobs_tile(run),
         Tile(label="tokens per second", value=rate_text(rate), detail=f"{tokens:,} tokens trained"),
-        Tile(
-            label="minutes",
-            value=minutes_text(run.seconds) if run.seconds else NOTHING,
-            detail=f"{duration_text(run.seconds)} from start to end" if run.seconds else "",
-        ),
+        *_time_tile(run),
         *_saved_tile(run),
         Tile(label="peak memory", value=bytes_text(run.peak_bytes), detail=run.device),
-        Tile(
-            label="shared microbatches",
-            value=f"{100 * shared / microbatches:.0f} %" if microbatches else NOTHING,
-            detail=f"{shared:,} of {microbatches:,} hold two jobs or more" if microbatches else "",
-        ),
     )
+    return tuple(tile for tile in tiles if tile.value != NOTHING)
+
+
+def _time_tile(run: Run) -> tuple[Tile, ...]:
+    if not run.seconds:
+        return ()
+    if run.seconds < 60:
+        return (Tile(label="seconds", value=f"{run.seconds:.3g}", detail="from start to end"),)
+    detail = f"{duration_text(run.seconds)} from start to end"
+    return (Tile(label="minutes", value=minutes_text(run.seconds), detail=detail),)
 
 
 def _jobs_tile(run: Run) -> Tile:
@@ -305,27 +388,29 @@ def _job_view(
     trial: bool,
     left: bool,
 ) -> JobView:
-    first, kept = first_validation(job), kept_validation(job)
     folder = run.output.resolve() / job.name
-    base, revision = job.base.get("model") or run.base, job.base.get("revision")
-    usable = job.state == "succeeded" and bool(base)
+    base = base_spec(job, run)
+    usable = job.state == "succeeded" and base is not None
     rows = best.get(job.name)
     return JobView(
         index=index,
         name=job.name,
+        pieces=breakable(job.name),
         pen=pen(index),
         badge="" if rows is None else f"best on {rows}" if rows else "best",
         state=job.state,
         progress=_progress(job),
+        folder=link_to(job.name, "") if job.spec else "",
+        job_file=link_to(job.name, "job.yaml") if job.spec else "",
         values=values,
-        loss=loss_text(last_loss(job)),
-        validation=f"{loss_text(first)} → {loss_text(kept)}" if kept is not None else NOTHING,
-        validation_detail=_validation_detail(job),
-        change=change_text(first, kept) if kept is not None else "",
-        tone=_tone(first, kept),
+        loss=_loss_number(job),
+        validation=_validation_number(job),
+        change=_change_number(job),
+        accuracy=_accuracy_number(job),
+        warning=job.warning,
         reason=job.reason,
         notes=job.notes,
-        snippet=load_snippet(str(base), str(revision) if revision else None, folder) if usable else "",
+        snippet=load_snippet(base, folder) if usable and base is not None else "",
         command=generate_command(folder) if usable else "",
         stopped=job.state in _STOPPED and not left,
         remedies=remedies(job, run.command),
@@ -339,10 +424,40 @@ def _progress(job: JobRecord) -> str:
     return steps if job.step == job.steps else f"{job.step:,} of {steps}"
 
 
-def _tone(first: float | None, kept: float | None) -> str:
-    if first is None or kept is None or first == kept:
-        return ""
-    return "good" if kept < first else "worse"
+def _loss_number(job: JobRecord) -> Number:
+    loss = last_loss(job)
+    return Number() if loss is None else Number(text=loss_text(loss), value=loss)
+
+
+def _validation_number(job: JobRecord) -> Number:
+    """The loss of the kept adapter, or of the base where only that was evaluated."""
+    kept, base = kept_validation(job), base_validation(job)
+    if kept is not None:
+        return Number(text=loss_text(kept), value=kept, detail=_validation_detail(job))
+    return Number() if base is None else Number(text=f"base {loss_text(base)}", detail="not evaluated since")
+
+
+def _change_number(job: JobRecord) -> Number:
+    kept, base = kept_validation(job), base_validation(job)
+    if kept is None or base is None or base == 0:
+        return Number()
+    tone = "" if kept == base else "good" if kept < base else "worse"
+    text, share = change_text(base, kept), (kept - base) / abs(base)
+    return Number(text=text, value=share, detail=f"base {loss_text(base)}", tone=tone)
+
+
+def _accuracy_number(job: JobRecord) -> Number:
+    kept, base = kept_evaluation(job), base_accuracy(job)
+    if kept is None or kept.accuracy is None:
+        return Number()
+    if base is None:
+        return Number(text=accuracy_text(kept.accuracy), value=kept.accuracy)
+    return Number(
+        text=accuracy_text(kept.accuracy),
+        value=kept.accuracy,
+        detail=f"{points_text(base, kept.accuracy)}, base {accuracy_text(base)}",
+        tone="worse" if kept.accuracy < base else "",
+    )
 
 
 def _validation_detail(job: JobRecord) -> str:
@@ -354,15 +469,15 @@ def _validation_detail(job: JobRecord) -> str:
     return f"best {loss_text(best.loss)} at step {best.step:,}, last {loss_text(known[-1].loss)}"
 
 
-def _settings(jobs: Sequence[JobRecord], keys: Sequence[str]) -> list[tuple[Value, ...]]:
-    """For each job its values of `keys`."""
+def _setting_columns(jobs: Sequence[JobRecord], keys: Sequence[str]) -> dict[str, list[Value]]:
+    """Key → the values of all jobs, without keys whose values look all the same."""
     specs = [flat_spec(job) for job in jobs]
-    columns = [_column(key, [spec.get(key) if spec else NOTHING for spec in specs]) for key in keys]
-    return [tuple(column[index] for column in columns) for index in range(len(jobs))]
+    columns = {key: _column(key, [spec.get(key) for spec in specs]) for key in keys}
+    return {key: column for key, column in columns.items() if len({one.whole for one in column}) > 1}
 
 
 def _column(key: str, values: Sequence[Any]) -> list[Value]:
-    wholes = [value_text(value) for value in values]
+    wholes = ["" if value is None or value in ("", [], {}) else value_text(value) for value in values]
     names = short_paths(sorted({whole for whole in wholes if PurePath(whole).is_absolute()}))
     return [
         Value(key=key, pieces=breakable(_shortened(names.get(whole, whole))), whole=whole) for whole in wholes
@@ -374,12 +489,6 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[: half - 1]}…{text[-half:]}"
 
 
-def _letters(keys: Sequence[str], settings: Sequence[tuple[Value, ...]]) -> int:
-    """How wide the columns of all keys would be, with the room between them."""
-    widest = [max(len(key), *(len(job[index].text) for job in settings)) for index, key in enumerate(keys)]
-    return sum(width + 3 for width in widest)
-
-
 def _table_words(jobs: Sequence[JobRecord], keys: Sequence[str], best: Mapping[str, str]) -> str:
     sentences = []
     if len(jobs) > 1:
@@ -388,6 +497,8 @@ def _table_words(jobs: Sequence[JobRecord], keys: Sequence[str], best: Mapping[s
             if keys
             else "The jobs do not differ in any setting."
         )
+    if len(jobs) > _MOST_ROWS:
+        sentences.append(f"The first {_MOST_ROWS:,} of {len(jobs):,} jobs are in the table.")
     if len(jobs) > MOST_CURVES:
         sentences.append(f"The first {MOST_CURVES} of {len(jobs):,} jobs have curves below.")
     if len(jobs) > _MOST_DETAILS:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from weftune.core.clock import Phase, WallTime
 from weftune.core.files import replace_json
 from weftune.core.formats import FORMAT
+from weftune.report.words import duration_text
 
 WALL_TIME = "wall.json"
 LABELS = {Phase.CHECKING: "checking the base", Phase.TRYING: "trying kernels"}
+COLOURS = (
+    "#8a94a6", "#0e9db5", "#9456d6", "#d9a441", "#e8710a", "#a3673f",
+    "#d9528f", "#3b7ddd", "#1e9e6a", "#8a8f1a", "#5b6f9d", "#c3c9d3",
+)  # fmt: skip
+"""One for each phase, in their order."""
 LEAST = 0.05
 """Phases of fewer seconds are not told."""
 
@@ -26,10 +33,33 @@ def wall_sentence(wall: WallTime) -> str:
     return f"Wall time {wall.seconds:.1f} s" + (f": {', '.join(parts)}" if parts else "")
 
 
-def page_sentence(wall: WallTime) -> str:
-    """The same on the page, which the run itself draws before it ends."""
+@dataclass(frozen=True, slots=True)
+class WallPart:
+    label: str
+    seconds: str
+    percent: float
+    colour: str
+
+
+@dataclass(frozen=True, slots=True)
+class WallBar:
+    """The wall time of one run as a stacked bar."""
+
+    sentence: str
+    parts: tuple[WallPart, ...]
+
+
+def wall_bar(wall: WallTime) -> WallBar:
+    """The phases in their order. The run itself draws the page before it ends, so its last phase may lack."""
     drawn_early = "" if wall.phases[Phase.REPORT] else ", until this page was drawn"
-    return f"{wall_sentence(wall)}{drawn_early}."
+    told = [phase for phase in Phase if wall.phases[phase] >= LEAST]
+    whole = max(wall.seconds, sum(wall.phases[phase] for phase in told), 1e-9)
+    parts = tuple(
+        WallPart(label(phase), f"{wall.phases[phase]:.1f} s", 100 * wall.phases[phase] / whole, COLOURS[at])
+        for at, phase in enumerate(Phase)
+        if phase in told
+    )
+    return WallBar(f"Wall time {duration_text(wall.seconds)} ({wall.seconds:.1f} s){drawn_early}", parts)
 
 
 def keep_wall_time(output: Path, wall: WallTime) -> None:

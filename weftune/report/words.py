@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
+from urllib.parse import quote
 
 NOTHING = "–"
 """Stands where there is no number."""
@@ -21,6 +22,15 @@ def change_text(first: float | None, last: float | None) -> str:
     if first is None or last is None or first == 0:
         return NOTHING
     return f"{100 * (last - first) / abs(first):+.1f} %".replace("-", "−")
+
+
+def accuracy_text(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def points_text(first: float, last: float) -> str:
+    """How much a share has risen or fallen, in percentage points."""
+    return f"{100 * (last - first):+.1f} points".replace("-", "−")
 
 
 def duration_text(seconds: float | None) -> str:
@@ -46,6 +56,11 @@ def bytes_text(count: float | None) -> str:
 
 def rate_text(tokens_per_second: float | None) -> str:
     return NOTHING if tokens_per_second is None else f"{tokens_per_second:,.0f}"
+
+
+def link_to(*parts: str) -> str:
+    """A relative link to a file or folder below the page; names come from outside and cannot leave it."""
+    return "/".join((".", *(quote(part, safe="") for part in parts)))
 
 
 def printable(text: str) -> str:
@@ -76,6 +91,7 @@ def short_paths(paths: Sequence[str]) -> Mapping[str, str]:
 def breakable(text: str) -> tuple[str, ...]:
     """The text in pieces between which a line may break, besides at spaces.
 
-    Paths and names break behind slashes and underscores; in a list of names the spaces are enough.
+    Paths and names break behind slashes, underscores and hyphens; in a list of names the spaces are
+    enough.
     """
-    return (text,) if " " in text else tuple(re.split(r"(?<=[/_])(?=.)", text))
+    return (text,) if " " in text else tuple(re.split(r"(?<=[/_-])(?=[^/_-])(?!\d)", text))

@@ -1,13 +1,8 @@
-"""A sweep's figures: the ways of its trials through the swept values and the rungs, and the metric against
-each key.
-
-Parallel coordinates are drawn as ordinary lines: plotly's own trace compiles shaders while it draws, which
-the page's content security policy forbids.
-"""
+"""A sweep's figures: its trials as lines through the swept values and the results at the rungs, and the
+metric against each key."""
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +11,19 @@ from typing import Any
 
 from weftune.jobs.sweeps.record import SweepRecord, TrialRecord
 from weftune.jobs.sweeps.rungs import worth
-from weftune.report.charts import LEFT_PEN_COLOUR, Chart, Pen, Trace
+from weftune.report.charts import LEFT_PEN_COLOUR, Chart
+from weftune.report.curves import Point
+from weftune.report.svg import (
+    Axis,
+    Figure,
+    Level,
+    Parallel,
+    ParallelAxis,
+    Pen,
+    Series,
+    linear_axis,
+    log_axis,
+)
 from weftune.report.sweeps.standing import (
     METRIC_NAMES,
     flat_values,
@@ -46,7 +53,7 @@ Pens = Mapping[str, Pen]
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class TrialAxis:
     """One quantity of the trials: where each trial lies, from 0 to 1, and what stands at the ticks."""
 
     name: str
@@ -55,14 +62,27 @@ class Axis:
     ticks: tuple[tuple[float, str], ...]
 
 
-def sweep_charts(record: SweepRecord, pens: Pens) -> tuple[Chart, ...]:
-    """The ways of all trials, then a chart for each key. `pens`: how the trials are drawn in the curves;
-    those without one are grey."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaysChart:
+    """All trials as parallel coordinates, with the words below."""
+
+    title: str
+    words: str
+    parallel: Parallel
+
+
+def sweep_charts(
+    record: SweepRecord, pens: Pens, base_loss: float | None = None
+) -> tuple[WaysChart, tuple[Chart, ...]] | None:
+    """The parallel coordinates of all trials, and a chart for each key; None before anything is measured.
+    `pens` say how the trials are drawn in the curves; trials without a pen are grey. `base_loss` is a dashed
+    line."""
     keys = _drawn_keys(record)
     measured = [trial for trial in record.trials if trial.score is not None]
     if not measured or not keys:
-        return ()
-    return (_ways(record, keys, pens), *(_against(record, key) for key in keys))
+        return None
+    base = base_loss if record.metric == "eval_loss" else None
+    return _ways(record, keys, pens), tuple(_against(record, key, base) for key in keys)
 
 
 def _drawn_keys(record: SweepRecord) -> list[str]:
@@ -86,108 +106,46 @@ def _go_together(values: Mapping[str, Sequence[str]], earlier: str, later: str) 
 # -- parallel coordinates -------------------------------------------------------------------------------
 
 
-def _ways(record: SweepRecord, keys: Sequence[str], pens: Pens) -> Chart:
+def _ways(record: SweepRecord, keys: Sequence[str], pens: Pens) -> WaysChart:
     names = short_keys(keys)
     axes = [_key_axis(record, key, names[key]) for key in keys]
     axes += [_metric_axis(record, rung) for rung in range(_rung_count(record))]
     # The best last, so that it is drawn over the others.
-    traces = [_way(trial, axes, pens) for trial in reversed(ranked(record))]
+    series = [_way(trial, axes, pens) for trial in reversed(ranked(record))]
     ends = " It ends at the rung where the trial was dropped." if len(record.rungs) > 1 else ""
     failed = " Dotted: failed." if any(trial.state == "failed" for trial in record.trials) else ""
-    words = f"A line is a trial.{ends}{failed} {_better(record)}"
-    return Chart(
-        name=f"sweep-{record.name}-ways",
+    return WaysChart(
         title="Values and results",
-        words=words,
-        figure={"data": traces, "layout": _ways_layout(axes)},
+        words=f"A line is a trial.{ends}{failed} {_better(record)}",
+        parallel=Parallel([ParallelAxis(axis.name, axis.ticks) for axis in axes], series),
     )
 
 
-def _way(trial: TrialRecord, axes: Sequence[Axis], pens: Pens) -> Trace:
+def _way(trial: TrialRecord, axes: Sequence[TrialAxis], pens: Pens) -> Series:
     points = [(at, axis) for at, axis in enumerate(axes) if trial.name in axis.places]
     pen = pens.get(trial.name) if trial.state != "failed" else Pen("#dc4646", "dot")
     bold = pen is not None and trial.state != "failed"
-    texts = [f"{axis.name} {axis.texts[trial.name]}" for _, axis in points]
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": html.escape(trial.name, quote=False),
-        "x": [at for at, _ in points],
-        "y": [round(axis.places[trial.name], 4) for _, axis in points],
-        "text": [html.escape(text, quote=False) for text in texts],
-        "line": {
-            "color": pen.colour if pen else LEFT_PEN_COLOUR,
-            "dash": pen.dash if pen else "solid",
-            "width": 2.5 if bold else 1.2,
-        },
-        "marker": {"size": 5 if bold else 3},
-        "opacity": 1 if bold else 0.45,
-        "hovertemplate": "%{text}<extra>%{fullData.name}</extra>",
-    }
+    return Series(
+        name=trial.name,
+        points=[Point(at, axis.places[trial.name]) for at, axis in points],
+        pen=pen or Pen(LEFT_PEN_COLOUR),
+        width=2.5 if bold else 1.2,
+        opacity=1.0 if bold else 0.5,
+        dots=True,
+        tips=[f"{axis.name} {axis.texts[trial.name]}" for _, axis in points],
+    )
 
 
-def _ways_layout(axes: Sequence[Axis]) -> dict[str, Any]:
-    ticks = [
-        {
-            "x": at,
-            "y": place,
-            "text": html.escape(text, quote=False),
-            # To the left of each axis, but for the first: a tick there would be cut off by the page's edge.
-            "xanchor": "right" if at else "left",
-            "xshift": -6 if at else 6,
-            "showarrow": False,
-            "font": {"size": 11},
-        }
-        for at, axis in enumerate(axes)
-        for place, text in axis.ticks
-    ]
-    return {
-        "xaxis": {
-            "tickvals": list(range(len(axes))),
-            "showticklabels": False,
-            "range": [-0.12, len(axes) - 0.9],
-            "side": "top",
-            "fixedrange": True,
-            "zeroline": False,
-        },
-        "yaxis": {"visible": False, "range": [-0.08, 1.08], "fixedrange": True},
-        "annotations": [*_axis_names(axes), *ticks],
-        "showlegend": False,
-        "margin": {"l": 12, "r": 28, "t": 48, "b": 8},
-        "hovermode": "closest",
-        "hoverlabel": {"namelength": 40},
-    }
-
-
-def _axis_names(axes: Sequence[Axis]) -> list[dict[str, Any]]:
-    """Above the axes. Those at the edges are drawn inwards: plotly hides a tick's text that does not fit."""
-    anchors = {0: ("left", -10), len(axes) - 1: ("right", 26)}
-    return [
-        {
-            "x": at,
-            "y": 1,
-            "yref": "paper",
-            "text": html.escape(axis.name, quote=False).replace(" at ", "<br>at "),
-            "xanchor": anchors.get(at, ("center", 0))[0],
-            "xshift": anchors.get(at, ("center", 0))[1],
-            "yanchor": "bottom",
-            "yshift": 4,
-            "showarrow": False,
-        }
-        for at, axis in enumerate(axes)
-    ]
-
-
-def _key_axis(record: SweepRecord, key: str, name: str) -> Axis:
+def _key_axis(record: SweepRecord, key: str, name: str) -> TrialAxis:
     values = {trial.name: flat_values(trial).get(key) for trial in record.trials}
     scale = _scale(list(values.values()))
     texts = {trial: setting_text(value) for trial, value in values.items()}
     places = {trial: scale.place(value) for trial, value in values.items()}
     ticks = tuple((scale.place(value), setting_text(value)) for value in scale.ticks)
-    return Axis(name, places, texts, ticks)
+    return TrialAxis(name, places, texts, ticks)
 
 
-def _metric_axis(record: SweepRecord, rung: int) -> Axis:
+def _metric_axis(record: SweepRecord, rung: int) -> TrialAxis:
     last = rung == _rung_count(record) - 1
     measured = {
         trial.name: value
@@ -197,7 +155,7 @@ def _metric_axis(record: SweepRecord, rung: int) -> Axis:
     name = METRIC_NAMES[record.metric]
     name = f"{name} at {record.rungs[rung]}" if len(record.rungs) > 1 else name
     if not measured:
-        return Axis(name, {}, {}, ())
+        return TrialAxis(name, {}, {}, ())
     low, high = _worthy_range(record, list(measured.values()))
     width = high - low or 1.0
     places = {trial: min(1.0, max(0.0, (value - low) / width)) for trial, value in measured.items()}
@@ -205,7 +163,7 @@ def _metric_axis(record: SweepRecord, rung: int) -> Axis:
     ticks = (
         [(0.0, loss_text(low, 3)), (1.0, loss_text(high, 3))] if high > low else [(0.0, loss_text(low, 3))]
     )
-    return Axis(name, places, texts, tuple(ticks))
+    return TrialAxis(name, places, texts, tuple(ticks))
 
 
 def _worthy_range(record: SweepRecord, values: Sequence[float]) -> tuple[float, float]:
@@ -232,39 +190,22 @@ def _value_at(trial: TrialRecord, rung: int, *, last: bool) -> float | None:
 # -- the metric against a key ---------------------------------------------------------------------------
 
 
-def _against(record: SweepRecord, key: str) -> Chart:
+def _against(record: SweepRecord, key: str, base_loss: float | None) -> Chart:
     count = _rung_count(record)
     span = _metric_span(record, count)
-    drawn = (_rung_trace(record, key, rung, count, span) for rung in range(count))
-    traces = [trace for trace in drawn if trace is not None]
     scale = _scale([flat_values(trial).get(key) for trial in record.trials])
-    layout: dict[str, Any] = {
-        "xaxis": _value_axis(scale),
-        "yaxis": {
-            "title": {"text": METRIC_NAMES[record.metric], "standoff": 6},
-            "zeroline": False,
-            "automargin": True,
-            **_metric_axis_keys(span, record.mode == "min"),
-        },
-        "showlegend": len(traces) > 1,
-        "legend": {
-            "orientation": "h",
-            "title": {"text": "step"},
-            "x": 0,
-            "y": 1.02,
-            "yanchor": "bottom",
-            "font": {"size": 11},
-        },
-        "margin": {"l": 44, "r": 12, "t": 26 if len(traces) > 1 else 10, "b": 30},
-        "hovermode": "closest",
-        "hoverlabel": {"namelength": 40},
-    }
-    return Chart(
-        name=f"sweep-{record.name}-{key}",
-        title=key,
-        words="",
-        figure={"data": traces, "layout": layout},
+    drawn = (_rung_series(record, key, rung, count, scale) for rung in range(count))
+    series = [one for one in drawn if one is not None]
+    shown = span if base_loss is None else (min(span[0], base_loss), max(span[1], base_loss))
+    figure = Figure(
+        x=_value_axis(scale),
+        y=_result_axis(METRIC_NAMES[record.metric], shown, may_be_log=record.mode == "min"),
+        series=series,
+        levels=[] if base_loss is None else [Level(base_loss, f"base {loss_text(base_loss, 3)}")],
+        legend=len(series) > 1,
+        height=200,
     )
+    return Chart(name=f"sweep-{record.name}-{key}", title=key, words="", figure=figure)
 
 
 def _metric_span(record: SweepRecord, count: int) -> tuple[float, float]:
@@ -277,27 +218,14 @@ def _metric_span(record: SweepRecord, count: int) -> tuple[float, float]:
     return min((low for low, _ in spans), default=0.0), max((high for _, high in spans), default=1.0)
 
 
-def _metric_axis_keys(span: tuple[float, float], may_be_log: bool) -> dict[str, Any]:
+def _result_axis(label: str, span: tuple[float, float], *, may_be_log: bool) -> Axis:
     """Logarithmic where the best are a small part of the worst: they could not be told apart otherwise."""
     low, high = span
     if not may_be_log or low <= 0 or high <= _LEAST_RATIO * low:
         margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-        return {"range": [low - margin, high + margin]}
-    margin = 0.05 * (math.log10(high) - math.log10(low))
-    ticks = [tick for tick in _ones_twos_fives(low) if low / 1.1 <= tick <= high * 1.1]
-    return {
-        "type": "log",
-        "range": [math.log10(low) - margin, math.log10(high) + margin],
-        "tickvals": ticks,
-        "ticktext": [f"{tick:g}" for tick in ticks],
-    }
-
-
-def _ones_twos_fives(low: float) -> Iterator[float]:
-    power = math.floor(math.log10(low))
-    for above in range(12):
-        for digit in (1, 2, 5):
-            yield float(f"{digit}e{power + above}")
+        return linear_axis(label, low - margin, high + margin)
+    stretch = (high / low) ** 0.05
+    return log_axis(label, low / stretch, high * stretch)
 
 
 def _measured(record: SweepRecord, rung: int, count: int) -> Iterator[float]:
@@ -307,10 +235,8 @@ def _measured(record: SweepRecord, rung: int, count: int) -> Iterator[float]:
             yield value
 
 
-def _rung_trace(
-    record: SweepRecord, key: str, rung: int, count: int, span: tuple[float, float]
-) -> Trace | None:
-    """The trials that were measured at a rung; what is beyond `span` is drawn at its end."""
+def _rung_series(record: SweepRecord, key: str, rung: int, count: int, scale: Scale) -> Series | None:
+    """The trials that were measured at a rung; a value beyond the axis is drawn at its end."""
     found = [
         (trial, flat_values(trial).get(key), value)
         for trial in record.trials
@@ -318,18 +244,14 @@ def _rung_trace(
     ]
     if not found:
         return None
-    is_number = all(_is_number(flat_values(trial).get(key)) for trial in record.trials)
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": f"{record.rungs[rung]}" if record.rungs else "end",
-        "x": [value if is_number else html.escape(setting_text(value), quote=False) for _, value, _ in found],
-        "y": [float(f"{min(max(score, span[0]), span[1]):.6g}") for _, _, score in found],
-        "text": [html.escape(trial.name, quote=False) for trial, _, _ in found],
-        "customdata": [loss_text(score) for _, _, score in found],
-        "marker": {"color": _rung_colour(rung, count), "size": 7 + 2 * (rung == count - 1)},
-        "hovertemplate": "%{customdata}<extra>%{text}</extra>",
-    }
+    return Series(
+        name=f"step {record.rungs[rung]}" if record.rungs else "end",
+        points=[Point(scale.place(value), score) for _, value, score in found],
+        pen=Pen(_rung_colour(rung, count)),
+        width=3.0 + 2 * (rung == count - 1),
+        line=False,
+        tips=[f"{trial.name}: {setting_text(value)}, {loss_text(score)}" for trial, value, score in found],
+    )
 
 
 def _rung_colour(rung: int, count: int) -> str:
@@ -338,14 +260,10 @@ def _rung_colour(rung: int, count: int) -> str:
     return _RUNG_COLOURS[min(rung, len(_RUNG_COLOURS) - 2)]
 
 
-def _value_axis(scale: Scale) -> dict[str, Any]:
-    axis: dict[str, Any] = {"zeroline": False, "automargin": True, "tickangle": 0}
-    if not scale.numbers:
-        return axis | {"type": "category"}
-    axis |= {"tickvals": list(scale.ticks), "ticktext": [setting_text(value) for value in scale.ticks]}
-    if scale.log:
-        axis["type"] = "log"
-    return axis
+def _value_axis(scale: Scale) -> Axis:
+    """The places of a key's values, with some room at both ends."""
+    ticks = tuple((scale.place(value), setting_text(value)) for value in scale.ticks)
+    return Axis(label="", low=-0.08, high=1.08, ticks=ticks)
 
 
 # -- scales ---------------------------------------------------------------------------------------------

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weftune.jobs.sweeps.record import SweepRecord, TrialRecord, best_folder
-from weftune.report.charts import Chart, Pen
+from weftune.report.charts import Chart
+from weftune.report.compare import base_validation, is_enough
 from weftune.report.read import JobRecord, Run
-from weftune.report.snippets import generate_command, load_snippet
-from weftune.report.sweeps.charts import sweep_charts
+from weftune.report.snippets import base_spec, generate_command, load_snippet
+from weftune.report.svg import Pen
+from weftune.report.sweeps.charts import WaysChart, sweep_charts
 from weftune.report.sweeps.standing import (
     METRIC_NAMES,
     RungRow,
@@ -25,12 +27,19 @@ from weftune.report.sweeps.standing import (
     trained_share,
     winners,
 )
-from weftune.report.words import NOTHING, duration_text, loss_text, plural, printable, trial_state_text
+from weftune.report.words import (
+    NOTHING,
+    duration_text,
+    link_to,
+    loss_text,
+    plural,
+    printable,
+    trial_state_text,
+)
 
 _AT_ONCE = 10
 """Trials that stand in the open; the rest is folded away where there are more than `_FEW`."""
 _FEW = 14
-_AXIS_PIXELS = 100
 SEARCHES = {"grid": "grid", "random": "random search", "tpe": "TPE"}
 
 
@@ -76,6 +85,8 @@ class WinnerView:
     name: str
     score: str
     folder: str
+    link: str
+    """To that folder, relative to the page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,17 +100,11 @@ class SweepView:
     """The best, in the open."""
     others: tuple[TrialView, ...]
     rungs: tuple[RungView, ...]
-    ways: Chart | None
-    ways_pixels: int
-    """The least width at which its axes can be told apart."""
+    ways: WaysChart | None
     against: tuple[Chart, ...]
     winners: tuple[WinnerView, ...]
     snippet: str
     command: str
-
-    @property
-    def charts(self) -> tuple[Chart, ...]:
-        return (*((self.ways,) if self.ways else ()), *self.against)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +124,10 @@ def sweep_view(run: Run, record: SweepRecord, drawn: Mapping[str, DrawnSweep]) -
     ]
     shown = len(rows) if len(rows) <= _FEW else _AT_ONCE
     pens = {name: one.pen for name, one in drawn.items() if one.pen is not None}
-    ways, *against = sweep_charts(record, pens) or (None,)
+    bases = [
+        base for trial in record.trials if (job := jobs.get(trial.name)) and (base := base_validation(job))
+    ]
+    ways, against = sweep_charts(record, pens, bases[0] if bases else None) or (None, ())
     best = winners(record)
     snippet, command = _use(run, record, jobs.get(best[0].name) if best else None)
     return SweepView(
@@ -133,16 +141,11 @@ def sweep_view(run: Run, record: SweepRecord, drawn: Mapping[str, DrawnSweep]) -
         rungs=tuple(_rung_view(row, several=len({one.generation for one in record.trials}) > 1)
                     for row in rung_rows(record)),
         ways=ways,
-        ways_pixels=_AXIS_PIXELS * _axes(ways),
-        against=tuple(chart for chart in against if chart is not None),
+        against=against,
         winners=tuple(_winner(run, record, trial) for trial in best),
         snippet=snippet,
         command=command,
     )  # fmt: skip
-
-
-def _axes(ways: Chart | None) -> int:
-    return len(ways.figure["layout"]["xaxis"]["tickvals"]) if ways and ways.figure else 0
 
 
 def _facts(record: SweepRecord) -> str:
@@ -223,7 +226,7 @@ def _trial_view(
         name=trial.name,
         pen=drawn.pen if drawn else None,
         index=drawn.index if drawn else None,
-        badge="best" if record.best[:1] == (trial.name,) else "kept" if trial.name in record.best else "",
+        badge=_badge(record, trial, job),
         values=tuple(setting_text(values[key]) if key in values else NOTHING for key in keys),
         score=loss_text(trial.score),
         score_detail=f"at step {at:,}" if at is not None and trial.score is not None else "",
@@ -231,6 +234,14 @@ def _trial_view(
         reason=_reason(trial),
         steps=f"{steps:,} of {trial.steps or record.steps:,}",
     )
+
+
+def _badge(record: SweepRecord, trial: TrialRecord, job: JobRecord | None) -> str:
+    """The first winner is called best only if the held-out rows are enough to tell."""
+    if trial.name not in record.best:
+        return ""
+    is_first = record.best[:1] == (trial.name,)
+    return "best" if is_first and job is not None and is_enough(job) else "kept"
 
 
 def _reason(trial: TrialRecord) -> str:
@@ -267,14 +278,20 @@ def _folder(run: Run, record: SweepRecord, trial: str) -> Path:
 
 
 def _winner(run: Run, record: SweepRecord, trial: TrialRecord) -> WinnerView:
-    folder = str(_folder(run, record, trial.name).relative_to(run.output.resolve().parent))
-    return WinnerView(name=trial.name, score=loss_text(trial.score), folder=printable(folder))
+    output = run.output.resolve()
+    inside = _folder(run, record, trial.name).relative_to(output)
+    return WinnerView(
+        name=trial.name,
+        score=loss_text(trial.score),
+        folder=printable(f"{output.name}/{inside}"),
+        link=link_to(*inside.parts, ""),
+    )
 
 
 def _use(run: Run, record: SweepRecord, job: JobRecord | None) -> tuple[str, str]:
     """How to load the best adapter, and how to ask it; nothing before the sweep has ended."""
-    base = (job.base.get("model") if job else None) or run.base
-    if job is None or not base:
+    base = base_spec(job, run) if job is not None else None
+    if job is None or base is None:
         return "", ""
-    folder, revision = _folder(run, record, job.name), job.base.get("revision")
-    return load_snippet(str(base), str(revision) if revision else None, folder), generate_command(folder)
+    folder = _folder(run, record, job.name)
+    return load_snippet(base, folder), generate_command(folder)

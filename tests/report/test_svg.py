@@ -1,0 +1,98 @@
+"""Charts as SVG: axes, gaps, dashed levels, and names that stay text."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from weftune.report.curves import Point
+from weftune.report.svg import (
+    Figure,
+    Level,
+    Parallel,
+    ParallelAxis,
+    Pen,
+    Series,
+    count_axis,
+    figure_html,
+    linear_axis,
+    log_axis,
+    parallel_html,
+    value_axis,
+)
+
+PEN = Pen("#123456", "dash")
+
+
+def drawn(*points: tuple[float, float | None], levels: tuple[Level, ...] = (), name: str = "a") -> str:
+    series = Series(name=name, points=[Point(x, y) for x, y in points], pen=PEN)
+    figure = Figure(x=linear_axis("step", 0, 10), y=linear_axis("loss", 0, 1), series=[series], levels=levels)
+    return str(figure_html(figure))
+
+
+def test_a_curve_lies_where_its_values_are_and_a_gap_begins_a_new_line() -> None:
+    page = drawn((0, 0.0), (5, 0.5), (6, None), (8, 1.0), (10, 0.25))
+    assert 'd="M0 1000L500 500M800 0L1000 750"' in page
+    assert 'stroke-dasharray="6 4"' in page
+
+
+def test_a_level_is_a_dashed_line_with_its_name() -> None:
+    page = drawn((0, 0.5), (1, 0.5), levels=(Level(0.25, "base 0.25"),))
+    assert '<path class="level" d="M0 750H1000"/>' in page
+    assert re.search(r'class="level-name" style="top: 75.00%">base 0.25<', page)
+
+
+def test_one_point_is_a_dot() -> None:
+    assert 'class="dots" d="M500 500h0"' in drawn((5, 0.5))
+
+
+def test_a_value_outside_the_axis_is_drawn_at_its_edge() -> None:
+    assert 'd="M0 0L1000 1000"' in drawn((0, 1e9), (10, -3.0))
+
+
+def test_names_stay_text() -> None:
+    page = drawn((0, 0.5), (1, 0.5), name='"><script>x</script>')
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+
+
+@pytest.mark.parametrize(
+    ("values", "is_log"),
+    [([1.0, 1.2, 1.1, 0.9, 400.0], True), ([2.5, 1.5, 1.2, 1.1], False), ([0.0, 1.0, 1.0, 400.0], False)],
+)
+def test_an_axis_is_logarithmic_where_one_outlier_would_flatten_the_rest(
+    values: list[float], is_log: bool
+) -> None:
+    axis = value_axis("loss", values)
+    assert axis.log is is_log
+    assert axis.low <= min(values) <= max(values) <= axis.high
+    places = sorted(axis.place(value) for value in values)
+    if is_log:
+        assert places[-2] - places[0] > 0.03, "the others can be told apart"
+
+
+@pytest.mark.parametrize(
+    "axis", [linear_axis("", 0.31, 2.47), log_axis("", 0.02, 47.0), count_axis("", 0, 6)]
+)
+def test_an_axis_has_a_few_round_ticks_within_its_range(axis) -> None:
+    assert 2 <= len(axis.ticks) <= 9
+    assert all(axis.low <= value <= axis.high for value, _ in axis.ticks)
+
+
+def test_steps_have_whole_ticks() -> None:
+    assert [text for _, text in count_axis("step", 0, 2).ticks] == ["0", "1", "2"]
+
+
+def test_an_axis_of_equal_values_has_room_around_them() -> None:
+    axis = value_axis("loss", [2.0, 2.0])
+    assert axis.low < 2.0 < axis.high
+
+
+def test_parallel_coordinates_are_drawn_upright_for_wide_and_lying_for_narrow_screens() -> None:
+    axes = [ParallelAxis("rank", ((0.0, "8"), (1.0, "64"))), ParallelAxis("loss", ((0.0, "1.2"),))]
+    line = Series(name="a", points=[Point(0, 1.0), Point(1, 0.0)], pen=PEN, tips=["rank 64", "loss 1.2"])
+    upright, lying = str(parallel_html(Parallel(axes, [line]))).split('<div class="plot parallel lying"')
+    assert 'd="M250 0L750 1000"' in upright
+    assert 'd="M1000 250L0 750"' in lying
+    assert upright.count("axis-name") == lying.count("axis-name") == 2

@@ -1,0 +1,364 @@
+"""Charts as HTML and SVG that fit any width without a script.
+
+The plot is an SVG that is stretched to its box; its lines keep their width, and dots are lines of no length
+with round ends. Ticks and labels are HTML beside it, placed in percent, so that text is never stretched. The
+page's script only adds what follows the pointer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from markupsafe import Markup
+
+from weftune.report.curves import Point
+
+UNITS = 1000
+"""The width and the height of a plot in its own coordinates."""
+LOG_RATIO = 10
+"""An axis is logarithmic if the largest value is more than so many times the median: on a linear axis the
+other values would share a tenth of the height."""
+MAX_TICKS = 6
+DASHES = {"solid": "", "dash": "6 4", "dot": "2 3", "dashdot": "7 3 2 3"}
+
+
+@dataclass(frozen=True, slots=True)
+class Pen:
+    """How a line is drawn."""
+
+    colour: str
+    dash: str = "solid"
+    """A key of `DASHES`."""
+
+    @property
+    def dashes(self) -> str:
+        """The value of `stroke-dasharray`."""
+        return DASHES[self.dash] or "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """The range of a quantity and the ticks along it."""
+
+    label: str
+    low: float
+    high: float
+    ticks: tuple[tuple[float, str], ...]
+    log: bool = False
+
+    def place(self, value: float) -> float:
+        """Where a value lies, from 0 to 1; values outside the range lie at its nearer end."""
+        if self.log:
+            value, low, high = (math.log(max(one, 1e-300)) for one in (value, self.low, self.high))
+        else:
+            low, high = self.low, self.high
+        return min(1.0, max(0.0, (value - low) / (high - low))) if high > low else 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One line of a chart, or its dots."""
+
+    name: str
+    points: Sequence[Point]
+    pen: Pen
+    width: float = 2.0
+    opacity: float = 1.0
+    line: bool = True
+    dots: bool = False
+    group: str = ""
+    """Series of one group are shown and hidden together by a button of the legend."""
+    tips: Sequence[str] = ()
+    """What the pointer shows at each point instead of its numbers."""
+    silent: bool = False
+    """Whether the pointer passes over it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A dashed horizontal line, such as the loss of the base."""
+
+    value: float
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    x: Axis
+    y: Axis
+    series: Sequence[Series]
+    levels: Sequence[Level] = ()
+    legend: bool = False
+    """Whether the names of the series stand above the plot."""
+    height: int = 260
+    unit: str = ""
+    """Stands behind a value that the pointer shows."""
+
+
+# -- axes -----------------------------------------------------------------------------------------------
+
+
+def value_axis(label: str, values: Iterable[float], *, from_zero: bool = False, margin: float = 0.05) -> Axis:
+    """An axis for measured values: logarithmic where one outlier would flatten the others."""
+    known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
+    low, high = min(known), max(known)
+    if low > 0 and high > LOG_RATIO * median(known):
+        stretch = (high / low) ** margin
+        return log_axis(label, low / stretch, high * stretch)
+    if from_zero:
+        low = min(0.0, low)
+    room = margin * (high - low) or 0.05 * abs(high) or 1.0
+    return linear_axis(label, low - (0.0 if from_zero and low == 0 else room), high + room)
+
+
+def linear_axis(label: str, low: float, high: float) -> Axis:
+    ticks = tuple((tick, number_label(tick)) for tick in round_ticks(low, high))
+    return Axis(label=label, low=low, high=high, ticks=ticks)
+
+
+def log_axis(label: str, low: float, high: float) -> Axis:
+    decades = math.log10(high / low)
+    digits = (1, 2, 5) if decades < 2 else (1, 3) if decades < 3 else (1,)
+    every = max(1, round(decades / MAX_TICKS))
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [digit * 10.0**power for power in powers if power % every == 0 for digit in digits]
+    shown = tuple((tick, number_label(tick)) for tick in ticks if low <= tick <= high)
+    return Axis(label=label, low=low, high=high, ticks=shown, log=True)
+
+
+def count_axis(label: str, low: float, high: float) -> Axis:
+    """An axis of whole numbers, such as steps."""
+    ticks = tuple((tick, f"{tick:,.0f}") for tick in round_ticks(low, high) if tick == int(tick))
+    return Axis(label=label, low=low, high=high if high > low else low + 1, ticks=ticks)
+
+
+def round_ticks(low: float, high: float) -> list[float]:
+    """Round numbers between both ends: 1, 2 or 5 times a power of ten apart."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / (MAX_TICKS - 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [float(f"{number * step:.9g}") for number in range(first, last + 1)]
+
+
+def number_label(value: float) -> str:
+    if value != 0 and not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value:,.6g}"
+
+
+# -- drawing --------------------------------------------------------------------------------------------
+
+
+def figure_html(figure: Figure) -> Markup:
+    """The chart as one HTML element."""
+    x, y = figure.x, figure.y
+    # The widest label of the vertical axis decides how much room stands left of the plot.
+    room = max((len(text) for _, text in y.ticks), default=1)
+    parts = [
+        Markup('<div class="plot" style="--height: {}px; --room: {}ch" data-unit="{}" {}>').format(
+            figure.height, max(2, room), figure.unit, _ranges(figure)
+        ),
+        _legend(figure),
+        Markup('<span class="y-label">{}</span>').format(f"{y.label}, log scale" if y.log else y.label),
+        Markup('<div class="field">'),
+        *(_tick("y", 100 - 100 * y.place(value), text) for value, text in y.ticks),
+        Markup('<svg viewBox="0 0 {0} {0}" preserveAspectRatio="none" aria-hidden="true">').format(UNITS),
+        _grid(y),
+        *(_level(figure, level) for level in figure.levels),
+        *(_series(figure, series) for series in figure.series),
+        Markup("</svg>"),
+        *(_level_name(figure, level) for level in figure.levels),
+        *(_tick("x", 100 * x.place(value), text) for value, text in x.ticks),
+        Markup("</div>"),
+        Markup('<span class="x-label">{}</span></div>').format(x.label),
+    ]
+    return Markup("").join(parts)
+
+
+def _ranges(figure: Figure) -> Markup:
+    """Both axes for the script, which turns places of the plot into numbers again."""
+    pairs = (("x", figure.x), ("y", figure.y))
+    return Markup(" ").join(
+        Markup('data-{0}="{1:.9g} {2:.9g} {3}" data-{0}-label="{4}"').format(
+            name, axis.low, axis.high, "log" if axis.log else "linear", axis.label
+        )
+        for name, axis in pairs
+    )
+
+
+def _legend(figure: Figure) -> Markup:
+    if not figure.legend:
+        return Markup("")
+    entries = Markup("").join(
+        Markup("<li>{}{}</li>").format(pen_html(one.pen, dots=not one.line), one.name)
+        for one in figure.series
+        if not one.silent
+    )
+    return Markup('<ul class="keys">{}</ul>').format(entries)
+
+
+def pen_html(pen: Pen, dots: bool = False) -> Markup:
+    """A sample of a line for legends and tables."""
+    if dots:
+        return Markup(
+            '<svg class="pen dot" viewBox="0 0 10 10" aria-hidden="true">'
+            '<circle cx="5" cy="5" r="4" fill="{}"/></svg>'
+        ).format(pen.colour)
+    return Markup(
+        '<svg class="pen" viewBox="0 0 22 4" aria-hidden="true"><line x1="0" y1="2" x2="22" y2="2" '
+        'stroke="{}" stroke-width="3.5" stroke-dasharray="{}"/></svg>'
+    ).format(pen.colour, pen.dashes)
+
+
+def _tick(axis: str, percent: float, text: str) -> Markup:
+    side = "top" if axis == "y" else "left"
+    return Markup('<span class="tick {}" style="{}: {:.2f}%">{}</span>').format(axis, side, percent, text)
+
+
+def _grid(axis: Axis) -> Markup:
+    lines = "".join(f"M0 {_down(axis.place(value))}H{UNITS}" for value, _ in axis.ticks)
+    return Markup('<path class="grid" d="{}"/>').format(lines)
+
+
+def _level(figure: Figure, level: Level) -> Markup:
+    return Markup('<path class="level" d="M0 {0}H{1}"/>').format(_down(figure.y.place(level.value)), UNITS)
+
+
+def _level_name(figure: Figure, level: Level) -> Markup:
+    place = figure.y.place(level.value)
+    below = " below" if place > 0.9 else ""
+    return Markup('<span class="level-name{}" style="top: {:.2f}%">{}</span>').format(
+        below, 100 - 100 * place, level.name
+    )
+
+
+def _series(figure: Figure, series: Series) -> Markup:
+    places = [
+        None if point.y is None else (_along(figure.x.place(point.x)), _down(figure.y.place(point.y)))
+        for point in series.points
+    ]
+    attributes = Markup('data-name="{}" stroke="{}"').format(series.name, series.pen.colour)
+    if series.group:
+        attributes += Markup(' data-group="{}"').format(series.group)
+    if series.opacity < 1:
+        attributes += Markup(' opacity="{:g}"').format(series.opacity)
+    if series.silent:
+        attributes += Markup(" data-silent")
+    if series.tips:
+        attributes += Markup(' data-tips="{}"').format(
+            "\n".join(" ".join(tip.split()) for tip in series.tips)
+        )
+    known = [place for place in places if place is not None]
+    drawn = Markup("")
+    if series.line and len(known) > 1:
+        dash = f' stroke-dasharray="{DASHES[series.pen.dash]}"' if DASHES[series.pen.dash] else ""
+        drawn += Markup('<path class="curve" d="{}" {} stroke-width="{:g}"{}/>').format(
+            _path(places), attributes, series.width, Markup(dash)
+        )
+        # The pointer finds the line: its dots need no attributes of their own.
+        attributes += Markup(" data-silent")
+    if series.dots or len(known) == 1 or not series.line:
+        dots = "".join(f"M{x} {y}h0" for x, y in known)
+        drawn += Markup('<path class="dots" d="{}" {} stroke-width="{:g}"/>').format(
+            dots, attributes, series.width + 4
+        )
+    return drawn
+
+
+def _path(places: Sequence[tuple[str, str] | None]) -> str:
+    """Moves and lines; a gap begins a new line."""
+    text, pen_down = [], False
+    for place in places:
+        if place is not None:
+            text.append(f"{'L' if pen_down else 'M'}{place[0]} {place[1]}")
+        pen_down = place is not None
+    return "".join(text)
+
+
+def _along(place: float) -> str:
+    return f"{UNITS * place:.1f}".removesuffix(".0")
+
+
+def _down(place: float) -> str:
+    """The vertical coordinate, 0 at the top. Two decimals keep four digits of a value that is read back."""
+    return f"{UNITS * (1 - place):.2f}".rstrip("0").rstrip(".")
+
+
+# -- parallel coordinates -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelAxis:
+    name: str
+    ticks: tuple[tuple[float, str], ...]
+    """Places from 0 to 1, and what stands there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """Parallel coordinates: a line leads through its place, from 0 to 1, on each axis.
+
+    The points of a series have the number of the axis as x and the place on it as y.
+    """
+
+    axes: Sequence[ParallelAxis]
+    series: Sequence[Series]
+
+
+def parallel_html(chart: Parallel) -> Markup:
+    """The chart twice: its axes side by side for wide screens, one below the other for narrow ones."""
+    return _parallel(chart, upright=True) + _parallel(chart, upright=False)
+
+
+def _parallel(chart: Parallel, upright: bool) -> Markup:
+    count = len(chart.axes)
+    places = [(number + 0.5) / count for number in range(count)]
+    across = Axis(label="", low=-0.5, high=count - 0.5, ticks=())
+    along = Axis(label="", low=0.0, high=1.0, ticks=())
+    if upright:
+        figure = Figure(x=across, y=along, series=chart.series)
+        lines = "".join(f"M{_along(place)} 0V{UNITS}" for place in places)
+    else:
+        turned = [
+            replace(
+                one,
+                points=[Point(point.y, count - 1 - point.x) for point in one.points if point.y is not None],
+            )
+            for one in chart.series
+        ]
+        figure = Figure(x=along, y=across, series=turned)
+        lines = "".join(f"M0 {_down(1 - place)}H{UNITS}" for place in places)
+    names = [
+        Markup('<span class="axis-name" style="{}: {:.2f}%">{}</span>').format(
+            "left" if upright else "top", 100 * place, axis.name
+        )
+        for place, axis in zip(places, chart.axes, strict=True)
+    ]
+    ticks = [
+        Markup('<span class="axis-tick{}" style="left: {:.2f}%; top: {:.2f}%">{}</span>').format(
+            "" if upright else " first" if tick < 0.1 else " last" if tick > 0.9 else "",
+            100 * (place if upright else tick),
+            100 * ((1 - tick) if upright else place),
+            text,
+        )
+        for place, axis in zip(places, chart.axes, strict=True)
+        for tick, text in axis.ticks
+    ]
+    return Markup(
+        '<div class="plot parallel {}" style="--axes: {}"><div class="field">{}{}{}{}{}{}</div></div>'
+    ).format(
+        "upright" if upright else "lying",
+        count,
+        Markup('<svg viewBox="0 0 {0} {0}" preserveAspectRatio="none" aria-hidden="true">').format(UNITS),
+        Markup('<path class="axis" d="{}"/>').format(lines),
+        Markup("").join(_series(figure, one) for one in figure.series),
+        Markup("</svg>"),
+        Markup("").join(names),
+        Markup("").join(ticks),
+    )
