@@ -6,8 +6,7 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
-from typing import Any
+from typing import Any, cast
 
 from weftune.adapters.folder import read_config
 from weftune.base.spec import BaseSpec, Dtype
