@@ -184,10 +184,14 @@ def test_a_failed_export_leaves_nothing_behind(job: Path, tmp_path: Path, form: 
 
 
 def test_a_folder_that_is_no_finished_job_is_a_sentence(job: Path, tmp_path: Path) -> None:
+    for form in ("--portable", "--merged"):
+        with pytest.raises(AdapterError, match=r"it holds no adapter_config\.json, but folders in it do: "):
+            export(tmp_path, form, tmp_path / "target")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(AdapterError, match=r"is no adapter folder: it holds no adapter_config\.json"):
-        export(tmp_path, "--portable", tmp_path / "target")
+        export(tmp_path / "empty", "--portable", tmp_path / "target")
     with pytest.raises(AdapterError, match=r"is no folder of a finished job: it holds no job\.yaml"):
-        export(tmp_path, "--merged", tmp_path / "target")
+        export(tmp_path / "empty", "--merged", tmp_path / "target")
     (job / "adapter_config.json").unlink()
     for form in ("--portable", "--merged"):
         with pytest.raises(AdapterError, match="has not finished: there is no adapter in it yet"):

@@ -45,7 +45,7 @@ def test_base_and_adapter_are_shown_side_by_side(tmp_path: Path, monkeypatch: py
 def test_a_folder_that_holds_several_adapters_is_a_sentence_with_their_names(tmp_path: Path) -> None:
     for name in ("sql-lr2", "sql-lr1"):
         adapter_folder(tmp_path / "best" / name, 1)
-    with pytest.raises(AdapterError, match=r"holds several adapters, .*: sql-lr1, sql-lr2; .*best/sql-lr1"):
+    with pytest.raises(AdapterError, match=r"folders in it do: sql-lr1, sql-lr2; .*best/sql-lr1"):
         generate(tmp_path / "best", "w10")
 
 

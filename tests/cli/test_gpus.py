@@ -91,7 +91,11 @@ def test_jobs_that_fit_no_share_are_named_with_their_numbers_and_nothing_is_begu
         train(jobs, device="cpu", gpus="2", memory="100MiB")
     told = [str(mistake) for mistake in caught.value.mistakes]
     assert [sentence[:6] for sentence in told] == ["job a:", "job b:"]
-    assert all("but 0.05 GiB are available; give more memory" in sentence for sentence in told)
+    assert all("but 0.05 GiB are available; lower " in sentence for sentence in told)
+    assert all(
+        sentence.endswith("or give more memory, or cut the base into stages with --pipeline")
+        for sentence in told
+    )
     assert [path.name for path in (jobs.parent / "out").iterdir()] == [".lock"]
 
 

@@ -86,8 +86,8 @@ def refuse_folder_of_adapters(folder: Path) -> None:
         return
     if found := sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}")):
         raise AdapterError(
-            f"{folder} holds several adapters, each in a folder of its own: {', '.join(found)}; name one of "
-            f"them, such as {shlex.quote(str(folder / found[0]))}"
+            f"{folder} is no adapter folder: it holds no {CONFIG}, but folders in it do: {', '.join(found)}; "
+            f"name one of them, such as {shlex.quote(str(folder / found[0]))}"
         )
 
 
