@@ -6,13 +6,14 @@ from weftune.core.shapes import JobShape, LayerRange, ModelShape, SiteShape, lay
 from weftune.plan.cost.memory import (
     ENOUGH_TOKENS,
     FUSED_SLACK_BYTES,
+    ON_THE_WAY,
     SLACK_BYTES,
     MemoryFit,
     MemoryModel,
     gib,
     longest,
 )
-from weftune.plan.program.layout import in_stages, one_device
+from weftune.plan.program.layout import Layout, StageLayers, in_stages, one_device
 from weftune.plan.program.recompute import NOTHING, Recompute
 
 SITES = (SiteShape("up", 100, 400), SiteShape("down", 400, 100))
@@ -189,6 +190,51 @@ def test_logits_are_counted_for_the_worker_that_has_the_head_and_up_to_one_chunk
     free = replace(with_head, head=0)
     assert with_head.total(known.fit) - free.total(known.fit) == with_head.head // 2
     assert with_head.total(MemoryFit()) == free.total(MemoryFit()), "until measured, the slack counts them"
+
+
+def turning(workers: int, stages: int, tied: bool = False) -> MemoryModel:
+    """Twelve layers in stages that come and go through one slot of each worker."""
+    sites = tuple(replace(site, name=f"layers.{n}.{site.name}") for n in range(12) for site in SITES)
+    ends = 100 * 1000 * (1 if tied else 2)
+    whole = replace(shape(4), layers=12, sites=sites, vocabulary=1000, parameters=12 * 2 * 100 * 400 + ends)
+    held = tuple(StageLayers(start, start + 12 // stages) for start in range(0, 12, 12 // stages))
+    return MemoryModel(whole, 10**12, layout=Layout(held, (1,) * workers))
+
+
+@pytest.mark.parametrize(
+    ("workers", "stages", "tied", "ends"),
+    [
+        (1, 4, False, (2,)),
+        (2, 4, False, (1, 1)),
+        (2, 3, False, (2, 0)),
+        (2, 4, True, (1, 1)),
+        (2, 3, True, (1, 0)),
+        (3, 4, True, (1, 0, 0)),
+    ],
+)
+def test_where_stages_take_turns_each_end_is_on_the_worker_of_its_stage(
+    workers: int, stages: int, tied: bool, ends: tuple[int, ...]
+) -> None:
+    memory = turning(workers, stages, tied)
+    needs = memory.worker_needs([], 0, supervised=5)
+    matrix, layers = 100 * 1000 * 4, 12 // stages * 2 * 100 * 400 * 4
+    assert tuple((need.resident - layers) / matrix for need in needs) == ends
+    last = (stages - 1) % workers
+    assert [need.head > 0 for need in needs] == [worker == last for worker in range(workers)]
+
+
+def test_several_workers_hold_rows_on_their_way_and_one_holds_none() -> None:
+    row = 100 * 4
+    for workers, moving in ((1, 0), (2, ON_THE_WAY), (3, ON_THE_WAY)):
+        memory = turning(workers, 6)
+        passing = [2 * memory._token_bytes(memory.shape, NOTHING, ()) // 12] * workers
+        needs = [need.activations for need in memory.worker_needs([], 1)]
+        assert needs == [each + moving * row for each in passing]
+
+
+def test_a_pass_holds_the_layers_of_the_largest_stage_or_of_all_that_take_turns() -> None:
+    assert in_two().pass_layers == 7
+    assert turning(1, 4).pass_layers == 12
 
 
 def test_the_fullest_worker_is_the_one_by_what_was_measured() -> None:

@@ -16,10 +16,14 @@ from weftune.core.shapes import LayerRange
 from weftune.errors import PlanError
 from weftune.jobs.store.scheduler import admit
 from weftune.plan.cost.memory import SLACK_BYTES, MemoryModel
+from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.profile_cost import memory_of
+from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.plan.layout.choose import PIPELINE_ROUNDS, WINDOW_ROUNDS, Choice, Machine, choose, fitting
+from weftune.plan.layout.cut import cut_layers
 from weftune.plan.layout.one_device import gpu_place
 from weftune.plan.program.layout import in_stages, one_device
+from weftune.plan.window.length import WindowPace, first_pace
 
 GIB = 1 << 30
 
@@ -48,6 +52,8 @@ def test_a_base_that_fits_a_device_lies_there_whole():
     assert found.layout == one_device(SHAPE.layers)
     assert (found.streamed, found.rounds, found.capacity) == (False, WINDOW_ROUNDS, 8192)
     assert found.note == "", "a run says nothing of what everybody expects"
+    assert (found.memory.taken, found.bytes) == (0, found.memory.peak_bytes(shapes(2), 8192))
+    assert found.first_pace == first_pace(arithmetic(SHAPE), SHAPE, on_gpu=True, max_tokens=8192)
 
 
 def test_a_base_that_does_not_fit_is_streamed_unless_it_is_loaded_already():
@@ -56,6 +62,8 @@ def test_a_base_that_does_not_fit_is_streamed_unless_it_is_loaded_already():
     assert any(not stage.resident for stage in found.layout.stages)
     assert found.bytes <= 12 * GIB < SHAPE.base_bytes
     assert found.note == f"The base is {found.why}."
+    assert found.rounds == (TRAVEL_ROUNDS if found.layout.travels else WINDOW_ROUNDS)
+    assert found.first_pace == WindowPace(round_seconds=found.seconds)
     assert not chosen(gpu(12)).streamed
 
 
@@ -67,6 +75,24 @@ def test_several_workers_hold_a_stage_each_and_stream_only_where_it_does_not_fit
     assert (tight.streamed, tight.layout.workers, tight.layout.pipelined) == (True, 4, False)
     assert tight.bytes <= 5 * GIB
     assert tight.loads is not None
+    assert tight.rounds == PIPELINE_ROUNDS
+
+
+def test_without_a_gpu_a_worker_streams_where_its_part_is_a_byte_too_large():
+    layout = in_stages(cut_layers(SHAPE, 2))
+    need = MemoryModel(SHAPE, 0, layout=layout, slack=0).least_bytes(shapes(1))
+    fields = {"on_gpu": False, "budget": 70 * GIB, "host_budget": 1 << 50, "workers": 2}
+    fits, lacks = (Machine(stream_budget=budget, **fields) for budget in (need, need - 1))
+    assert not chosen(fits, 1).streamed
+    assert chosen(lacks, 1).streamed
+
+
+def test_only_one_of_several_workers_without_gpus_holds_the_rows_and_the_tokenizer():
+    known = replace(profile(), first_worker_bytes=100, worker_bytes=23)
+    fields = {"on_gpu": False, "budget": GIB, "workers": 2, "worker_profile": known}
+    assert Machine(**fields).first_only == 77
+    for other in ({"on_gpu": True}, {"workers": 1}, {"worker_profile": None}):
+        assert Machine(**fields | other).first_only == 0
 
 
 def test_replicas_of_one_worker_hold_all_of_the_base():
