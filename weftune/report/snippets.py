@@ -6,10 +6,10 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from weftune.adapters.folder import read_config
-from weftune.base.spec import BaseSpec
+from weftune.base.spec import BaseSpec, Dtype
 from weftune.core.shapes import in_wrapper
 from weftune.errors import AdapterError
 from weftune.report.read import JobRecord, Run
@@ -33,7 +33,7 @@ def base_spec(job: JobRecord, run: Run) -> BaseSpec | None:
         return None
     return BaseSpec(
         model=str(model),
-        dtype=job.base.get("dtype") or run.dtype or None,
+        dtype=cast(Dtype | None, job.base.get("dtype") or run.dtype or None),
         revision=job.base.get("revision"),
         quantize=job.base.get("quantize"),
     )
