@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.plan.outlooks import ground, outlines
 from tests.report.example import SWEEP, write_example
 from tests.report.hostile import hostile_run
+from tests.report.sweeps.example import write_sweep
+from weftune.plan.studies.simulated import outlook
+from weftune.report.gantt import gantt_page
 from weftune.report.page import write_report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -34,7 +38,7 @@ class Seen:
 
     @property
     def charts(self) -> int:
-        return len(re.findall(r'<div class="[^"]*js-plotly-plot', self.document))
+        return len(re.findall(r'<div class="plot"', self.document))
 
 
 def load(page: Path, profile: Path, width: int = 1280) -> Seen:
@@ -70,7 +74,7 @@ def test_a_page_full_of_hostile_text_runs_none_of_it_and_draws_every_chart(tmp_p
     seen = load(write_report(hostile_run(tmp_path)), tmp_path / "profile")
     assert seen.console == ()
     assert seen.title == "<svg onload=document.title='owned'> · Weftune"
-    assert seen.charts == 5
+    assert seen.charts == 6
     assert not re.search(r'<[^<>]* (xlink:)?href="javascript', seen.document)
 
 
@@ -86,7 +90,8 @@ def test_the_policy_stops_a_script_that_is_not_the_pages_own(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_the_legend_hides_and_shows_the_curves_of_a_job(tmp_path: Path) -> None:
     script = """
-        const shown = () => document.querySelectorAll('[data-chart=loss] .scatterlayer .trace').length;
+        const shown = () => [...document.querySelectorAll('#curves figure:first-of-type path.curve')]
+            .filter((path) => getComputedStyle(path).display !== 'none').length;
         const button = document.querySelector('[data-job]');
         const counts = [shown()];
         button.click(); counts.push(shown());
@@ -102,7 +107,7 @@ def test_the_legend_hides_and_shows_the_curves_of_a_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [1280, 1024, 800, 500])
 def test_nothing_is_cut_off_at_the_right(tmp_path: Path, width: int) -> None:
     script = """
-        const wide = [...document.querySelectorAll('body, .scroll, .tile, dd, td.key')]
+        const wide = [...document.querySelectorAll('body, .tile, .verdict, figure, td.key')]
             .filter((part) => part.scrollWidth > part.clientWidth + 1 && !part.closest('#windows'));
         document.title = `${innerWidth} ${wide.map((part) => part.className || part.tagName).join(' ')}`;
     """
@@ -110,3 +115,48 @@ def test_nothing_is_cut_off_at_the_right(tmp_path: Path, width: int) -> None:
     long = tuple(replace(job, path=str(folder / f"{job.name}_from_a_long_file_name.jsonl")) for job in SWEEP)
     page = without_policy(with_script(write_report(write_example(tmp_path / "run", long)), script))
     assert load(page, tmp_path / "profile", width).title == f"{width} "
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 500])
+def test_a_sweep_fits_its_screen(tmp_path: Path, width: int) -> None:
+    script = """
+        const shown = [...document.querySelectorAll('.parallel')].filter((one) => one.clientHeight);
+        const fits = document.documentElement.scrollWidth <= innerWidth;
+        document.title = `${fits} ${shown.map((one) => one.className)}`;
+    """
+    page = without_policy(with_script(write_report(write_sweep(tmp_path / "run")), script))
+    form = "upright" if width > 640 else "lying"
+    assert load(page, tmp_path / "profile", width).title == f"true plot parallel {form}"
+
+
+@pytest.mark.slow
+def test_a_click_on_a_heading_sorts_the_table_both_ways_with_empty_cells_last(tmp_path: Path) -> None:
+    script = """
+        const names = () => [...document.querySelectorAll('.jobs tbody th')].map((one) => one.dataset.value);
+        const buttons = [...document.querySelectorAll('.jobs .sort')];
+        const button = buttons.find((one) => one.textContent === 'training loss');
+        button.click(); const up = names().join(' ');
+        button.click(); document.title = `${up} | ${names().join(' ')}`;
+    """
+    page = without_policy(with_script(write_report(write_example(tmp_path / "run")), script))
+    up, down = load(page, tmp_path / "profile").title.split(" | ")
+    assert up.split()[-1] == down.split()[-1] == "late", "it has no loss"
+    assert up.split()[:-1] == down.split()[-2::-1]
+
+
+@pytest.mark.slow
+def test_a_timeline_is_drawn_and_zooming_shows_more_of_it(tmp_path: Path) -> None:
+    run = outlook(ground("2xH100"), outlines(2)).run
+    file = tmp_path / "plan.html"
+    file.write_text(gantt_page(run.timeline, run.program, "2xH100"), encoding="utf-8")
+    script = """
+        const canvas = document.querySelector('canvas');
+        const picture = () => canvas.toDataURL();
+        const [out, closer] = document.querySelectorAll('.zoom button');
+        const before = picture(); closer.click(); const near = picture(); out.click();
+        const keys = document.querySelectorAll('.keys li').length;
+        document.title = [before !== near, before === picture(), keys > 3];
+    """
+    seen = load(without_policy(with_script(file, script)), tmp_path / "profile")
+    assert seen.title == "true,true,true"

@@ -83,7 +83,7 @@ def test_with_one_evaluation_the_base_stands_alone_without_an_arrow_or_a_change(
 ) -> None:
     output = write_example(tmp_path / "out", [Job(name="half", done=5, state=state)])
     row = table_row(output, "half")
-    assert row[3:8] == ["2.319", "→", "2.075", "2.450", "–"], row
+    assert row[3:8] == ["2.300", "→", "1.976", "2.450", "–"], row
 
 
 def test_one_training_loss_is_shown_once(tmp_path: Path) -> None:
