@@ -12,10 +12,8 @@ from weftune.adapters.folder import read_config
 from weftune.base.spec import BaseSpec, Dtype
 from weftune.core.shapes import in_wrapper
 from weftune.errors import AdapterError
+from weftune.jobs.store.resumption import resume_line
 from weftune.report.read import JobRecord, Run
-
-TRAIN = "weftune train jobs.yaml --resume"
-"""The jobs file is not known to its output: the reader puts its name in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +31,7 @@ def base_spec(job: JobRecord, run: Run) -> BaseSpec | None:
         return None
     return BaseSpec(
         model=str(model),
-        dtype=cast(Dtype | None, job.base.get("dtype") or run.dtype or None),
+        dtype=cast("Dtype | None", job.base.get("dtype") or run.dtype or None),
         revision=job.base.get("revision"),
         quantize=job.base.get("quantize"),
     )
@@ -106,10 +104,10 @@ def generate_command(folder: Path) -> str:
     return f'weftune generate {shlex.quote(str(folder))} "your prompt" --against-base'
 
 
-def remedies(job: JobRecord) -> tuple[Remedy, ...]:
-    """How to go on with a job, best first; nothing for one that has succeeded."""
-    name = shlex.quote(job.name)
-    anew = f"{TRAIN} --restart {name}"
+def remedies(job: JobRecord, command: str | None = None) -> tuple[Remedy, ...]:
+    """How to go on with a job, best first; nothing for one that has succeeded. `command` is what the run's
+    status records."""
+    resumed, anew = resume_line(command), resume_line(command, restart=[job.name])
     if job.state == "succeeded":
         return ()
     if job.state == "cancelled":
@@ -119,15 +117,15 @@ def remedies(job: JobRecord) -> tuple[Remedy, ...]:
         return (
             Remedy(
                 "Go on from its last good checkpoint with a lower learning rate",
-                f"{TRAIN} --retry {name} --set learning_rate={rate}",
+                resume_line(command, retry=[job.name], changes={"learning_rate": rate}),
             ),
             Remedy("Or change its settings in the jobs file and train it anew", anew),
         )
     if job.state == "failed":
         return (Remedy("Once the cause is mended, train it anew", anew),)
     if job.state in ("paused", "interrupted"):
-        return (Remedy("Go on from its last checkpoint", TRAIN),)
-    return (Remedy("If nothing trains it any more, go on with", TRAIN),)
+        return (Remedy("Go on from its last checkpoint", resumed),)
+    return (Remedy("If nothing trains it any more, go on with", resumed),)
 
 
 def _diverged(reason: str) -> bool:
