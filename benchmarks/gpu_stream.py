@@ -41,8 +41,8 @@ from weftune.bench.weftune_side import JobsAboard
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.plan.layout.choose import Choice
 from weftune.report.curves import Point
-from weftune.report.page import chart_page
-from weftune.report.svg import Figure, Level, Pen, Series, log_axis, value_axis
+from weftune.report.svg import Figure, Pen, ReferenceLine, Series, log_axis, value_axis
+from weftune.report.template import chart_page
 from weftune.run.assemble import resident_executor
 from weftune.run.measure.link import HostLink, measure_link
 from weftune.run.measure.memory import resident_bytes
@@ -264,7 +264,7 @@ def plot(rows: Sequence[Row], size: Size, path: Path) -> None:
     streamed.sort(key=lambda row: row.jobs)
     points = [Point(row.jobs, row.tokens / (row.measured.seconds or 1.0)) for row in streamed]
     levels = [
-        Level(row.tokens / row.measured.seconds, f"all of the base on the GPU, {row.jobs} jobs")
+        ReferenceLine(row.tokens / row.measured.seconds, f"all of the base on the GPU, {row.jobs} jobs")
         for row in rows
         if row.name == RESIDENT and row.measured.seconds
     ]

@@ -1,12 +1,14 @@
-"""The pictures of docs/sweeps.md, drawn from a real run: `python -m tests.docs.pictures`.
+"""The pictures of the docs, drawn from real runs: `python -m tests.docs.pictures`.
 
 It trains examples/sweep/jobs.yaml as `weftune train` does, keeps the frame that the terminal shows half-way
-between the two rungs, and draws the sweep's part of the report. Chromium and Pillow are needed.
+between the two rungs, and draws the report. It trains the quickstart and a job that fails, and draws their
+reports, and draws the timeline of a plan. Chromium and Pillow are needed.
 """
 
 from __future__ import annotations
 
 import io
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +18,15 @@ from PIL import Image
 from rich.console import Console
 
 from tests.docs.pages import ROOT
+from tests.outputs import jobs_folder
+from tests.plan.outlooks import ground, outlines
 from tests.report.test_browser import BROWSER, load, with_script, without_policy
+from weftune import train
 from weftune.jobs.spec.read import read_run
 from weftune.jobs.sweeps.record import SweepRecord
+from weftune.plan.studies.simulated import outlook
 from weftune.report.ending import final_table
+from weftune.report.gantt import gantt_page
 from weftune.report.read import read_run as read_records
 from weftune.report.terminal import JobRow, LiveView
 from weftune.trainer.train import trainer_for
@@ -28,6 +35,8 @@ from weftune.trainer.trainer import Options
 EXAMPLE = ROOT / "examples" / "sweep" / "jobs.yaml"
 PICTURES = ROOT / "docs" / "pictures"
 PAGE_PIXELS, TERMINAL_PIXELS = 1040, 900
+WIDE, NARROW = 1280, 400
+QUICKSTART = ROOT / "examples" / "quickstart" / "jobs.yaml"
 TERMINAL_COLUMNS = 90
 COLOURS = 256
 
@@ -39,6 +48,16 @@ ONLY_THE_SWEEP = """
     while (sweep.lastElementChild.tagName !== 'OL') sweep.lastElementChild.remove();
     document.title = document.documentElement.scrollHeight;
 """
+
+
+# Paths of this machine stand in the commands only.
+WITHOUT_COMMANDS = """
+    const commands = '#use, #unfinished, .code, .sweep .label:not(.tile .label)';
+    document.querySelectorAll(commands).forEach((one) => one.remove());
+    document.querySelectorAll('.facts li').forEach((one) => one.textContent.startsWith('/') && one.remove());
+    parent.postMessage(document.documentElement.scrollHeight, '*');
+"""
+FIRST_PIXELS, MOST_PIXELS = 900, 2600
 
 
 class Watched(LiveView):
@@ -70,7 +89,52 @@ def main() -> int:
     with TemporaryDirectory() as folder:
         draw_page(run.output / "report.html", PICTURES / "sweep.png", Path(folder))
         draw_terminal(view.frame, PICTURES / "sweep-terminal.png", Path(folder))
+        draw_both("sweep", run.output / "report.html", Path(folder))
+        quickstart = read_run(QUICKSTART)
+        train(QUICKSTART, progress=False)
+        draw_both("report", quickstart.output / "report.html", Path(folder))
+        draw_both("failed", failed_report(Path(folder) / "failed"), Path(folder))
+        draw_both("gantt", plan_page(Path(folder) / "gantt.html"), Path(folder))
+    shutil.copyfile(PICTURES / "report-1280.png", ROOT / "docs" / "report.png")
     return 0
+
+
+def failed_report(folder: Path) -> Path:
+    """The report of a job whose learning rate is far too high."""
+    hot = {"name": "hot", "steps": 20, "learning_rate": 1e300, "eval": {"fraction": 0.2}}
+    jobs_folder(folder, [hot])
+    train(folder / "jobs.yaml", output=folder / "out", progress=False)
+    return folder / "out" / "report.html"
+
+
+def plan_page(file: Path) -> Path:
+    run = outlook(ground("4xA100-80G"), outlines(6)).run
+    file.write_text(gantt_page(run.timeline, run.program, "4xA100-80G"), encoding="utf-8")
+    return file
+
+
+def draw_both(name: str, page: Path, folder: Path) -> None:
+    """A whole page on a wide screen and on a phone, cut where the commands with their paths begin."""
+    for width in (WIDE, NARROW):
+        copy = folder / "page.html"
+        copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
+        inner = without_policy(with_script(copy, WITHOUT_COMMANDS))
+        # Chromium's own window is never narrower than 500 pixels: a frame inside it is.
+        outer = folder / "frame.html"
+        height = FIRST_PIXELS
+        for _ in range(2):
+            frame = f'<iframe src="{inner.name}" style="border: 0; width: {width}px; height: {height}px">'
+            listen = "onmessage = (event) => { document.title = event.data; }"
+            text = f'<body style="margin: 0">{frame}</iframe><script>{listen}</script></body>'
+            outer.write_text(text, encoding="utf-8")
+            height = int(load(outer, folder / "profile", max(width, 500)).title)
+        shoot(
+            outer,
+            PICTURES / f"{name}-{width}.png",
+            (max(width, 500), min(height, MOST_PIXELS)),
+            folder,
+            width,
+        )
 
 
 def draw_page(report: Path, picture: Path, folder: Path) -> None:
@@ -89,15 +153,17 @@ def draw_terminal(svg: str, picture: Path, folder: Path) -> None:
     shoot(page, picture, (TERMINAL_PIXELS, height), folder)
 
 
-def shoot(page: Path, picture: Path, size: tuple[int, int], folder: Path) -> None:
-    """A screenshot in few colours: a picture of a hundred kilobytes and less."""
+def shoot(page: Path, picture: Path, size: tuple[int, int], folder: Path, width: int | None = None) -> None:
+    """A screenshot in few colours, its first `width` pixels: a picture of a hundred kilobytes or so."""
     assert BROWSER is not None
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=4000"]
+    flags += ["--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-sync"]
     where = [f"--user-data-dir={folder / 'profile'}", f"--window-size={size[0]},{size[1]}"]
     shot = folder / "shot.png"
     command = [BROWSER, *flags, *where, f"--screenshot={shot}", page.as_uri()]
     subprocess.run(command, capture_output=True, timeout=120, check=True)
     image = Image.open(shot).convert("RGB")
+    image = image.crop((0, 0, width or image.width, image.height))
     image.quantize(COLOURS, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(picture, optimize=True)
 
 

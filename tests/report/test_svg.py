@@ -9,10 +9,10 @@ import pytest
 from weftune.report.curves import Point
 from weftune.report.svg import (
     Figure,
-    Level,
     Parallel,
     ParallelAxis,
     Pen,
+    ReferenceLine,
     Series,
     count_axis,
     figure_html,
@@ -25,7 +25,9 @@ from weftune.report.svg import (
 PEN = Pen("#123456", "dash")
 
 
-def drawn(*points: tuple[float, float | None], levels: tuple[Level, ...] = (), name: str = "a") -> str:
+def drawn(
+    *points: tuple[float, float | None], levels: tuple[ReferenceLine, ...] = (), name: str = "a"
+) -> str:
     series = Series(name=name, points=[Point(x, y) for x, y in points], pen=PEN)
     figure = Figure(x=linear_axis("step", 0, 10), y=linear_axis("loss", 0, 1), series=[series], levels=levels)
     return str(figure_html(figure))
@@ -38,7 +40,7 @@ def test_a_curve_lies_where_its_values_are_and_a_gap_begins_a_new_line() -> None
 
 
 def test_a_level_is_a_dashed_line_with_its_name() -> None:
-    page = drawn((0, 0.5), (1, 0.5), levels=(Level(0.25, "base 0.25"),))
+    page = drawn((0, 0.5), (1, 0.5), levels=(ReferenceLine(0.25, "base 0.25"),))
     assert '<path class="level" d="M0 750H1000"/>' in page
     assert re.search(r'class="level-name" style="top: 75.00%">base 0.25<', page)
 

@@ -11,7 +11,7 @@ from weftune.report.compare import ENDED_BADLY, base_accuracy, base_validation, 
 from weftune.report.curves import Point, smooth, thin
 from weftune.report.promises import FEWEST, WORST
 from weftune.report.read import JobRecord, WindowLine
-from weftune.report.svg import Axis, Figure, Level, Pen, Series, count_axis, value_axis
+from weftune.report.svg import Axis, Figure, Pen, ReferenceLine, Series, count_axis, value_axis
 from weftune.report.words import loss_text
 
 _COLOURS = (
@@ -134,14 +134,14 @@ def _accuracy_chart(jobs: Sequence[JobRecord], left: Sequence[JobRecord]) -> Cha
     return Chart(name="accuracy", title="Token accuracy", words=words, figure=figure)
 
 
-def _base_levels(bases: Sequence[tuple[JobRecord, float]], digits: int = 3) -> list[Level]:
+def _base_levels(bases: Sequence[tuple[JobRecord, float]], digits: int = 3) -> list[ReferenceLine]:
     """One line for each distinct loss of a base, named by its rows where there are several."""
     found: dict[str, tuple[JobRecord, float]] = {}
     for job, value in bases:
         found.setdefault(loss_text(value, digits), (job, value))
     several = len(found) > 1
     return [
-        Level(value, f"base {text}" + (f" on {validation_rows(job)}" if several else ""))
+        ReferenceLine(value, f"base {text}" + (f" on {validation_rows(job)}" if several else ""))
         for text, (job, value) in list(found.items())[:_MOST_LEVELS]
     ]
 

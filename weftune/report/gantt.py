@@ -15,6 +15,7 @@ from typing import Any
 
 from weftune.plan.program.program import Action, Backward, Evaluate, Forward, Load, Program, Recv, Send, Step
 from weftune.plan.program.timeline import Lane, Timeline
+from weftune.report.template import render
 from weftune.report.words import plural
 
 TICKS_PER_WINDOW = 1_000_000
@@ -66,8 +67,6 @@ class GanttView:
 
 def gantt_page(timeline: Timeline, program: Program, title: str) -> str:
     """One self-contained HTML page."""
-    from weftune.report.page import render
-
     drawn = timeline_data(_bars(timeline, program), rows(timeline), timeline.makespan, program)
     return render("gantt.html.jinja", gantt_view(timeline, program, title, drawn), {"gantt": drawn})
 

@@ -1,25 +1,14 @@
-"""`report.html`: one self-contained page about an output folder.
-
-User-given text reaches the page in two ways only: escaped by markupsafe (in the template and in charts), and
-as JSON in data blocks that no browser executes. The content security policy allows the page's own script by
-its hash.
-"""
+"""`report.html`: one self-contained page about an output folder."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from weftune.errors import OutputError
 from weftune.report.charts import draw_charts
 from weftune.report.read import Run, read_run
-from weftune.report.svg import Figure, figure_html, parallel_html, pen_html
+from weftune.report.template import render
 from weftune.report.timelines import Timelines, read_timelines
 from weftune.report.view import in_order, page_view
 
@@ -46,68 +35,3 @@ def render_page(run: Run, timelines: Timelines | None = None) -> str:
     view = page_view(run, jobs, draw_charts(jobs, run.windows, run.left), timelines)
     drawn = {chart.name: chart.data for chart in view.pipeline.charts} if view.pipeline else {}
     return render("page.html.jinja", view, drawn)
-
-
-def render(template: str, view: object, timelines: Mapping[str, Any]) -> str:
-    """Fill one of the templates beside this file; `timelines` are drawn by the page's script."""
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    script = _part("page.js")
-    return environment.from_string(_part(template)).render(
-        view=view,
-        policy=_policy((script,)),
-        style=Markup(_part("page.css")),
-        timelines=Markup(_data_block(timelines)),
-        script=Markup(script),
-        figure=figure_html,
-        parallel=parallel_html,
-        pen=pen_html,
-    )
-
-
-def chart_page(title: str, figure: Figure) -> str:
-    """A page with one chart and no script."""
-    from markupsafe import Markup
-
-    text = Markup(
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>{0}</title><style>{1}</style>'
-        "<main><figure><h3>{0}</h3>{2}</figure></main></html>"
-    )
-    return text.format(title, Markup(_part("page.css")), figure_html(figure))
-
-
-def _part(name: str) -> str:
-    """One of the files beside this one, without the newline at its end."""
-    return files("weftune.report").joinpath(name).read_text(encoding="utf-8").strip()
-
-
-def _data_block(value: object) -> str:
-    """JSON that can stand inside a script element: nothing in it can end the element or open a comment."""
-    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _policy(scripts: Sequence[str]) -> str:
-    """Nothing may be fetched, and only the page's own scripts run.
-
-    Styles are free because charts place their labels with style attributes; with nothing to fetch from, a
-    style can carry nothing out.
-    """
-    return "; ".join(
-        (
-            "default-src 'none'",
-            f"script-src {' '.join(_digest(script) for script in scripts)}",
-            "style-src 'unsafe-inline'",
-            "img-src data: blob:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        )
-    )
-
-
-def _digest(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

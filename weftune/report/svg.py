@@ -78,7 +78,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class ReferenceLine:
     """A dashed horizontal line, such as the loss of the base."""
 
     value: float
@@ -90,7 +90,7 @@ class Figure:
     x: Axis
     y: Axis
     series: Sequence[Series]
-    levels: Sequence[Level] = ()
+    levels: Sequence[ReferenceLine] = ()
     legend: bool = False
     """Whether the names of the series stand above the plot."""
     height: int = 260
@@ -226,11 +226,11 @@ def _grid(axis: Axis) -> Markup:
     return Markup('<path class="grid" d="{}"/>').format(lines)
 
 
-def _level(figure: Figure, level: Level) -> Markup:
+def _level(figure: Figure, level: ReferenceLine) -> Markup:
     return Markup('<path class="level" d="M0 {0}H{1}"/>').format(_down(figure.y.place(level.value)), UNITS)
 
 
-def _level_name(figure: Figure, level: Level) -> Markup:
+def _level_name(figure: Figure, level: ReferenceLine) -> Markup:
     place = figure.y.place(level.value)
     below = " below" if place > 0.9 else ""
     return Markup('<span class="level-name{}" style="top: {:.2f}%">{}</span>').format(

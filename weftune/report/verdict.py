@@ -28,7 +28,7 @@ _MOST_GROUPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class RunVerdict:
     """One sentence about a set of jobs that can be compared, in the parts that the page sets apart."""
 
     lead: str
@@ -42,7 +42,7 @@ class Verdict:
     caution: str = ""
 
 
-def verdicts(run: Run) -> tuple[Verdict, ...]:
+def verdicts(run: Run) -> tuple[RunVerdict, ...]:
     """One for each sweep and for each set of held-out rows; one in all where nothing was evaluated."""
     trials = run.trials
     plain = [job for job in run.jobs if job.name not in trials]
@@ -52,7 +52,7 @@ def verdicts(run: Run) -> tuple[Verdict, ...]:
     return tuple(found) or (_no_verdict(run),)
 
 
-def _sweep_verdict(run: Run, record: SweepRecord) -> Verdict | None:
+def _sweep_verdict(run: Run, record: SweepRecord) -> RunVerdict | None:
     best = next(iter(leaders(record, 1)), None)
     job = next((job for job in run.jobs if best is not None and job.name == best.name), None)
     if job is None or kept_validation(job) is None:
@@ -63,7 +63,7 @@ def _sweep_verdict(run: Run, record: SweepRecord) -> Verdict | None:
     return _about(job, lead, rivals=len(record.trials), rows_name="")
 
 
-def _verdict(rivals: Sequence[JobRecord], several: bool) -> Verdict:
+def _verdict(rivals: Sequence[JobRecord], several: bool) -> RunVerdict:
     job, count = rivals[0], len(rivals)
     lead = _lead_alone(job) if count == 1 else _lead_among(job, count)
     return _about(job, lead, rivals=count, rows_name=validation_rows(job) if several else "")
@@ -87,7 +87,7 @@ def _lead_alone(job: JobRecord) -> str:
     return f"{job.name} {'is better' if is_enough(job) else 'has a lower loss'} than the base."
 
 
-def _about(job: JobRecord, lead: str, rivals: int, rows_name: str) -> Verdict:
+def _about(job: JobRecord, lead: str, rivals: int, rows_name: str) -> RunVerdict:
     base, kept = base_validation(job), kept_validation(job)
     assert kept is not None
     change = tone = ""
@@ -98,7 +98,7 @@ def _about(job: JobRecord, lead: str, rivals: int, rows_name: str) -> Verdict:
         change = f"{100 * abs(share):.1f} % {direction} the base" if share else "as the base"
         tone = "worse" if share > 0 else "good" if share < 0 else ""
         losses += f", base {loss_text(base)}"
-    return Verdict(
+    return RunVerdict(
         lead=lead,
         change=change,
         tone=tone,
@@ -121,18 +121,20 @@ def _too_few(rivals: int) -> str:
     return f"Too few to tell {what}: that takes at least {MIN_ROWS} held-out rows and {MIN_TOKENS} tokens."
 
 
-def _no_verdict(run: Run) -> Verdict:
+def _no_verdict(run: Run) -> RunVerdict:
     """Nothing was evaluated after training had begun."""
     jobs = run.jobs
     if jobs and all(job.state in ENDED_BADLY for job in jobs):
         states = " or ".join(sorted({job.state for job in jobs}))
         every = f"all {len(jobs)} jobs {states}" if len(jobs) > 1 else f"the job {states}"
-        return Verdict(lead=f"No adapter was trained: {every}.", tone="bad")
+        return RunVerdict(lead=f"No adapter was trained: {every}.", tone="bad")
     based = next((job for job in jobs if base_validation(job) is not None), None)
     if based is not None:
         losses = f"validation loss of the base {loss_text(base_validation(based))}"
-        return Verdict(lead="No adapter has been evaluated yet.", losses=losses, basis=basis_text(based))
+        return RunVerdict(lead="No adapter has been evaluated yet.", losses=losses, basis=basis_text(based))
     if any(job.state == "succeeded" for job in jobs):
         caution = "Give the jobs `eval: {fraction: 0.1}` to see how they do against the base."
-        return Verdict(lead="No job has held-out rows, so no adapter can be called better.", caution=caution)
-    return Verdict(lead="No adapter has been evaluated yet.")
+        return RunVerdict(
+            lead="No job has held-out rows, so no adapter can be called better.", caution=caution
+        )
+    return RunVerdict(lead="No adapter has been evaluated yet.")

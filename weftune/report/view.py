@@ -31,7 +31,7 @@ from weftune.report.sweeps.standing import ranked
 from weftune.report.sweeps.view import DrawnSweep, SweepView, sweep_view
 from weftune.report.timelines import COLUMNS as BUBBLE_COLUMNS
 from weftune.report.timelines import TimelineChart, Timelines, bubble_rows, timeline_charts
-from weftune.report.verdict import Verdict, verdicts
+from weftune.report.verdict import RunVerdict, verdicts
 from weftune.report.wall import WallBar, wall_bar
 from weftune.report.words import (
     NOTHING,
@@ -175,7 +175,7 @@ class PageView:
     facts: tuple[str, ...]
     sections: tuple[tuple[str, str], ...]
     """Of every section its anchor and its title, to jump to."""
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[RunVerdict, ...]
     tiles: tuple[Tile, ...]
     keys: tuple[str, ...]
     """In which the jobs differ; each has a column."""

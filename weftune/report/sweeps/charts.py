@@ -16,10 +16,10 @@ from weftune.report.curves import Point
 from weftune.report.svg import (
     Axis,
     Figure,
-    Level,
     Parallel,
     ParallelAxis,
     Pen,
+    ReferenceLine,
     Series,
     linear_axis,
     log_axis,
@@ -201,7 +201,7 @@ def _against(record: SweepRecord, key: str, base_loss: float | None) -> Chart:
         x=_value_axis(scale),
         y=_result_axis(METRIC_NAMES[record.metric], shown, may_be_log=record.mode == "min"),
         series=series,
-        levels=[] if base_loss is None else [Level(base_loss, f"base {loss_text(base_loss, 3)}")],
+        levels=[] if base_loss is None else [ReferenceLine(base_loss, f"base {loss_text(base_loss, 3)}")],
         legend=len(series) > 1,
         height=200,
     )
