@@ -213,7 +213,7 @@ def _refuse_failing(target: Target, known: trial.Known, tree: Path, output: Path
     child = trial.start(lambda: trial.attempt(tree, target.tests, known, module, line=0), output)
     _, status = os.waitpid(child, 0)
     if status:
-        sys.exit(f"{output.read_text()}\n{target.tests} fail without any change when they are run for a mutant")
+        sys.exit(f"{output.read_text()}\n{target.tests} fail without any change when run as for a mutant")
 
 
 def _tried(
