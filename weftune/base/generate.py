@@ -18,8 +18,6 @@ from weftune.errors import AdapterError
 
 BASE = "base"
 """The key of the base's own answer."""
-WITHOUT_WEIGHTS = ("LORA", "PROMPT_TUNING", "PREFIX_TUNING")
-"""PEFT types that run on a linear without reading its weight, unless they use DoRA."""
 Tokenise = Callable[[Any, str, str | None], Sequence[int]]
 
 
@@ -57,20 +55,19 @@ def answers(
 def load_for(base: BaseSpec, adapters: Sequence[Path], device: torch.device) -> PreTrainedModel:
     """Load the base with the weights that the adapters were trained on, so that PEFT can run them on it.
 
-    The linears of a quantised base stay quantised where PEFT only adds to their outputs. Where PEFT reads
-    the weight of a linear (DoRA does), they are replaced by plain linears that hold the matrices which the
-    quantised weights stand for.
+    The linears of a quantised base stay quantised, unless an adapter is DoRA: PEFT's DoRA reads their
+    weights, so they are replaced by plain linears with the matrices that the quantised weights stand for.
     """
     model = load_plain(base, device)
-    if any(_reads_weights(folder) for folder in adapters):
+    if any(_is_dora(folder) for folder in adapters):
         dequantise_linears(model)
     return model
 
 
-def _reads_weights(adapter: Path) -> bool:
+def _is_dora(adapter: Path) -> bool:
     try:
         config: Any = json.loads((adapter / "adapter_config.json").read_bytes())
-        return config.get("peft_type") not in WITHOUT_WEIGHTS or bool(config.get("use_dora"))
+        return bool(config.get("use_dora"))
     except (OSError, ValueError, AttributeError, RecursionError):
         # `refuse_config` says what is wrong with the file.
         return False

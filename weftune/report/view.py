@@ -51,7 +51,7 @@ from weftune.report.words import (
 
 _LONGEST_VALUE = 72
 _MOST_WINDOWS = 200
-_MOST_ROWS = 1000
+_MOST_ROWS = 500
 """Jobs in the table; a page with more of them would not open at once."""
 _MOST_DETAILS = 200
 """Jobs whose commands are on the page; of more only the first, and those that want something of the user."""
