@@ -1,9 +1,9 @@
-"""All banks of a base: attached to its sites, bound to one microbatch around each pass.
+"""All banks of a base: attached to its sites, and bound to one microbatch around each pass.
 
-Each site's linear gets a forward of ours: it multiplies all rows by the frozen weight once, and the kinds
-with rows there change input and output. On the tiled route kernels do all of it at once, for all kinds that
-have the form of LoRA with scales. Outside a bound pass it is the base's own forward. Sites that share their
-input may form a group, whose weights are stacked.
+Each site's linear gets a forward of Weftune's: it multiplies all rows by the frozen weight once, and the
+kinds with rows there change input and output. On the tiled route, kernels do all of this at once for every
+kind that has the form of LoRA with scales. Outside a bound pass the base's own forward runs. Sites that share
+their input may form a group, whose weights are stacked.
 
 Shapes: T rows, K inputs, N outputs of a site or a group.
 """
@@ -63,12 +63,13 @@ from weftune.ops.site import (
 )
 
 SLOTS = 64
-"""Jobs that the kernels' tables have room for at first; doubled when more come aboard."""
+"""Initial number of jobs that the kernels' tables have room for. It is doubled when more jobs are
+attached."""
 
 
 @dataclass(slots=True)
 class Aboard:
-    """A job and its flat vectors: the weights that passes read, and the accumulated gradient."""
+    """An attached job and its flat vectors: the weights that passes read, and the accumulated gradient."""
 
     member: Member
     layout: VectorLayout
@@ -77,25 +78,25 @@ class Aboard:
     gradient: Tensor
     totals: Parameters
     groups: tuple[SiteGroup | ExpertGroup, ...]
-    """The groups of sites with its adapter."""
+    """Groups of sites that have the job's adapter."""
     serial: int
-    """The number of its attachment: a job that is attached again has other memory."""
+    """Number of the attachment. A job that is attached again has different memory."""
     tiled: bool
-    """Whether the tiled route's kernels do all that its adapter does."""
+    """Whether the tiled route's kernels compute everything that the job's adapter does."""
     gathers: bool
-    """Whether a captured pass can apply its adapter to rows found by their numbers (`Kind.gathers`)."""
+    """Whether a captured pass can apply its adapter to rows found by their indices (`Kind.gathers`)."""
     woven: bool
-    """Whether they do what it does at linears."""
+    """Whether the tiled route's kernels compute what the adapter does at linears."""
     rows_before: Tensor | None
-    """Rows that it puts before every sample, [rows, D]."""
+    """Rows that the job puts before every sample, [rows, D]."""
     prefixes: Mapping[int, LayerPrefix]
-    """By layer, the keys and values that it puts before every sample."""
+    """Layer → the keys and values that the job puts before every sample."""
     tokens: TrainedTokens | None
-    """Its own rows of the embedding."""
+    """The job's own rows of the embedding."""
 
     @property
     def keys(self) -> int:
-        """How many it puts before every sample."""
+        """Number of keys that the job puts before every sample."""
         return len(next(iter(self.prefixes.values())).keys) if self.prefixes else 0
 
 
@@ -115,11 +116,11 @@ class SiteGroup:
     sites: tuple[SiteShape, ...]
     frozen: Frozen
     banks: dict[str, SiteBank] = field(default_factory=dict)
-    """By kind."""
+    """Kind → bank."""
     woven: WovenBank | None = None
-    """The adapters of all kinds whose form the tiled kernels take; None before the first of them."""
+    """Adapters of all kinds whose form the tiled kernels take. None until the first is attached."""
     adds_residual: bool = False
-    """Whether its linear is handed a residual to add its outputs to."""
+    """Whether the group's linear is given a residual to add its outputs to."""
 
     def columns(self) -> Iterator[tuple[str, int, int]]:
         low = 0
@@ -128,14 +129,14 @@ class SiteGroup:
             low += site.out_features
 
     def output(self, x_TK: Tensor, residual_TN: Tensor | None, bound: Pass) -> Tensor:
-        """By the tiled kernels, where they have an adapter to weave in."""
+        """Compute the outputs, with the tiled kernels if an adapter of the group is in their form."""
         if self.woven is not None:
             return self.woven.linear(x_TK, self.frozen, residual_TN, bound)
         y_TN = self.frozen.product(x_TK)
         return (y_TN if residual_TN is None else residual_TN + y_TN).to(x_TK.dtype)
 
     def contest(self, bound: Pass) -> Contest | None:
-        """What its linear will have to choose from in a pass, where kernels make all of it."""
+        """Return the linear's choices between kernels in a pass. None unless kernels compute all of it."""
         return None if self.woven is None else self.woven.contest(self.frozen, self.adds_residual, bound)
 
 
@@ -155,12 +156,12 @@ class ExpertGroup:
         return ExpertLinear(self.weight(site), parts)
 
     def site(self, site: SiteShape, banks: Sequence[ExpertBank], device: torch.device) -> ExpertSite:
-        """As the kernels take it, with the adapters of the only bank, if there is one."""
+        """Return the site as the kernels take it, with the adapters of the only bank, if there is one."""
         return ExpertSite(self.weight(site), banks[0].group(site.name, device) if banks else None)
 
     @property
     def gated(self) -> bool:
-        """Whether the kernels know its activation."""
+        """Whether the kernels support the experts' activation."""
         return getattr(getattr(self.module, "config", None), "hidden_act", None) == "silu"
 
 
@@ -176,36 +177,37 @@ class Banks:
         tied: bool = False,
         weaves: bool = True,
     ) -> None:
-        """`sites` are those that are here; `whole_sites` those of the whole base, where that has more.
-        `embedding` is where rows before a sample go in, and rows of a job's own; None where it is elsewhere,
-        or nobody has any. Where it is `tied` to the head, they are in that, too. `weaves`: whether passes may
-        take the tiled route, for which adapters are laid out."""
+        """Attach to the modules of `sites`, the sites that are here; `whole_sites` are those of the whole
+        base, if it has more. `embedding` is the module where rows before a sample, and a job's own rows, are
+        inserted. It is None if the embedding is on another stage, or if no job has such rows. If it is `tied`
+        to the head, a job's own rows are used there, too. `weaves` says whether passes may take the tiled
+        route, for which adapters are laid out."""
         self.aboard: dict[str, Aboard] = {}
         self.slots = SLOTS
         self._attached = 0
         self._free: list[int] = []
-        """A heap of the slots that jobs have left, below those that were never taken."""
+        """A heap of the slots that detached jobs have freed, all below the slots that were never taken."""
         self._like = like
         self._anchor = torch.zeros((), device=like.device, requires_grad=True)
         self._choices = choices_on(like.device)
         self._compiled: set[Hashable] = set()
         self._pass: Pass | None = None
         self._beside: Pass | None = None
-        """The pass with the rows of jobs that no kernels weave in."""
+        """The pass with the rows of jobs whose adapters the kernels do not compute."""
         self._owners: Owners | None = None
-        """Of the rows of the pass, once a layer of experts has asked."""
+        """Owners of the pass's rows, computed when the first layer of experts needs them."""
         self._whole_sites = tuple(whole_sites or sites)
         self._divided = len(self._whole_sites) > len(sites)
         mixed = [site for site in sites if site.experts]
         sites = [site for site in sites if not site.experts]
         self._constants: dict[tuple[str, Hashable], Parameters] = {}
-        """By kind and key; kept while a job aboard reads them."""
+        """(kind, key) → constants, kept while an attached job reads them."""
         self._modules = {site.name: modules[site.name] for site in sites}
         shapes = {site.name: site for site in sites}
         grouped = {name for names in groups for name in names}
         alone = [(name,) for name in shapes if name not in grouped]
         self._groups: dict[str, SiteGroup] = {}
-        """By the name of each of its sites."""
+        """Name of each site → its group."""
         for names in (*map(tuple, groups), *alone):
             frozen = _stack([self._modules[name] for name in names], shapes[names[0]].fan_in_fan_out)
             group = SiteGroup(tuple(shapes[name] for name in names), frozen)
@@ -214,7 +216,7 @@ class Banks:
             module = self._modules[name]
             module.forward = partial(self._weave, name, module.forward)
         self._experts = {path: ExpertGroup(module, own) for path, module, own in _by_module(modules, mixed)}
-        """By the path of their module."""
+        """Path of the experts' module → its group."""
         for experts in self._experts.values():
             experts.module.forward = partial(self._mix, experts, experts.module.forward)
         self._embedding, self._tied, self._weaves = embedding, tied, weaves
@@ -222,7 +224,7 @@ class Banks:
             embedding.forward = partial(self._embed, embedding.forward)
 
     def unweave(self) -> None:
-        """Restore every site's own forward: the base is as it was."""
+        """Restore every site's own forward, so that the base is as it was."""
         for module in self._modules.values():
             module.__dict__.pop("forward", None)
         for experts in self._experts.values():
@@ -243,7 +245,7 @@ class Banks:
     ) -> None:
         """Give a job its slot. Passes read the flat vector `weights` and add to the flat `gradient`.
 
-        Where those vectors are not on the device, `read` and `totals` are the parameters of them that are.
+        If those vectors are not on the device, `read` and `totals` are their parameters that are.
         """
         assert weights.dtype == self._like.dtype
         self._refuse_shared(member, layout, travels=read is not None)
@@ -252,7 +254,7 @@ class Banks:
         groups = (*self._linear_groups(kind, spec), *self._expert_groups(kind, layout))
         totals = totals or layout.views(gradient)
         views = {**(read or layout.views(weights)), **self._constants_for(spec)}
-        # Only where the first layer is: they are no business of later stages.
+        # Only the stage with the first layer has these rows.
         before = views.get((SHARED, ROWS)) if kind.rows_before(spec) else None
         assert before is None or self._embedding is not None, "rows before a sample go in at the embedding"
         prefixes = _prefixes(layout, views)
@@ -299,7 +301,7 @@ class Banks:
         views: Parameters,
         totals: Parameters,
     ) -> list[tuple[SiteGroup, list[WovenPart | None]]] | None:
-        """The job's adapter at each group of linears as the tiled kernels take it; None where they do not."""
+        """Return the job's adapter at each group of linears in the tiled kernels' form, or None."""
         if not (self._weaves and kind.weaves(member.spec)):
             return None
         scratch = Scratch(self._like)
@@ -308,12 +310,12 @@ class Banks:
             for group in groups
             if isinstance(group, SiteGroup)
         ]
-        # Sites that share their input have one scale of it, or none.
+        # Sites that share their input have one scale for it, or none.
         shared = any(part and part.g_in for group, parts in found for part in parts if len(group.sites) > 1)
         return None if shared else found
 
     def _linear_groups(self, kind: Kind, spec: Any) -> list[SiteGroup]:
-        """Those where an adapter attaches, with a bank of its kind."""
+        """Return the groups to which an adapter attaches, each with a bank of its kind."""
         places = [group for site, group in self._groups.items() if kind.adapts(spec, site)]
         groups = list({id(group): group for group in places}.values())
         for group in groups:
@@ -330,9 +332,9 @@ class Banks:
         return groups
 
     def _refuse_shared(self, member: Member, layout: VectorLayout, travels: bool) -> None:
-        """Refuse parameters shared by all sites where not all sites are here: their gradient is a sum over
-        all of them. Rows before a sample get theirs at the embedding alone, and so do rows of the embedding
-        unless the head has them, too."""
+        """Refuse parameters shared by all sites if not all sites are here: their gradient is a sum over all
+        sites. Rows before a sample get their gradient at the embedding alone, and so do rows of the embedding
+        unless the head uses them, too."""
         shared = [parameter.name for parameter in layout.parameters if parameter.site == SHARED]
         in_both = self._tied and any(parameter.name == TOKENS for parameter in layout.parameters)
         if not in_both and all(name == ROWS for name in shared):
@@ -362,7 +364,7 @@ class Banks:
             self._constants = {key: found for key, found in self._constants.items() if key in read}
 
     def _constants_for(self, spec: Any) -> Parameters:
-        """Constants that the kind reads at all sites: computed once for all jobs that share them."""
+        """Return the kind's constants for all sites, computed once for all jobs that share them."""
         if (key := _constants_of(spec)) is None:
             return {}
         if key not in self._constants:
@@ -371,15 +373,15 @@ class Banks:
         return self._constants[key]
 
     def write(self, job: str, master: Tensor) -> None:
-        """Let passes read the values of `master`, in the base's dtype."""
+        """Make passes read the values of `master`, in the base's dtype."""
         self.aboard[job].weights.copy_(master)
 
     def zero(self, job: str) -> None:
-        """Zero a dead job's weights until it is detached, so that nothing of it can spread."""
+        """Zero the weights of a failed job until it is detached, so that its values cannot spread."""
         self.aboard[job].weights.zero_()
 
     def _free_slot(self) -> int:
-        """The lowest that nobody has."""
+        """Return the lowest free slot."""
         slot = self._free[0] if self._free else len(self.aboard)
         if slot >= self.slots:
             self.slots *= 2
@@ -394,18 +396,18 @@ class Banks:
         return list({id(group): group for group in self._groups.values()}.values())
 
     def limits(self) -> tuple[object, ...]:
-        """What a captured pass depends on besides its rows: slots, ranks, and who may use dropout."""
+        """Return what a captured pass depends on besides its rows: slots, ranks, and possible dropout."""
         return self.slots, tuple(bank.limits() for bank in self._woven_banks())
 
     def capturable(self, microbatch: Microbatch, gathers: bool = False) -> bool:
-        """Whether a captured pass can serve the microbatch. It is captured without knowing whose rows come,
-        so kinds whose form the kernels do not take would be missing from it, but for those whose rows it
-        `gathers` by their numbers."""
+        """Whether a captured pass can serve the microbatch. A pass is captured without knowing which jobs'
+        rows it will have, so kinds whose form the kernels do not take would be missing from it, except for
+        those whose rows it `gathers` by their indices."""
         found = (aboard for aboard in map(self._through, microbatch.segments) if aboard is not None)
         return all(aboard.tiled or (gathers and aboard.gathers) for aboard in found)
 
     def gathered(self, microbatch: Microbatch) -> list[tuple[Segment, Aboard]]:
-        """The jobs in the microbatch whose rows a captured pass has to gather; each has one run of them."""
+        """Return the jobs whose rows in the microbatch a captured pass has to gather, each with one run."""
         found: dict[str, tuple[Segment, Aboard]] = {}
         for segment in microbatch.segments:
             if (aboard := self._through(segment)) is None or aboard.tiled:
@@ -415,21 +417,21 @@ class Banks:
         return list(found.values())
 
     def _through(self, segment: Segment) -> Aboard | None:
-        """The job whose adapter the rows of a segment pass through."""
+        """Return the job whose adapter the rows of a segment pass through."""
         return None if segment.through is None else self.aboard.get(segment.through)
 
     # -- passes ------------------------------------------------------------------------------------------
 
     def _totals(self, microbatch: Microbatch) -> dict[str, Parameters]:
-        """The accumulators of each job's gradients."""
+        """Return the accumulators of each job's gradients."""
         found = map(self._through, microbatch.segments)
         return {aboard.member.job: aboard.totals for aboard in found if aboard is not None}
 
     def seats(self, microbatch: Microbatch) -> list[Seat]:
-        """The slots of the rows, as the tiled kernels need them: rows of a slot are contiguous.
+        """Return the slots of the rows, as the tiled kernels need them: rows of a slot are contiguous.
 
-        Every pass asks for them before it begins, so the kernels' tables are brought up to date here, in one
-        copy however many jobs came and went.
+        Every pass calls this before it begins, so the kernels' tables are brought up to date here, in one
+        copy no matter how many jobs were attached and detached.
         """
         for bank in self._woven_banks():
             bank.settle()
@@ -453,8 +455,8 @@ class Banks:
         rows: Rows | None = None,
         gathered: Mapping[str, GatheredRows] | None = None,
     ) -> Iterator[None]:
-        """Apply the adapters of `microbatch` in every forward inside, also in recomputation. Of the jobs in
-        `gathered` the rows are found by their numbers, and not where their segments are."""
+        """Apply the adapters of `microbatch` in every forward inside, also in recomputation. The rows of the
+        jobs in `gathered` are found by their indices, not by their segments."""
         assert self._pass is None, "a pass is already bound"
         if route is Route.tiled and rows is None:
             rows = Rows.empty(microbatch.rows, self.slots, self._like.device)
@@ -474,7 +476,7 @@ class Banks:
             self._pass = self._beside = self._owners = None
 
     def _beside_kernels(self, bound: Pass) -> Pass:
-        """The pass with the rows only of those jobs whose adapters at linears no kernels weave in."""
+        """Return the pass with only the rows of jobs whose adapters at linears the kernels do not compute."""
         plain = [
             segment
             for segment in bound.microbatch.segments
@@ -483,11 +485,11 @@ class Banks:
         return replace(bound, microbatch=replace(bound.microbatch, segments=tuple(plain)))
 
     def force_order(self, order: Order) -> None:
-        """Have the tiled route take one order at all sites, for measurements."""
+        """Force the tiled route to take one order at all sites, for measurements."""
         self._choices.forced = order
 
     def _compile_ahead(self, bound: Pass, launches: Hashable) -> None:
-        """Compile what the sites of a pass will launch, unless a pass before it had the same `launches`."""
+        """Compile what the sites of a pass will launch, unless an earlier pass had the same `launches`."""
         if launches in self._compiled or not self._choices.compiles:
             return
         self._compiled.add(launches)
@@ -495,7 +497,8 @@ class Banks:
         self._choices.compile_ahead(one for one in found if one is not None)
 
     def linear(self, site: str, adds_residual: bool = False) -> Callable[[Tensor, Tensor | None], Tensor]:
-        """(x_TK, residual_TN or None) → residual + the outputs, side by side, of all sites in the group."""
+        """Return (x_TK, residual_TN or None) → residual + the outputs of all sites in the group, side by
+        side."""
         self._groups[site].adds_residual = adds_residual
         return partial(self._linear, self._groups[site])
 
@@ -513,8 +516,8 @@ class Banks:
         chosen_Tk: Tensor,
         weights_Tk: Tensor,
     ) -> Tensor:
-        """The experts' own forward, unless a job in the pass has adapters on them or kernels are at hand that
-        multiply all experts at once."""
+        """Run the experts' own forward, unless a job in the pass has adapters on them or kernels are
+        available that multiply all experts at once."""
         bound = self._pass
         banks = [] if bound is None else [bank for bank in group.banks.values() if bank.present(bound)]
         if bound is not None and bound.route is Route.tiled and len(banks) <= 1 and group.gated:
@@ -530,7 +533,7 @@ class Banks:
         return experts_output(x_TD, chosen_Tk, weights_Tk, gate_up, down, activation)
 
     def _embed(self, plain: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-        """The embedding, with the rows that adapters put before their samples and those of their tokens."""
+        """Compute the embedding, with adapters' rows before their samples and the rows of their tokens."""
         h, bound = plain(tokens), self._pass
         for segment in () if bound is None else bound.microbatch.segments:
             aboard = self._through(segment)
@@ -545,19 +548,19 @@ class Banks:
         return h
 
     def rows_in_head(self, segment: Segment) -> HeadRows | None:
-        """What the adapter of a segment has in the place of rows of the head, outside of any pass."""
+        """Return the rows that a segment's adapter puts in place of rows of the head, outside any pass."""
         aboard = self._through(segment)
         if not self._tied or aboard is None or aboard.tokens is None:
             return None
         return aboard.tokens.in_head(self._anchor)
 
     def keys_before(self, microbatch: Microbatch) -> list[tuple[Segment, int]]:
-        """The segments whose jobs put keys and values before their samples, and how many."""
+        """Return the segments whose jobs put keys and values before their samples, each with their number."""
         found = [(segment, self._through(segment)) for segment in microbatch.segments]
         return [(segment, aboard.keys) for segment, aboard in found if aboard is not None and aboard.keys]
 
     def read_keys(self, layer: int) -> list[tuple[Tensor, Tensor]]:
-        """The keys and values of each of these segments in one layer, in the pass that is bound."""
+        """Return the keys and values of each of these segments in one layer, in the pass that is bound."""
         bound = self._pass
         assert bound is not None, "outside a pass nobody has keys before samples"
         found = []
@@ -588,8 +591,8 @@ class Banks:
     def _by_kernels(
         self, group: SiteGroup, x_TK: Tensor, residual_TN: Tensor | None, bound: Pass
     ) -> Tensor | None:
-        """What kernels compute, and behind it what other jobs make of their own rows of it; None where one of
-        those has a part in the product itself."""
+        """Return what the kernels compute, with the outputs of other jobs' rows changed afterwards. None if
+        the adapter of such a job takes part in the product itself."""
         beside = self._beside
         assert beside is not None
         banks = [bank for bank in group.banks.values() if bank.segments(beside)]
@@ -615,7 +618,7 @@ class Banks:
 def _by_module(
     modules: Mapping[str, nn.Module], sites: Sequence[SiteShape]
 ) -> Iterator[tuple[str, nn.Module, tuple[SiteShape, ...]]]:
-    """The sites of experts, layer by layer."""
+    """Yield the sites of experts, layer by layer."""
     for path, own in groupby(sites, key=lambda site: site.name.rpartition(".")[0]):
         together = tuple(own)
         yield path, modules[together[0].name], together
@@ -630,7 +633,7 @@ def _owners(microbatch: Microbatch, rows: int, device: torch.device) -> Owners:
 
 
 def _site_output(frozen: Frozen, x_TK: Tensor, parts: Sequence[SiteParts]) -> Tensor:
-    """after(g_out ⊙ ((x ⊙ g_in)Wᵀ + what every kind adds) + b); of several kinds in at least float32."""
+    """Compute after(g_out ⊙ ((x ⊙ g_in)Wᵀ + what the kinds add) + b); for several, in at least float32."""
     g_in = [scale for part in parts for scale in part.g_in]
     g_out = [scale for part in parts for scale in part.g_out]
     alone = len(parts) <= 1 and not g_in and not g_out
@@ -647,7 +650,7 @@ def _site_output(frozen: Frozen, x_TK: Tensor, parts: Sequence[SiteParts]) -> Te
 
 
 def _with_rows_before(h: Tensor, rows_ID: Tensor, microbatch: Microbatch, segment: Segment) -> Tensor:
-    """h with these rows at the beginning of every sample of the segment."""
+    """Return h with these rows at the beginning of every sample of the segment."""
     stops = accumulate(microbatch.sample_lengths)
     starts = [stop - length for stop, length in zip(stops, microbatch.sample_lengths, strict=True)]
     own = [start for start in starts if segment.start <= start < segment.stop]
@@ -671,7 +674,7 @@ def _constants_of(spec: Any) -> tuple[str, Hashable] | None:
 
 
 def _stack(modules: Sequence[nn.Module], fan_in_fan_out: bool) -> Frozen:
-    """The weights of the modules as one; of several, each keeps its own as a view of the stack."""
+    """Return the weights of the modules as one. Of several, each module keeps a view of the stack."""
     biases = [cast(Tensor | None, module.bias) for module in modules]
     has_bias = {bias is not None for bias in biases}
     assert len(has_bias) == 1, "either all sites of a group have a bias or none"
@@ -685,7 +688,7 @@ def _stack(modules: Sequence[nn.Module], fan_in_fan_out: bool) -> Frozen:
 
 
 def _held_together(modules: Sequence[nn.Module]) -> FrozenWeight:
-    """Weights that are no matrices."""
+    """Return the weights of modules of which some are not plain matrices, stacked."""
     outputs = [cast(int, module.out_features) for module in modules]
     weights: list[Weight] = [
         module.frozen_weight() if isinstance(module, HoldsWeight) else cast(Tensor, module.weight)
@@ -698,7 +701,7 @@ def _held_together(modules: Sequence[nn.Module]) -> FrozenWeight:
 
 
 def _lay_codes_together(modules: Sequence[nn.Module], name: str, dim: int) -> None:
-    """Make the modules' parameters of that name views of one tensor. Those that share their memory with
+    """Make the modules' parameters of that name views of one tensor. Parameters that share their memory with
     others, as streamed ones do, stay where they are."""
     parts = [cast(Tensor, getattr(module, name)) for module in modules]
     alone = all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
@@ -710,7 +713,7 @@ def _lay_codes_together(modules: Sequence[nn.Module], name: str, dim: int) -> No
 
 
 def _laid_together(modules: Sequence[nn.Module], name: str) -> Tensor:
-    """The modules' parameters of that name as one; where they must be moved for it, each becomes a view."""
+    """Return the modules' parameters of that name as one. If they have to be moved, each becomes a view."""
     parts = [cast(Tensor, getattr(module, name)) for module in modules]
     if len(parts) == 1:
         return parts[0]

@@ -21,7 +21,7 @@ from weftune.errors import AdapterError, MissingPackage
 
 
 def peft() -> ModuleType:
-    """The package, whose own classes write the configs."""
+    """Import and return PEFT, whose own classes write the configs."""
     try:
         import peft
     except ImportError as error:
@@ -40,15 +40,15 @@ def write_folder(folder: Path, tensors: Mapping[str, Tensor], config: Any) -> No
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Contiguous on the host; what is so already is not touched."""
+    """Return the tensor contiguous on the host. A tensor that already is so is returned unchanged."""
     if tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad:
         return tensor
     return tensor.detach().cpu().contiguous()
 
 
 def read_tensors(folder: Path, whole: str | None = None) -> dict[str, Tensor]:
-    """All tensors of an adapter folder: finite numbers, every one of them; whole ones (int64) in those whose
-    names end in `whole`."""
+    """Return all tensors of an adapter folder, after checking that their values are finite numbers, and
+    integers (int64) in the tensors whose names end in `whole`."""
     path = folder / WEIGHTS
     if not path.exists():
         raise AdapterError(no_weights(folder))
@@ -72,11 +72,11 @@ def is_transposed(targeted: Sequence[str], sites: Sequence[SiteShape]) -> bool:
 
 
 def target_modules(spec: TargetSpec, targeted: Sequence[str], sites: Sequence[SiteShape]) -> str | list[str]:
-    """The user's own targets; `all-linear` spelled out as the shortest list of names that means the same.
+    """Return the user's own targets, with `all-linear` spelled out as the shortest equivalent list of names.
 
-    So is any expression where the base has experts: PEFT would look for names of experts and routers in it;
-    or where only some layers are adapted: it chooses layers from lists alone.
-    In a wrapper every module is named: anything shorter could mean modules of its vision tower too.
+    A regular expression is spelled out, too, if the base has experts, because PEFT would look for names of
+    experts and routers in it, or if only some layers are adapted, because PEFT chooses layers from lists
+    only. In a wrapper every module is named: anything shorter could also match modules of its vision tower.
     """
     if any(in_wrapper(name) for name in targeted):
         return sorted(targeted)
@@ -93,7 +93,7 @@ def target_modules(spec: TargetSpec, targeted: Sequence[str], sites: Sequence[Si
 
 
 def layers_to_transform(spec: TargetSpec, modules: str | Sequence[str]) -> list[int] | None:
-    """The layers that PEFT needs to be told of: none where the modules are named with their layers."""
+    """Return the layers that PEFT's config must name. None if the module names contain their layers."""
     if spec.layers is None or any(layer_of(name) is not None for name in modules):
         return None
     return sorted(layer_numbers(spec.layers))

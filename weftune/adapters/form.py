@@ -1,5 +1,5 @@
-"""The form that the tiled kernels take adapters in: LoRA with scales. A kind that can be brought to it needs
-no kernels of its own.
+"""The form in which the tiled kernels take adapters: LoRA with scales. A kind that can be brought into it
+needs no kernels of its own.
 
 Shapes: K inputs, N outputs of a site.
 """
@@ -20,19 +20,19 @@ from weftune.ops.lora.table import Entry
 
 @dataclass(frozen=True, slots=True)
 class WovenPart:
-    """What a job's adapter comes to at one site, any of it absent:
-    y = g_out ⊙ ((x ⊙ g_in)Wᵀ + scale · drop(x)AᵀB) + b."""
+    """A job's adapter at one site: y = g_out ⊙ ((x ⊙ g_in)Wᵀ + scale · drop(x)AᵀB) + b. Parts may be
+    absent."""
 
     low_rank: Entry | None = None
     g_out: SiteScale | None = None
     g_in: SiteScale | None = None
     computed: ComputedPair | None = None
-    """What A and B are computed from, where the job does not train themselves."""
+    """Source from which A and B are computed, if the job does not train A and B themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Tensors of one job that its sites share: each is used between two kernels of one site only."""
+    """Tensors of one job that its sites share. Each is used only between two kernels of one site."""
 
     like: Tensor
     tensors: dict[Hashable, Tensor] = field(default_factory=dict)
@@ -49,9 +49,9 @@ class SiteTensors:
 
     site: SiteShape
     weights: Mapping[tuple[str, str], Tensor]
-    """By site and name, what passes read: trained parameters and the kind's constants."""
+    """(site, name) → tensor that passes read: trained parameters and the kind's constants."""
     totals: Mapping[tuple[str, str], Tensor]
-    """The accumulators of their gradients."""
+    """(site, name) → accumulator of the gradient."""
     scratch: Scratch
 
     def weight(self, name: str) -> Tensor:

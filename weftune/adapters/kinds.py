@@ -1,4 +1,4 @@
-"""The kinds of adapter by name, and the record that holds what a job may say about each. No torch here."""
+"""The kinds of adapter by name, and the spec class of each. No torch here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weftune.adapters.target import TargetSpec
 from weftune.adapters.vera.spec import VeraSpec
 
 AdapterSpec = TargetSpec
-"""Any adapter's spec."""
+"""The spec of any adapter."""
 
 KINDS: dict[str, type[AdapterSpec]] = {
     "lora": LoraSpec,
@@ -36,7 +36,7 @@ KINDS: dict[str, type[AdapterSpec]] = {
 
 @dataclass(frozen=True, slots=True)
 class BrokenKind:
-    """A kind of another package whose code fails when it is imported."""
+    """A kind from another package whose code fails when it is imported."""
 
     name: str
     package: str
@@ -56,18 +56,18 @@ class BrokenKind:
 
 
 BROKEN: dict[str, BrokenKind] = {}
-"""By name, those that were met when all kinds were gathered."""
+"""Name → kind that failed to import when all kinds were collected."""
 
 
 def _gather_others() -> None:
-    """Kinds of other packages, each the spec of its jobs. Ours keep their names, and a package that fails
-    takes no other with it."""
+    """Add the kinds of other packages, each as its spec class. Weftune's own kinds keep their names, and a
+    package that fails does not affect the others."""
     for point in entry_points(group="weftune.kinds"):
         if point.name in KINDS:
             continue
         try:
             KINDS[point.name] = _loaded(point)
-        except Exception as error:  # whatever the code of others raises
+        except Exception as error:  # the code of other packages may raise anything
             package = point.dist.name if point.dist is not None else point.module
             BROKEN[point.name] = BrokenKind(point.name, package, error)
 
@@ -76,7 +76,7 @@ def _loaded(point: EntryPoint) -> type[AdapterSpec]:
     spec = point.load()
     if not (isinstance(spec, type) and issubclass(spec, TargetSpec)):
         raise TypeError(f"{point.value} is no class that extends TargetSpec")
-    get_type_hints(spec)  # jobs files and messages are checked by them
+    get_type_hints(spec)  # they validate jobs files and messages
     return spec
 
 
@@ -84,7 +84,7 @@ _gather_others()
 
 
 def kind_in(config: Mapping[str, Any]) -> str | None:
-    """The kind of the adapter that has this config; None where there is no such."""
+    """Return the kind of the adapter with this config, or None if the kind is unknown."""
     if "weftune_kind" in config:
         own = config["weftune_kind"]
         return own if isinstance(own, str) and own in KINDS else None

@@ -1,4 +1,4 @@
-"""The config of adapters whose kind PEFT does not have: an `adapter_config.json` with our own keys."""
+"""The config of adapters whose kind PEFT does not have: an `adapter_config.json` with Weftune's own keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OwnConfig:
     base: str
 
     def save_pretrained(self, folder: str) -> None:
-        """As the configs of PEFT do."""
+        """Write the config, as the method of PEFT's configs does."""
         keys = {item.name: getattr(self.spec, item.name) for item in fields(self.spec)}
         whole = {KIND: keys.pop("kind"), BASE: self.base, **keys, "init_from": None}
         (Path(folder) / CONFIG).write_text(json.dumps(whole, indent=2, sort_keys=True) + "\n")

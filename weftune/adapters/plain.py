@@ -31,18 +31,18 @@ class JobAt:
     weights: Parameters
     frozen: Frozen
     known: dict[tuple[str, str], Tensor]
-    """What was computed at a site once and for all."""
+    """(site, name) → tensor that is computed once and kept."""
 
     def trained(self, name: str) -> Tensor:
-        """A parameter of this site, with its gradient accumulated."""
+        """Return a parameter of this site; its gradient is accumulated."""
         return self._trained(self.site.name, name)
 
     def shared(self, name: str) -> Tensor:
-        """A parameter that all sites share, likewise."""
+        """Return a parameter that all sites share; its gradient is accumulated."""
         return self._trained(SHARED, name)
 
     def untrained(self, name: str) -> Tensor:
-        """A parameter of this site as a plain tensor: one that gets no gradient, or by `add_gradient`."""
+        """Return a parameter of this site as a plain tensor; only `add_gradient` gives it a gradient."""
         return self.weights[self.site.name, name]
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
@@ -50,11 +50,11 @@ class JobAt:
         self.bound.totals[self.member.job][self.site.name, name].add_(gradient)
 
     def constant(self, name: str) -> Tensor:
-        """One of the kind's constants."""
+        """Return one of the kind's constants."""
         return self.weights[SHARED, name]
 
     def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """What `make` computes from the frozen weight: the first time, and kept from then on."""
+        """Return what `make` computes from the frozen weight, once: the result is kept."""
         if (self.site.name, name) not in self.known:
             self.known[self.site.name, name] = make()
         return self.known[self.site.name, name]
@@ -64,7 +64,7 @@ class JobAt:
         return self.bound.training and self.member.spec.dropout > 0.0
 
     def dropped(self, x_LK: Tensor) -> Tensor:
-        """x behind the job's dropout, which is active in training only."""
+        """Apply the job's dropout to x, in training only."""
         probability = self.member.spec.dropout
         if not self.drops:
             return x_LK
@@ -80,7 +80,7 @@ class JobAt:
 
 @dataclass(frozen=True, slots=True)
 class JobPart:
-    """What a job does to its rows: y = after(g_out ⊙ ((x ⊙ g_in)Wᵀ + add(x)) + b), any of it absent."""
+    """A job's changes to its rows: y = after(g_out ⊙ ((x ⊙ g_in)Wᵀ + add(x)) + b); any part may be absent."""
 
     add: Callable[[Tensor], Tensor] | None = None
     """x_LK → what is added, [L, N]."""
@@ -89,7 +89,7 @@ class JobPart:
     scales_bias: bool = False
     """Whether g_out scales b, too."""
     after: Callable[[Tensor], Tensor] | None = None
-    """y_LN → what becomes of the outputs."""
+    """y_LN → changed outputs."""
 
 
 class PlainBank:

@@ -1,7 +1,7 @@
-"""What the kinds written in plain torch have in common: a new kind extends PlainKind.
+"""The common part of the kinds written in plain torch: a new kind extends PlainKind.
 
-It says what its parameters start from, what a job does to its rows, and how PEFT stores them. Shapes: T rows,
-K inputs, N outputs of a site.
+A kind defines the initial values of its parameters, what a job does to its rows, and how PEFT stores them.
+Shapes: T rows, K inputs, N outputs of a site.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ PREFIX = "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class MergeAt:
-    """A site of the base that a finished adapter is merged into; all in float64."""
+    """A site of the base into which a finished adapter is merged; all tensors are float64."""
 
     spec: Any
     site: SiteShape
     weight_NK: Tensor
     bias_N: Tensor | None
     own: Mapping[str, Tensor]
-    """The adapter's parameters there, and the kind's constants."""
+    """Name → parameter of the adapter there, or constant of the kind."""
 
 
 class PlainKind:
-    """A kind that computes in plain torch; what is named first is what a new one has to say."""
+    """A kind that computes in plain torch. The methods that a new kind has to define come first."""
 
     name: str
-    """As jobs call it: `kind` of its spec."""
+    """Name of the kind in jobs: `kind` of its spec."""
 
-    # -- what a kind says --------------------------------------------------------------------------------
+    # -- what a kind defines -----------------------------------------------------------------------------
 
     def part(self, at: JobAt) -> JobPart:
-        """What a job does to its rows at a site that it adapts."""
+        """Return what a job does to its rows at a site that it adapts."""
         raise NotImplementedError
 
     def start(self, new: NewAdapter) -> None:
@@ -59,21 +59,21 @@ class PlainKind:
         raise NotImplementedError
 
     def merged(self, at: MergeAt) -> tuple[Tensor, Tensor | None]:
-        """The weight and the bias of a site with the adapter in them."""
+        """Return the weight and the bias of a site with the adapter merged into them."""
         raise self._not_merged()
 
-    # -- how it is stored: as PEFT does, where that has the kind -----------------------------------------
+    # -- how it is stored: as in PEFT, if PEFT has the kind ----------------------------------------------
 
     def stored_name(self, site: str, name: str) -> str:
-        """What a parameter is called in an adapter file."""
+        """Return the name of a parameter in an adapter file."""
         return f"{PREFIX}{site}.{name}"
 
     def config(self, spec: Any, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
-        """PEFT's config of the adapter, or one of our own."""
+        """Return PEFT's config of the adapter, or one of Weftune's own."""
         return OwnConfig(spec, base)
 
     def read_spec(self, config: Mapping[str, Any]) -> Any:
-        """The spec that such a config stands for."""
+        """Return the spec that such a config describes."""
         return OwnConfig.spec_in(config)
 
     def to_stored(self, spec: Any, site: str, name: str, value: Tensor) -> Tensor:
@@ -83,13 +83,13 @@ class PlainKind:
         return value
 
     names_beside: tuple[str, ...] = ()
-    """The names of `beside`."""
+    """Names of the tensors of `beside`."""
 
     def beside(self, spec: Any, sites: Sequence[SiteShape]) -> Mapping[str, Tensor]:
-        """Tensors that its files hold besides its parameters."""
+        """Return tensors that its files hold besides its parameters."""
         return {}
 
-    # -- the same for all --------------------------------------------------------------------------------
+    # -- common to all kinds -----------------------------------------------------------------------------
 
     def layout(self, spec: Any, sites: Sequence[SiteShape]) -> VectorLayout:
         own = [(site.name, spec.shapes_at(site)) for site in sites if spec.adapts(site)]
@@ -103,7 +103,7 @@ class PlainKind:
         )
 
     def rate(self, spec: Any, name: str) -> float:
-        """By what a parameter multiplies the job's learning rate."""
+        """Return the factor by which the job's learning rate is multiplied for a parameter."""
         return 1.0
 
     def adapts(self, spec: Any, site: str) -> bool:
@@ -119,7 +119,7 @@ class PlainKind:
         return {}
 
     def before_step(self, member: Member, step: int, masters: Callable[[], Parameters]) -> None:
-        """Nothing changes but by the step itself."""
+        """Do nothing: only the step itself changes the weights."""
 
     def bank(self, sites: Sequence[SiteShape]) -> PlainBank:
         return PlainBank(sites, self._part)
@@ -152,12 +152,12 @@ class PlainKind:
             self.read_start(spec, sites)
 
     def read_start(self, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
-        """The parameters of the folder that a job starts from: exactly its own."""
+        """Return the parameters of the folder that a job starts from, which must be exactly the job's own."""
         assert isinstance(spec.init_from, str), "the adapter of a job has a folder when it is read"
         return self.read(Path(spec.init_from), spec, sites)
 
     def read(self, folder: Path, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
-        """The parameters of an adapter folder, as a bank has them."""
+        """Return the parameters of an adapter folder, as a bank holds them."""
         tensors = read_tensors(folder)
         wanted = {self.stored_name(one.site, one.name): one for one in self.layout(spec, sites).parameters}
         self.refuse_others(folder, spec, tensors.keys() - set(self.names_beside), wanted.keys())
@@ -224,7 +224,7 @@ class PlainKind:
                 merge_tokens(folder, path, spec.trained_tokens, value, modules)
 
     def spec_of(self, folder: Path) -> Any:
-        """The spec that the folder's config stands for, which a stranger may have written."""
+        """Return the spec that the folder's config describes. The config is untrusted."""
         config = read_config(folder)
         with damage_told(folder):
             return self.read_spec(config)
@@ -243,7 +243,7 @@ class PlainKind:
                 f"the base has no bias at {site.name} that a {self.name} adapter can be merged into"
             )
         merged = merged_NK.T.contiguous() if site.fan_in_fan_out else merged_NK
-        # Parameters of their own: written in place, the change would reach whatever is tied to the weight.
+        # New parameters: written in place, the change would reach anything tied to the weight.
         module.weight = nn.Parameter(merged.to(weight.dtype), requires_grad=False)
         if merged_N is not None:
             module.bias = nn.Parameter(merged_N.to(weight.dtype), requires_grad=False)

@@ -1,4 +1,4 @@
-"""The registry of adapter kinds. A site never names a kind: it asks here."""
+"""The registry of adapter kinds. A site never names a kind: it looks it up here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weftune.errors import AdapterError, SpecError
 
 OURS = __name__.partition(".")[0]
 BY_NAME: dict[str, Kind] = {}
-"""Those that have been asked for."""
+"""Name → kind, for the kinds requested so far."""
 
 
 def kind_named(name: str) -> Kind:
@@ -54,8 +54,8 @@ _KNOWN_LAYOUTS: deque[_KnownLayout] = deque(maxlen=16)
 
 
 def layout_of(spec: Any, sites: Sequence[SiteShape]) -> VectorLayout:
-    """The layout of an adapter on these sites. Thousands of jobs may have the same, which is made once: it
-    has a record for each of hundreds of parameters."""
+    """Return the layout of an adapter on these sites. Thousands of jobs may share one layout, which is
+    computed once: it has a record for each of hundreds of parameters."""
     for known in tuple(_KNOWN_LAYOUTS):
         if known.sites is sites and known.spec == spec:
             return known.layout
@@ -65,7 +65,7 @@ def layout_of(spec: Any, sites: Sequence[SiteShape]) -> VectorLayout:
 
 
 def kind_of(folder: Path) -> Kind:
-    """The kind of the adapter in a PEFT folder."""
+    """Return the kind of the adapter in a PEFT folder."""
     config = read_config(folder)
     if (name := kind_in(config)) is not None:
         return kind_named(name)

@@ -1,4 +1,4 @@
-"""What an adapter starts from: nothing, an adapter folder, or the adapter of another job of the run."""
+"""The starting point of an adapter: none, an adapter folder, or the adapter of another job of the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, slots=True)
 class FromJob:
-    """The finished adapter of another job, which is waited for."""
+    """The finished adapter of another job, for which this job waits."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
@@ -16,5 +16,5 @@ class FromJob:
 
 
 def source_of(adapter: Any) -> str:
-    """The job that a spec's `init_from` names; empty where it names a folder, or nothing."""
+    """Return the job that a spec's `init_from` names. Empty if it names a folder, or nothing."""
     return adapter.init_from.job if isinstance(adapter.init_from, FromJob) else ""

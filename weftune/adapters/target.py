@@ -1,4 +1,5 @@
-"""Where an adapter attaches: the keys that all kinds on linears of the base share. No torch here."""
+"""The sites to which an adapter attaches: the keys common to all kinds on linears of the base. No torch
+here."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from weftune.core.shapes import SiteShape, layer_of
 
 ALL_LINEAR = "all-linear"
 FEEDFORWARD = ("down_proj", "fc2", "mlp.c_proj", "dense_4h_to_h")
-"""The last linear of the feed-forward, as families call it."""
+"""Names of the last linear of the feed-forward in different families."""
 Layers = str | int | tuple[int, ...]
-"""The number of a layer, several, or ranges such as `16-31`."""
+"""A layer number, several, or ranges such as `16-31`."""
 MOST_LAYERS = 10_000
 ROWS = "rows"
 """The parameter of adapters that put rows before a sample: [rows, hidden width]."""
@@ -32,28 +33,28 @@ class TargetSpec:
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     implementation: ClassVar[str]
-    """`package.module:Class` of the Kind, imported when a job of it is trained: it needs torch."""
+    """`package.module:Class` of the Kind, imported only when a job is trained, because it needs torch."""
     peft_type: ClassVar[str | None] = None
-    """What PEFT calls the kind; None: it has no such."""
+    """PEFT's name for the kind. None if PEFT does not have it."""
     merges: ClassVar[bool] = True
     """Whether it can be merged into the weights of a base."""
     dense: ClassVar[bool] = False
-    """Whether it has as many parameters as its targets have weights, or more."""
+    """Whether it has at least as many parameters as its targets have weights."""
     served: ClassVar[bool] = False
-    """Whether vLLM loads what it is saved as."""
+    """Whether vLLM loads the files that it is saved as."""
     unused: ClassVar[frozenset[str]] = frozenset()
-    """Of the keys here, those that mean nothing to the kind."""
+    """The keys of this class that have no meaning for the kind."""
 
     kind: str
     targets: str | tuple[str, ...] = ALL_LINEAR
     """`all-linear`, a regular expression that must match a whole module path, or a list of path endings."""
     layers: Layers | None = None
-    """The layers that are adapted, counted from 0; None: all."""
+    """The layers that are adapted, counted from 0. None adapts all layers."""
     init_from: str | FromJob | None = None
-    """A PEFT adapter folder to start from, or the job of the same run whose adapter is waited for."""
+    """A PEFT adapter folder to start from, or a job of the same run whose adapter is waited for."""
 
     def targets_site(self, name: str) -> bool:
-        """Whether PEFT would put an adapter on the module `name` (the output layer is no site at all)."""
+        """Whether PEFT would put an adapter on the module `name` (the output layer is not a site)."""
         if self.layers is not None and layer_of(name) not in layer_numbers(self.layers):
             return False
         if isinstance(self.targets, str):
@@ -61,35 +62,35 @@ class TargetSpec:
         return any(ends_with(name, target) for target in self.targets)
 
     def expressions(self) -> dict[tuple[str, ...], str]:
-        """The regular expressions that module paths are matched against as a whole, by the key of each."""
+        """Return the regular expressions that must match whole module paths, by the key of each."""
         is_one = isinstance(self.targets, str) and self.targets.lower() != ALL_LINEAR
         return {("targets",): str(self.targets)} if is_one else {}
 
     def adapts(self, site: SiteShape) -> bool:
-        """Whether the adapter has parameters there; at experts only where a kind says so."""
+        """Whether the adapter has parameters at the site; at experts only if its kind overrides this."""
         return not site.experts and self.targets_site(site.name)
 
     def shapes_at(self, site: SiteShape) -> Mapping[str, tuple[int, ...]]:
-        """Its parameters at a site that it adapts, by name."""
+        """Return the shapes of its parameters at a site that it adapts, by name."""
         raise NotImplementedError
 
     def parameters_at(self, site: SiteShape) -> int:
-        """How many values it trains there."""
+        """Return the number of values that it trains at the site."""
         return sum(map(math.prod, self.shapes_at(site).values()))
 
     @property
     def rows_before(self) -> int:
-        """How many rows of its own it puts before every sample, in the place of embeddings."""
+        """Number of rows of its own that it puts before every sample, in the place of embeddings."""
         return 0
 
     @property
     def keys_before(self) -> int:
-        """How many keys and values of its own every layer sees before a sample."""
+        """Number of keys and values of its own that every layer sees before a sample."""
         return 0
 
     @property
     def positions_before(self) -> int:
-        """How many positions of the base's context it takes before every sample."""
+        """Number of positions of the base's context that it takes before every sample."""
         return self.rows_before + self.keys_before
 
     @property
@@ -99,25 +100,24 @@ class TargetSpec:
 
     @property
     def start_text(self) -> str:
-        """The text whose embeddings its virtual tokens start from; empty: it has none."""
+        """The text whose embeddings its virtual tokens start from. Empty if there is none."""
         return ""
 
     @property
     def trained_tokens(self) -> tuple[int, ...]:
-        """The tokens whose embeddings it trains; where they are tied, the rows of the output layer with
-        them."""
+        """Tokens whose embeddings it trains; if these are tied, also their rows of the output layer."""
         return ()
 
     def shapes_outside(self, sites: Sequence[SiteShape]) -> Mapping[str, tuple[int, ...]]:
-        """Its parameters that belong to no site of a base, or of the stage of a base, with these sites."""
+        """Return the shapes of its parameters outside the sites of a base, or stage, with these sites."""
         return {}
 
     def shapes_in_embedding(self, sites: Sequence[SiteShape]) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        """Its parameters in the place of rows of the embedding: path of that → name → shape."""
+        """Return its parameters in the place of rows of the embedding: path of that → name → shape."""
         return token_shapes(self.trained_tokens, sites)
 
     def counts(self, sites: Sequence[SiteShape]) -> Iterator[tuple[str, int]]:
-        """How many values it trains at each site that it adapts, and under no name outside of them."""
+        """Yield (site, number of values trained there). The name is empty for values outside the sites."""
         yield "", sum(map(math.prod, self.shapes_outside(sites).values()))
         for path, shapes in self.shapes_in_embedding(sites).items():
             yield path, sum(map(math.prod, shapes.values()))
@@ -128,18 +128,18 @@ class TargetSpec:
         return False
 
     def scaled_outputs(self, sites: Sequence[SiteShape]) -> int:
-        """Outputs of the base that are kept for the gradients of such scales: those of all sites beside one
-        another that may be multiplied at once."""
+        """Return the number of the base's outputs that are kept for the gradients of such scales: those of
+        all neighbouring sites that may be multiplied at once."""
         beside = {_beside(site) for site in sites if self.adapts(site) and self.scales_outputs(site)}
         return sum(site.out_features for site in sites if _beside(site) in beside)
 
     def rank_at(self, name: str) -> int:
-        """The width of its product beside the frozen one, by which its time is estimated; 0: it has none."""
+        """Return the width of its product beside the frozen one, or 0. Its time is estimated from this."""
         return 0
 
 
 def _beside(site: SiteShape) -> tuple[str, int]:
-    """The same for sites of one module that may share their input."""
+    """Return a key that is equal for sites of one module that may share their input."""
     return site.name.rpartition(".")[0], site.in_features
 
 
@@ -150,7 +150,7 @@ def ends_with(name: str, ending: str) -> bool:
 
 @cache
 def layer_numbers(layers: Layers) -> frozenset[int]:
-    """The numbers that `layers` stands for; ValueError where it is written otherwise."""
+    """Return the layer numbers that `layers` describes. Raise ValueError if it is malformed."""
     if isinstance(layers, int):
         return frozenset({layers})
     if not isinstance(layers, str):

@@ -1,4 +1,4 @@
-"""Embeddings of some tokens that a job trains: where they go in, what they start from, how they are merged.
+"""Trained embeddings of single tokens: how a job's own rows are inserted, initialised and merged.
 
 Shapes: T rows of a microbatch, L of them the job's, D hidden width, n trained tokens, V vocabulary.
 """
@@ -30,14 +30,14 @@ class TrainedTokens:
     total_nD: Tensor
 
     def in_head(self, anchor: Tensor) -> HeadRows:
-        """The rows as the head has them where it is tied to the embedding."""
+        """Return the rows as the head uses them if it is tied to the embedding."""
         return HeadRows(self.ids_n, accumulated(self.rows_nD, self.total_nD, anchor))
 
     def embedded(
         self, h: Tensor, microbatch: Microbatch, segment: Segment, embedding: nn.Module, anchor: Tensor
     ) -> Tensor:
-        """h with the job's rows wherever one of its tokens stands; as in the embedding itself, what stands
-        for padding gets no gradient."""
+        """Return h with the job's rows wherever one of its tokens stands. As in the embedding itself, the
+        padding token gets no gradient."""
         tokens_L = microbatch.tokens_T[segment.rows]
         places, which = (tokens_L[:, None] == self.ids_n).nonzero(as_tuple=True)
         rows_nD = accumulated(self.rows_nD, self.total_nD, anchor)
@@ -49,13 +49,13 @@ class TrainedTokens:
 
 
 def _scale(embedding: nn.Module, like: Tensor) -> Tensor | float:
-    """Some families multiply embeddings by a number as they read them."""
+    """Return the factor by which some families multiply embeddings when they read them."""
     scale = getattr(embedding, EMBED_SCALE, 1.0)
     return scale.to(like.dtype) if isinstance(scale, Tensor) else float(scale)
 
 
 def trained_tokens(spec: Any, weights: Parameters, totals: Parameters) -> TrainedTokens | None:
-    """Those of a job with these parameters; None where it has none, or where they are on another stage."""
+    """Return the trained tokens of a job with these parameters. None if it, or this stage, has none."""
     place = next((place for place in weights if place[1] == TOKENS), None)
     if place is None:
         return None
@@ -64,7 +64,7 @@ def trained_tokens(spec: Any, weights: Parameters, totals: Parameters) -> Traine
 
 
 def fill_tokens(new: NewAdapter) -> None:
-    """Let them start at what the base has."""
+    """Initialise trained token rows with the base's own embeddings."""
     ids = new.member.spec.trained_tokens
     for (site, name), value in new.parameters.items():
         if name == TOKENS:
@@ -75,7 +75,7 @@ def fill_tokens(new: NewAdapter) -> None:
 def merge_tokens(
     folder: object, path: str, ids: Sequence[int], rows_nD: Tensor, modules: Mapping[str, nn.Module]
 ) -> None:
-    """Write them into the embedding, and so into whatever is tied to it."""
+    """Write the rows into the embedding, and thereby into anything tied to it."""
     weight_VD = modules[path].weight if path in modules else None
     if not isinstance(weight_VD, Tensor) or weight_VD.shape[1:] != rows_nD.shape[1:]:
         raise AdapterError(f"{folder} is for another base: this one has no embedding {path} of that width")
@@ -85,7 +85,7 @@ def merge_tokens(
 
 
 def refuse_other_tokens(folder: object, before: Any, spec: Any) -> None:
-    """Raise where the adapter of a folder and that of the job which starts from it have other tokens."""
+    """Raise if the adapter of a folder and that of the job that starts from it train different tokens."""
     if before.trained_tokens != spec.trained_tokens:
         raise AdapterError(
             f"{folder} trains the embeddings of the tokens {list(before.trained_tokens)}, the job those of "

@@ -1,4 +1,4 @@
-"""Tokens whose embeddings an adapter trains, as PEFT's `trainable_token_indices` has it. No torch here."""
+"""Tokens whose embeddings an adapter trains, as in PEFT's `trainable_token_indices`. No torch here."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from weftune.core.shapes import SiteShape, layer_of
 
 TOKENS = "token_rows_nD"
-"""The parameter: the embeddings themselves, not their difference to the base's; its site is the embedding."""
+"""Parameter of the embeddings themselves, not their difference from the base's. Its site is the embedding."""
 STORED = "token_adapter.trainable_tokens_delta"
-"""What PEFT calls it behind the path of the embedding."""
+"""PEFT's name for this parameter, after the path of the embedding."""
 EMBEDDINGS = {"layers": "embed_tokens", "h": "wte"}
-"""What families call their embedding, by the name of the list of layers that stands beside it."""
+"""Name of the list of layers → name of the embedding beside it, as families call them."""
 
 
 def embedding_path(sites: Sequence[SiteShape]) -> str | None:
-    """Where the embedding is in a base with these sites; None where its first layer is not among them."""
+    """Return the path of the embedding in a base with these sites. None if they lack its first layer."""
     first = _first_layer(sites)
     if first is None:
         return None
@@ -25,7 +25,7 @@ def embedding_path(sites: Sequence[SiteShape]) -> str | None:
 
 
 def token_shapes(ids: Sequence[int], sites: Sequence[SiteShape]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Site → parameter → shape of the embeddings of these tokens, on the stage that has the first layer."""
+    """Return site → parameter → shape of these tokens' embeddings, on the stage with the first layer."""
     path, first = embedding_path(sites), _first_layer(sites)
     if not ids or path is None or first is None:
         return {}
@@ -33,5 +33,5 @@ def token_shapes(ids: Sequence[int], sites: Sequence[SiteShape]) -> dict[str, di
 
 
 def _first_layer(sites: Sequence[SiteShape]) -> SiteShape | None:
-    """The first site of the first layer, which is as wide as the embeddings that go into it."""
+    """Return the first site of the first layer, which is as wide as the embeddings that go into it."""
     return next((site for site in sites if layer_of(site.name) == 0), None)

@@ -12,20 +12,20 @@ from torch import Tensor
 from weftune.ops.adamw import RateRun
 
 SHARED = ""
-"""In the place of a site's name: what all sites of an adapter share."""
+"""Site name of parameters that all sites of an adapter share."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterShape:
-    """One parameter of an adapter: the site it belongs to, its name there, its shape as the bank holds it."""
+    """One parameter of an adapter: its site, its name there, and its shape as the bank holds it."""
 
     site: str
     name: str
     shape: tuple[int, ...]
     rate: float = field(default=1.0, compare=False)
-    """Multiplies the job's learning rate for this parameter. The vector's layout does not depend on it."""
+    """Factor of the job's learning rate for this parameter. The vector's layout does not depend on it."""
     active: int | None = field(default=None, compare=False)
-    """Of the matrices of experts along the first dimension, those that a token meets."""
+    """Number of experts' matrices (first dimension) that one token uses. None outside experts."""
 
     @property
     def size(self) -> int:
@@ -38,17 +38,17 @@ class ParameterShape:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Parameters of one shape, each `apart` values behind the one before: as a rule those of a module in
-    every layer. One call makes the views of all of them, and an adapter has hundreds."""
+    """Parameters of one shape at equal distances of `apart` values, usually those of one module in every
+    layer. One call makes the views of all of them, and an adapter has hundreds."""
 
     shape: tuple[int, ...]
     start: int
     numbers: tuple[int, ...]
-    """Which parameters of the layout they are."""
+    """Indices of the parameters in the layout."""
     apart: int = 0
 
     def takes(self, start: int) -> bool:
-        """Whether a parameter there goes on with it."""
+        """Whether a parameter that begins at `start` continues the run."""
         return len(self.numbers) == 1 or start == self.start + len(self.numbers) * self.apart
 
     def longer(self, number: int, start: int) -> _Run:
@@ -72,12 +72,12 @@ class VectorLayout:
 
     @cached_property
     def met(self) -> int:
-        """Parameters that a token is multiplied by: all but those at experts that it is not sent to."""
+        """Number of parameters that a token meets: all except those at experts it is not sent to."""
         return sum(parameter.met for parameter in self.parameters)
 
     @cached_property
     def rates(self) -> tuple[RateRun, ...]:
-        """Neighbours that learn at the same rate, taken together; none where all learn at the job's own."""
+        """Runs of neighbouring parameters with equal learning rates. Empty if all have the job's own."""
         runs: list[RateRun] = []
         stop = 0
         for parameter in self.parameters:
@@ -89,7 +89,7 @@ class VectorLayout:
 
     @cached_property
     def _runs(self) -> tuple[_Run, ...]:
-        """All parameters; those of one module in several layers, if equally far apart, are a run."""
+        """All parameters. Those of one module in several layers form a run if they are equally far apart."""
         runs: dict[tuple[tuple[int, ...], str, str], list[_Run]] = {}
         start = 0
         for number, parameter in enumerate(self.parameters):
@@ -103,7 +103,7 @@ class VectorLayout:
         return tuple(run for same in runs.values() for run in same)
 
     def views(self, flat: Tensor) -> dict[tuple[str, str], Tensor]:
-        """The parameters inside `flat`, by (site, name), sharing its memory."""
+        """Return the parameters inside `flat`, by (site, name), sharing its memory."""
         assert flat.shape == (self.size,), "the vector does not fit the layout"
         assert flat.is_contiguous()
         found: list[Tensor] = [flat] * len(self.parameters)
@@ -113,7 +113,7 @@ class VectorLayout:
         return {(one.site, one.name): view for one, view in zip(self.parameters, found, strict=True)}
 
     def slice_of(self, other: VectorLayout, flat: Tensor) -> Tensor:
-        """The values of this layout's parameters out of the vector `flat` of another that holds them all."""
+        """Return the values of this layout's parameters from `flat`, a vector of a layout with them all."""
         if other == self:
             return flat
         views = other.views(flat)

@@ -1,4 +1,4 @@
-"""The adapters that the tiled kernels weave in, of all kinds whose form is LoRA with scales, by slot.
+"""The adapters, by slot, of all kinds whose form is LoRA with scales, which the tiled kernels compute.
 
 Shapes: T rows, K inputs, N outputs, r ranks of a job.
 """
@@ -25,14 +25,14 @@ from weftune.ops.lora.tiled import contest_at, woven_linear
 from weftune.ops.lora.weave import DIRECT_RANKS
 
 LEAST_RANK = 16
-"""Kernels multiply at least so many ranks at once."""
+"""Smallest number of ranks that kernels multiply at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Seat:
     slot: int
     parts: tuple[WovenPart | None, ...]
-    """One for every site; kept alive here, since the tables have only addresses."""
+    """One part for every site. They are kept alive here, since the tables hold only addresses."""
 
     @property
     def rank(self) -> int:
@@ -41,17 +41,18 @@ class _Seat:
 
 @dataclass(slots=True)
 class _Tables:
-    """What the kernels read; each exists from the first job on that needs it."""
+    """The tables that the kernels read. Each is created for the first job that needs it."""
 
     low_rank: SlotTable
     low_rank_views: tuple[np.ndarray, ...]
-    """The same on the host."""
+    """Views of the `low_rank` table on the host."""
     g_out: AddressTable | None
     g_in: AddressTable | None
     computed: AddressTable | None
 
     def put(self, slot: int, parts: Sequence[WovenPart | None]) -> None:
-        """Into the tables on the host: many jobs may come and go before the next pass."""
+        """Write a job's parts to the tables on the host: many jobs may be attached and detached before the
+        next pass."""
         self.low_rank.put(self.low_rank_views, slot, [part.low_rank if part else None for part in parts])
         if self.g_out is not None:
             put_scales(self.g_out, slot, [part.g_out if part else None for part in parts])
@@ -67,8 +68,8 @@ class _Tables:
 
 
 class WovenBank:
-    """At a group of sites that share their input, all adapters aboard that the tiled kernels weave in. They
-    read the owner of each row from `Pass.rows`, so that a captured pass serves any jobs."""
+    """All attached adapters that the tiled kernels compute at a group of sites that share their input. The
+    kernels read the owner of each row from `Pass.rows`, so that a captured pass serves any jobs."""
 
     def __init__(self, sites: Sequence[SiteShape], slots: int) -> None:
         self.sites = tuple(sites)
@@ -84,7 +85,7 @@ class WovenBank:
         self._columns = tuple(zip([0, *stops[:-1]], stops, strict=True))
 
     def attach(self, job: str, slot: int, parts: Sequence[WovenPart | None]) -> None:
-        """Seat a job: one part for every site, None where it has no adapter."""
+        """Attach a job with one part for every site, None where it has no adapter."""
         seat = self._seats[job] = _Seat(slot, tuple(parts))
         self._grow(job, seat)
         self._put(slot, parts)
@@ -95,8 +96,9 @@ class WovenBank:
         self._put(seat.slot, [None] * len(self.sites))
 
     def _grow(self, job: str, seat: _Seat) -> None:
-        """Limits only grow, so that who leaves does not change what a captured graph was made for. But large
-        ranks count only while one is aboard: then there are two limits, and graphs of both are kept."""
+        """Raise the limits to include a job. Limits only grow, so that a job that is detached does not change
+        what a captured graph was made for. But large ranks count only while a job with them is attached:
+        there are then two limits, and graphs of both are kept."""
         before = self._bands, self._has
         most = 1 << (seat.rank - 1).bit_length()
         if most > DIRECT_RANKS:
@@ -115,7 +117,7 @@ class WovenBank:
 
     @property
     def _limit(self) -> int:
-        """No rank aboard is above this."""
+        """Upper limit of the ranks of all attached jobs."""
         return max(self._rank, self._large_rank) if self._large else self._rank
 
     @property
@@ -124,15 +126,15 @@ class WovenBank:
 
     @property
     def _has(self) -> tuple[bool, ...]:
-        """Which of the tables there are, besides that of A and B."""
+        """Flags of the tables that exist besides that of A and B."""
         return self._scales_out, self._scales_in, self._lengths, self._computes
 
     def resize(self, slots: int) -> None:
-        """From now on slots may be numbered up to `slots`."""
+        """Allow slots to be numbered up to `slots`."""
         self._slots, self._tables = slots, None
 
     def settle(self) -> None:
-        """Bring to the device who came and who went since the last pass, as its kernels read it."""
+        """Copy the tables to the device if jobs were attached or detached since the last pass."""
         if self._tables is not None and self._unsent:
             self._tables.send()
             self._unsent = False
@@ -143,12 +145,12 @@ class WovenBank:
             self._unsent = True
 
     def limits(self) -> tuple[object, ...]:
-        """What kernels are compiled and launched for, besides the jobs aboard: equal limits, equal
-        launches."""
+        """Return what kernels are compiled and launched for, besides the attached jobs: equal limits mean
+        equal launches."""
         return self._limit, self._bands, self._drops, self._has
 
     def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
-        """The frozen product of all sites side by side with every job's part."""
+        """Compute the frozen product of all sites side by side, with every job's part."""
         assert bound.rows is not None, "the rows were not dealt out"
         return woven_linear(
             x_TK,
@@ -163,7 +165,7 @@ class WovenBank:
         )
 
     def contest(self, frozen: Frozen, residual: bool, bound: Pass) -> Contest | None:
-        """What `linear` will have to choose from, so that kernels can be compiled ahead; None if nothing."""
+        """Return the choices of `linear`, so that kernels can be compiled ahead. None if there are none."""
         weight = frozen.weight
         if bound.rows is None or (isinstance(weight, Tensor) and weight.dim() != 2):
             return None
@@ -187,7 +189,7 @@ class WovenBank:
         )
 
     def _made(self, device: torch.device) -> _Tables:
-        # A flat vector holds its parameters end to end: one odd width moves all that come after it.
+        # A flat vector holds its parameters end to end: one odd width shifts all that come after it.
         widths = [width for site in self.sites for width in (site.in_features, site.out_features)]
         names, count = [site.name for site in self.sites], len(self.sites)
         table = SlotTable.empty(

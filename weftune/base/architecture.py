@@ -42,9 +42,9 @@ class _Linear:
 @dataclass(frozen=True, slots=True)
 class _Layer:
     linears: tuple[_Linear, ...]
-    """In the order of the model's modules."""
+    """Linears in the order of the model's modules."""
     others: int
-    """Parameters of everything else: norms, mostly."""
+    """Number of all other parameters, mostly those of norms."""
 
     @property
     def parameters(self) -> int:
@@ -53,14 +53,14 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What a family's model is made of."""
+    """The parts of a family's model."""
 
     hidden: int
     stem: str
-    """The module path of the list of layers."""
+    """Module path of the list of layers."""
     layers: tuple[_Layer, ...]
     around: int
-    """Parameters outside the layers: embeddings, output layer if it is not tied, last norm."""
+    """Number of parameters outside the layers: embeddings, untied output layer, last norm."""
     outside: tuple[_Linear, ...] = ()
     """Sites that belong to no layer; they come first."""
     transposed: bool = False
@@ -107,15 +107,15 @@ DEFAULTS: Mapping[str, Config] = {
         "linear_num_value_heads": 32,
     },
 }
-"""What a config.json may leave out, because the family has it so."""
+"""Family → default values of keys that its config.json may omit."""
 
 LONG_ROPE = ("longrope", "su")
-"""The second is what early files call it."""
+"""Names of the long rope type; "su" is the name in early files."""
 
 
 def spec_shape(spec: BaseSpec, config: Config, bytes_per_value: int) -> ModelShape:
-    """The shape of a base with that config.json, quantised as it is to be; BaseModelError where its family is
-    not known here."""
+    """Return the shape of a base with that config.json, quantised as requested. Raise BaseModelError if its
+    family is not known here."""
     shape, found = model_shape(config, spec.model, bytes_per_value), quantised(config, spec)
     if found is None:
         return shape
@@ -125,7 +125,7 @@ def spec_shape(spec: BaseSpec, config: Config, bytes_per_value: int) -> ModelSha
 
 
 def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
-    """The shape of the base called `name` in plain weights; BaseModelError where its family is not known."""
+    """Return the shape of the base `name` in plain weights. Raise BaseModelError for an unknown family."""
     wrapped = is_wrapper(config)
     config = text_values(config) if wrapped else config
     family = str(config.get("model_type"))
@@ -173,7 +173,8 @@ def _sites(parts: _Parts, wrapped: bool) -> tuple[SiteShape, ...]:
 
 
 def _context(config: Config) -> int:
-    """As the model's: long rope ends at its original length, whichever key of either age holds it."""
+    """Return the context length, as for the model itself: long rope ends at its original length, whose key
+    depends on the file's age."""
     longest = int(config.get("max_position_embeddings") or config["n_positions"])
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     for one in [rope, *(value for value in rope.values() if isinstance(value, Mapping))]:
@@ -184,7 +185,7 @@ def _context(config: Config) -> int:
 
 
 def _decoder(facts: DecoderFacts, config: Config) -> _Parts:
-    """The Llama shape: q, k, v and o, then gate, up and down."""
+    """Return the parts of a Llama-like model: q, k, v and o, then gate, up and down."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     mlp_bias = facts.heeds_biases and bool(config["mlp_bias"])
     gate_up = (inner, inner) if len(facts.gate_up) == 2 else (2 * inner,)
@@ -221,7 +222,8 @@ def _norms(facts: DecoderFacts, config: Config) -> int:
 
 
 def _mixture(facts: MixtureFacts, config: Config) -> _Parts:
-    """Attention as in the Llama shape, then a router and experts; in some layers an MLP, which is no site."""
+    """Return the parts of a model with Llama-like attention, then a router and experts; some layers may have
+    an MLP instead, which is no site."""
     hidden, inner, layers = (int(config[key]) for key in ("hidden_size", facts.inner, "num_hidden_layers"))
     count = int(config.get("num_experts") or config["num_local_experts"])
     active = int(config["num_experts_per_tok"])
@@ -242,14 +244,14 @@ def _mixture(facts: MixtureFacts, config: Config) -> _Parts:
 
 
 def _heads(config: Config) -> tuple[int, int, int]:
-    """One head's width, that of all query heads, and that of all key heads."""
+    """Return the width of one head, of all query heads, and of all key heads."""
     heads = int(config["num_attention_heads"])
     head = int(config.get("head_dim") or config["hidden_size"] // heads)
     return head, heads * head, int(config.get("num_key_value_heads") or heads) * head
 
 
 def _ends(config: Config, hidden: int) -> int:
-    """The embedding, and the output layer unless it is the same."""
+    """Return the number of parameters of the embedding, and of the output layer unless they are tied."""
     return int(config["vocab_size"]) * hidden * (1 if config["tie_word_embeddings"] else 2)
 
 
@@ -304,7 +306,8 @@ def _gpt2(config: Config) -> _Parts:
 
 
 def _qwen3_5(config: Config) -> _Parts:
-    """Three layers of Gated DeltaNet to one of attention, whose q has a gate beside it."""
+    """Return the parts of a model with three layers of Gated DeltaNet to one of attention, whose q has a gate
+    beside it."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     head, wide, narrow = _heads(config)
     bias = bool(config["attention_bias"])

@@ -25,72 +25,71 @@ from weftune.errors import BaseModelError
 NAME = "weftune"
 
 HARMLESS = frozenset({"position_ids", "cache_position", "position_embeddings"})
-"""Keywords that an attention receives but can ignore: they took effect before it."""
+"""Keywords that an attention receives but can ignore, because they took effect before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Where the samples of a pack lie: sample i is the rows from boundaries[i] to boundaries[i + 1]."""
+    """The samples of a pack: sample i is the rows from boundaries[i] to boundaries[i + 1]."""
 
     lengths: tuple[int, ...]
     boundaries: Tensor
     longest: int
     even: bool = False
-    """Whether all samples are equally long: then they are a plain batch, which has faster kernels."""
+    """Whether all samples are equally long. They are then a plain batch, which has faster kernels."""
     prefixes: Prefixes | GatheredPrefixes | None = None
 
 
 ReadKeys = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
-"""The number of a layer → for each job that has any the keys and the values, [P, G · D], P before every
-sample."""
+"""Layer number → the keys and the values, [P, G · D], of each job that puts P of them before every sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """Keys and values that stand before samples of a pack, in the same number before all of one job."""
+    """Keys and values before samples of a pack, in the same number for all samples of one job."""
 
     runs: tuple[SampleRun, ...]
-    """All samples, in order."""
+    """Runs of all samples, in order."""
     read: ReadKeys
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredPrefixes:
-    """The same for a captured pass, which finds the samples by numbers: they are laid out once more, Z rows
-    in all, with their keys and with room that zeros fill."""
+    """Keys and values before samples in a captured pass, which finds the samples by indices. The samples are
+    laid out a second time, in Z rows, with their keys and with unused rows of zeros."""
 
     read: ReadKeys
     pack: Pack
-    """The Z rows."""
+    """The pack of the Z rows."""
     source_Z: Tensor
-    """The row of the pack that each of them is; anywhere in the job's own rows where it is none."""
+    """Row of the pack that each of the Z rows is a copy of; any of the job's own rows if it is not a copy."""
     is_row_Z: Tensor
     keys_at: tuple[Tensor, ...]
-    """For each job, the places of its keys, those of one sample after another."""
+    """For each job, the indices of its keys among the Z rows, sample after sample."""
     rows_R: Tensor
-    """The rows of the pack that have keys before them; to fill the room, the same come again."""
+    """Rows of the pack that have keys before them, repeated to fill the tensor."""
     place_R: Tensor
-    """Where each of those lies among the Z rows."""
+    """Index of each of `rows_R` among the Z rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRun:
-    """Consecutive samples of a pack: those of one job with keys before them, or others."""
+    """Consecutive samples of a pack: those of one job with keys before them, or samples without keys."""
 
     rows: int
-    """Of the samples themselves."""
+    """Number of rows of the samples themselves."""
     pack: Pack
-    """The samples, with the keys."""
+    """The pack of the samples with their keys."""
     spread: Spread | None
-    """None where nothing stands before them."""
+    """Positions of rows and keys. None if no keys stand before the samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Where rows and keys lie among one another."""
+    """The positions of rows and keys among one another."""
 
     job: int
-    """The place of the job among those that have keys."""
+    """Index of the job among those that have keys."""
     rows_T: Tensor
     keys_T: Tensor
 
@@ -101,7 +100,7 @@ class Rule:
 
     scale: float | None
     window: int | None
-    """A row sees itself and the `window - 1` rows before it; None: all before it."""
+    """Number of rows that a row sees, itself included. None means all rows before it."""
     softcap: float | None
 
 
@@ -116,8 +115,8 @@ def with_prefixes(
     jobs: Sequence[slice],
     read: ReadKeys,
 ) -> Pack:
-    """The pack, with so many keys before each of its samples; `jobs` are the samples of those that have any,
-    in order."""
+    """Return the pack with counts[i] keys before sample i; `jobs` are the samples, in order, of the jobs that
+    have keys."""
     device, runs, sample = packed.boundaries.device, list[SampleRun](), 0
     for number, job in enumerate(jobs):
         if sample < job.start:
@@ -134,7 +133,7 @@ def _plain_run(lengths: Sequence[int], device: torch.device) -> SampleRun:
 
 
 def _prefixed_run(lengths: Sequence[int], count: int, job: int, device: torch.device) -> SampleRun:
-    """Samples with `count` keys before each."""
+    """Return a run of samples with `count` keys before each."""
     whole = [length + count for length in lengths]
     begins = [stop - length for stop, length in zip(accumulate(whole), whole, strict=True)]
     keys = [torch.arange(begin, begin + count) for begin in begins]
@@ -144,10 +143,10 @@ def _prefixed_run(lengths: Sequence[int], count: int, job: int, device: torch.de
 
 
 def register() -> None:
-    """Make `weftune` a name that transformers knows; saying it twice does no harm.
+    """Make `weftune` a name that transformers knows. Calling this twice does no harm.
 
-    Samples are kept apart by `attend`. Of an attention that has no way to make masks transformers makes none;
-    where it has one, every pass first asks the device whether positions begin anew, and waits for the answer.
+    `attend` keeps samples apart. For an attention without a mask function transformers makes no masks; with
+    one, every pass would first query the device whether positions begin anew, and wait for the answer.
     """
     AttentionInterface.register(NAME, attend)
 
@@ -166,7 +165,7 @@ def attend(
     weftune_pack: Pack | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The signature is transformers'; the result is [1, T, H, D]."""
+    """Compute the attention, [1, T, H, D]. The signature is transformers'."""
     if weftune_pack is None:
         raise BaseModelError(
             f"{type(module).__name__} does not hand the samples' boundaries to its attention."
@@ -188,7 +187,7 @@ def attend(
 def attend_behind(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule, layer: int | None
 ) -> Tensor:
-    """`attend_packed`, with the keys and values that adapters put before samples."""
+    """Compute `attend_packed` with the keys and values that adapters put before samples."""
     prefixes = pack.prefixes
     if prefixes is None:
         return attend_packed(q_THD, k_TGD, v_TGD, pack, rule)
@@ -196,7 +195,7 @@ def attend_behind(
     if isinstance(prefixes, GatheredPrefixes):
         return _attend_gathered(q_THD, k_TGD, v_TGD, replace(pack, prefixes=None), prefixes, rule, layer)
     before, seen = prefixes.read(layer), list[Tensor]()
-    # `split` and not slices: its backward writes each gradient once.
+    # `split`, not slices: its backward writes each gradient once.
     parts = (x.split([run.rows for run in prefixes.runs]) for x in (q_THD, k_TGD, v_TGD))
     for run, q, k, v in zip(prefixes.runs, *parts, strict=True):
         if run.spread is None:
@@ -215,8 +214,8 @@ def _attend_gathered(
     rule: Rule,
     layer: int,
 ) -> Tensor:
-    """All rows as if there were no keys before them, and in the place of those that have some what they see
-    of both."""
+    """Attend all rows as if there were no keys before them, then replace the results of rows that have keys
+    by results that include the keys."""
     q_THD, k_TGD, v_TGD, q_ZHD, k_ZGD, v_ZGD = _LaidAgain.apply(prefixes, q_THD, k_TGD, v_TGD)
     plain_THD = attend_packed(q_THD, k_TGD, v_TGD, pack, rule)
     for (keys_PN, values_PN), at in zip(prefixes.read(layer), prefixes.keys_at, strict=True):
@@ -227,10 +226,10 @@ def _attend_gathered(
 
 
 class _LaidAgain(torch.autograd.Function):
-    """Tensors as they are, and their rows that have keys before them laid out once more.
+    """A function that returns tensors unchanged, and a second copy of their rows that have keys before them.
 
-    What is seen of such rows without keys is replaced, so their first gradients are zero: the others take
-    their place, and nothing as large as the pack is added up.
+    The results of such rows without keys are replaced, so the gradients of the first copy are zero there:
+    those of the second copy take their place, and nothing as large as the pack has to be added.
     """
 
     @staticmethod
@@ -243,13 +242,13 @@ class _LaidAgain(torch.autograd.Function):
         prefixes: GatheredPrefixes = ctx.prefixes
         own, laid = gradients[: len(gradients) // 2], gradients[len(gradients) // 2 :]
         for dx_TGD, dx_ZGD in zip(own, laid, strict=True):
-            # The attention has just made it, for nobody else.
+            # The attention has just computed this gradient, and nothing else reads it.
             dx_TGD.index_copy_(0, prefixes.rows_R, dx_ZGD.index_select(0, prefixes.place_R))
         return None, *own
 
 
 class _Replaced(torch.autograd.Function):
-    """What all rows see, with other values for those that have keys before them."""
+    """A function that replaces the results of the rows that have keys before them."""
 
     @staticmethod
     def forward(ctx: Any, prefixes: GatheredPrefixes, plain_THD: Tensor, seen_ZHD: Tensor) -> Tensor:
@@ -260,7 +259,7 @@ class _Replaced(torch.autograd.Function):
     def backward(ctx: Any, d_THD: Tensor) -> tuple[None, Tensor, Tensor]:
         prefixes: GatheredPrefixes = ctx.prefixes
         d_ZHD = _gathered(d_THD, prefixes)
-        # The linear behind the attention has just made it, for nobody else.
+        # The linear after the attention has just computed this gradient, and nothing else reads it.
         return None, d_THD.index_fill_(0, prefixes.rows_R, 0.0), d_ZHD
 
 
@@ -283,15 +282,16 @@ def _attend_spread(
     before: tuple[Tensor, Tensor],
     rule: Rule,
 ) -> Tensor:
-    """Keys before samples get queries of zeros beside them: so every sample stays square, as all kernels want
-    it, and what the zeros see is dropped."""
+    """Attend samples with keys before them. The keys get queries of zeros beside them, so that every sample
+    stays square, as all kernels require; the results of these queries are dropped."""
     q_THD = _spread(q_THD, pack, spread, None)
     k_TGD, v_TGD = (_spread(x, pack, spread, own) for x, own in zip((k_TGD, v_TGD), before, strict=True))
     return attend_packed(q_THD, k_TGD, v_TGD, pack, rule)[spread.rows_T]
 
 
 def _spread(x_TGD: Tensor, pack: Pack, spread: Spread, before_PN: Tensor | None) -> Tensor:
-    """Rows where they lie among what stands before samples; zeros where nothing is given for that."""
+    """Return the rows at their positions among the keys; the keys' positions hold `before_PN`, or zeros if it
+    is None."""
     whole = x_TGD.new_zeros(sum(pack.lengths), *x_TGD.shape[1:]).index_copy(0, spread.rows_T, x_TGD)
     if before_PN is None:
         return whole
@@ -299,7 +299,7 @@ def _spread(x_TGD: Tensor, pack: Pack, spread: Spread, before_PN: Tensor | None)
 
 
 def attend_packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule) -> Tensor:
-    """The result is [T, H, D]."""
+    """Compute the attention, [T, H, D]."""
     if kernel_fits(q_THD, v_TGD, rule):
         if pack.even and (rule.window is None or rule.window >= pack.longest):
             return attend_as_batch(q_THD, k_TGD, v_TGD, pack, rule)
@@ -309,7 +309,7 @@ def attend_packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule:
 
 
 def refuse_others(module: str, others: dict[str, Any]) -> None:
-    """Attention sinks, position biases and the like change the result: what we do not know we refuse."""
+    """Raise for unknown arguments: attention sinks, position biases and the like change the result."""
     asked = [name for name, value in others.items() if value is not None and value is not False]
     unknown = [name for name in asked if name not in HARMLESS]
     if unknown:
@@ -319,7 +319,7 @@ def refuse_others(module: str, others: dict[str, Any]) -> None:
 
 
 def attend_by_sample(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, pack: Pack, rule: Rule) -> Tensor:
-    """One sample after the other. `split` and not slices: its backward writes each gradient once."""
+    """Attend one sample after another. `split`, not slices: its backward writes each gradient once."""
     samples = zip(*(x.split(pack.lengths, dim=2) for x in (q_1HTD, k_1GTD, v_1GTD)), strict=True)
     sample_attention = attend_within if rule.softcap is None else attend_within_capped
     return torch.cat([sample_attention(q, k, v, rule).transpose(1, 2) for q, k, v in samples], dim=1)
@@ -340,7 +340,7 @@ def attend_within(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: Rule) ->
 
 
 def attend_within_capped(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: Rule) -> Tensor:
-    """Written out, because no fused kernel caps the scores: cap · tanh(score / cap)."""
+    """Compute the attention without a fused kernel, because none caps the scores: cap · tanh(score / cap)."""
     assert rule.softcap is not None
     groups, width = k_1GLD.shape[1], q_1HLD.shape[-1]
     scale = width**-0.5 if rule.scale is None else rule.scale
@@ -354,21 +354,21 @@ def attend_within_capped(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: R
 
 
 def visible(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Which rows (second index) each row (first index) of one sample sees."""
+    """Return a mask of the rows (second index) that each row (first index) of one sample sees."""
     row_L = torch.arange(length, device=device)
     distance_LL = row_L[:, None] - row_L
     return (distance_LL >= 0) & (distance_LL < (length if window is None else window))
 
 
 def kernel_fits(q_THD: Tensor, v_TGD: Tensor, rule: Rule) -> bool:
-    """Whether torch's variable-length kernel can do it: half precision, a recent GPU, no soft-cap."""
+    """Whether torch's variable-length kernel applies: half precision, a recent GPU, no soft-cap."""
     width = q_THD.shape[-1]
     same = width == v_TGD.shape[-1]
     return rule.softcap is None and same and kernel_serves(q_THD.device, q_THD.dtype, width)
 
 
 def kernel_serves(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Whether the kernel takes heads of this width. It reads boundaries on the device, as graphs need it."""
+    """Whether the kernel takes heads of this width. It reads boundaries on the device, as graphs require."""
     half = dtype in (torch.bfloat16, torch.float16)
     return device.type == "cuda" and half and width <= 256 and width % 8 == 0 and has_kernel(device.index)
 
@@ -379,7 +379,7 @@ def has_kernel(device_index: int | None) -> bool:
 
 
 def attend_as_batch(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule) -> Tensor:
-    """S samples of L rows each."""
+    """Attend S samples of L rows each as a batch."""
     q_SHLD, k_SGLD, v_SGLD = (
         x.unflatten(0, (-1, pack.longest)).transpose(1, 2) for x in (q_THD, k_TGD, v_TGD)
     )
@@ -390,9 +390,9 @@ def attend_as_batch(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rul
 def attend_with_kernel(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    # The kernel's left window leaves out the row itself. (-1, 0) is torch's word for plain causal.
+    # The kernel's left window does not count the row itself. (-1, 0) is torch's notation for plain causal.
     left = -1 if rule.window is None or rule.window >= pack.longest else rule.window - 1
-    # torch 2.11 takes grouped heads without being told; later versions want the word.
+    # torch 2.11 detects grouped heads itself; later versions need the argument.
     kernel = partial(varlen_attn, enable_gqa=True) if names_grouped_heads() else varlen_attn
     out_THD = kernel(
         q_THD,

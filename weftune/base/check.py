@@ -1,4 +1,4 @@
-"""The check at load: samples packed together give the logits that transformers gives them one by one.
+"""The check at load: packed samples must give the logits that transformers gives them one by one.
 
 Shapes: T rows of the pack, L rows of one sample, V vocabulary.
 """
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from weftune.base.model import Base
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
-"""Relative to the logits' spread. Rows that see a foreign sample, or stand at a wrong position, miss by far
-more; rounding, and eager attention's softmax in float32, by far less."""
+"""Dtype → tolerance relative to the logits' spread. Rows that see another sample, or have a wrong position,
+miss it by far; rounding, and eager attention's softmax in float32, stay far below it."""
 
 CHEAP_WINDOW = 64
-"""A known family's sliding window is exercised at load only up to this length; the tests do the rest."""
+"""Largest sliding window of a known family that is exercised at load; the tests cover longer ones."""
 LONGEST_WINDOW = 8192
 
 
@@ -56,7 +56,7 @@ def check_packing(base: Base, plain: str) -> None:
             f"{name} gives logits that are not finite: its weights are broken, or too large for {base.dtype}."
         )
     packed = packed_TV.split([len(tokens_L) for tokens_L in samples])
-    # A tensor's maximum is NaN if any of its values is; Python's `max` is not.
+    # A tensor's maximum is NaN if any of its values is NaN, unlike Python's `max`.
     worst = torch.tensor([distance(*pair) for pair in zip(packed, separate, strict=True)]).max().item()
     if not worst <= TOLERANCE[base.dtype]:
         raise BaseModelError(
@@ -66,7 +66,7 @@ def check_packing(base: Base, plain: str) -> None:
 
 
 def sample_lengths(base: Base, known: bool) -> tuple[int, ...]:
-    """Three lengths, one of them past the sliding window where that must be, or cheaply can be, exercised."""
+    """Return three lengths, one past the sliding window if it has to be exercised, or can be cheaply."""
     config, context = base.model.config, base.shape.context
     window = getattr(config, "sliding_window", None)
     longest = 12
@@ -81,7 +81,7 @@ def sample_lengths(base: Base, known: bool) -> tuple[int, ...]:
 
 
 def sample(length: int, base: Base) -> Tensor:
-    """Tokens spread over the vocabulary, the same ones every time."""
+    """Return tokens spread over the vocabulary, the same ones every time."""
     return (torch.arange(length, device=base.device) * 7919 + 13 * length) % base.shape.vocabulary
 
 
@@ -99,7 +99,7 @@ def microbatch_of(samples: list[Tensor]) -> Microbatch:
 
 
 def distance(a_LV: Tensor, b_LV: Tensor) -> float:
-    """How far apart, in units of how much the logits vary at all; NaN if either is not finite."""
+    """Return the distance of the logits relative to their spread. NaN if either tensor is not finite."""
     a_LV, b_LV = a_LV.double(), b_LV.double()
     spread = (b_LV - b_LV.mean(dim=-1, keepdim=True)).norm()
     return ((a_LV - b_LV).norm() / spread).item()

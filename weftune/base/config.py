@@ -1,4 +1,4 @@
-"""A base's config.json and tokenizer without torch and without weights, for verbs that only count."""
+"""A base's config.json and tokenizer without torch and without weights, for commands that only count."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
 def read_config(spec: BaseSpec) -> dict[str, Any]:
-    """What config.json says; what cannot be a base is refused when it is loaded."""
+    """Return the values of config.json. A model that cannot be a base is refused only when it is loaded."""
     folder = model_folder(spec)
     file = Path(folder) / CONFIG if Path(folder).is_dir() else _fetched(spec)
     try:
@@ -32,7 +32,7 @@ def read_config(spec: BaseSpec) -> dict[str, Any]:
 
 
 def read_tokenizer(spec: BaseSpec) -> Any:
-    """The fast tokenizer, by its own class: the automatic one imports torch."""
+    """Return the fast tokenizer, through its own class: the automatic one imports torch."""
     from transformers import PreTrainedTokenizerFast
 
     try:
@@ -47,7 +47,7 @@ def bytes_per_value(spec: BaseSpec, gpu: bool) -> int:
 
 
 def model_folder(spec: BaseSpec) -> str:
-    """A folder that is here, or a Hub id. What would have to be converted first is asked for."""
+    """Return a local folder, or a Hub id. Raise if the base would have to be converted first."""
     if spec.model == DEMO:
         return _converted(cache_folder() / "demo", "*", spec)
     path = Path(spec.model).expanduser()
@@ -61,13 +61,13 @@ def model_folder(spec: BaseSpec) -> str:
 
 
 def refuse_absent(spec: BaseSpec) -> None:
-    """A Hub id that the Hub does not give us is a mistake, found by one question."""
+    """Raise if the Hub does not provide this Hub id, which takes one request."""
     if sentence := why_absent(spec.model, "model", spec.revision):
         raise BaseModelError(sentence)
 
 
 def _converted(folder: Path, pattern: str, spec: BaseSpec) -> str:
-    """The newest conversion; making one needs torch."""
+    """Return the newest conversion. Raise if there is none, since converting needs torch."""
     made = [
         file.parent for file in folder.glob(f"{pattern}/{CONFIG}") if not file.parent.name.startswith(".")
     ]

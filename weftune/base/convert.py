@@ -1,7 +1,7 @@
-"""GGUF files become ordinary model folders, once, in the cache.
+"""Conversion of GGUF files to ordinary model folders, once, in the cache.
 
-Reading a GGUF takes transformers half a minute, and some of its tokenizer is lost on the way; the folder
-loads in a second and has been mended.
+Transformers takes half a minute to read a GGUF file and loses some of its tokenizer; the folder loads in a
+second and has been repaired.
 """
 
 from __future__ import annotations
@@ -39,27 +39,28 @@ from weftune.core.paths import cache_folder
 from weftune.errors import BaseModelError, MissingPackage, UserError
 
 FORMAT = 1
-"""Part of every cache key: raise it when a conversion gives other files than before."""
+"""Part of every cache key. Increase it when a conversion writes different files than before."""
 
 CHECKSUMS = "checksums.json"
-"""In a converted folder: what every file of it holds, so that a bit that a disk has flipped is found."""
+"""File in a converted folder with the checksums of every other file, so that a flipped bit on disk is
+found."""
 PIECE_BYTES = 16 * 2**20
 
 SINGLE_DIGITS = frozenset({"smollm", "starcoder"})
 """The `tokenizer.ggml.pre` names whose digits are tokens of their own; transformers drops that rule."""
 PLAIN_BYTES = frozenset({"", "default", "gpt-2"})
-"""The names that need no rule besides splitting into bytes."""
+"""The `tokenizer.ggml.pre` names that need no rule besides splitting into bytes."""
 
 
 def converted(file: Path) -> Path:
-    """The model folder made from `file`, from the cache if it was made before."""
+    """Return the model folder made from `file`, from the cache if it was made before."""
     if not file.is_file():
         raise BaseModelError(f"There is no GGUF file {file}.")
     return converted_into(cache_folder() / "gguf" / f"{file.stem}-{fingerprint(file)}", file)
 
 
 def fingerprint(file: Path) -> str:
-    """Changes when the file does. Its start is read and not all of it: a GGUF can be 100 GB."""
+    """Return a value that changes when the file does. Only its start is read: a GGUF file can have 100 GB."""
     status = file.stat()
     with file.open("rb") as stream:
         start = hashlib.sha256(stream.read(1 << 20)).hexdigest()
@@ -67,8 +68,8 @@ def fingerprint(file: Path) -> str:
 
 
 def converted_into(folder: Path, file: Path) -> Path:
-    """Make `folder` from `file` unless it is there and whole. Whoever renames first wins; nobody sees half a
-    folder."""
+    """Make `folder` from `file` unless it exists and is intact. Of several processes the first to rename
+    wins, and none sees an incomplete folder."""
     bad = damaged(folder) if folder.is_dir() else ""
     if folder.is_dir() and not bad:
         return folder
@@ -102,9 +103,9 @@ def write_checksums(folder: Path) -> None:
 
 
 def damaged(folder: Path) -> str:
-    """The name of a file of a converted folder whose checksum does not hold; "" if all do.
+    """Return the name of a file of a converted folder whose checksum does not match; "" if all match.
 
-    Every byte is read, which also brings the files to memory for the load that follows. A folder without
+    Every byte is read, which also brings the files into memory for the load that follows. A folder without
     checksums is not trusted.
     """
     try:
@@ -116,7 +117,7 @@ def damaged(folder: Path) -> str:
 
 @cache
 def _damaged(folder: Path, seen: tuple[tuple[str, int, int], ...]) -> str:
-    """The same, computed once in a process, as long as no file changes."""
+    """Compute `damaged` once per process, as long as no file changes."""
     try:
         record = json.loads((folder / CHECKSUMS).read_bytes())
         if not {"config.json", "model.safetensors"} <= record.keys():
@@ -128,7 +129,7 @@ def _damaged(folder: Path, seen: tuple[tuple[str, int, int], ...]) -> str:
 
 
 def file_checksums(path: Path) -> list[int]:
-    """The CRC32 of every piece, on several threads: zlib lets go of the interpreter."""
+    """Return the CRC32 of every piece, computed on several threads: zlib releases the interpreter lock."""
 
     def checksum(start: int) -> int:
         with path.open("rb") as file:
@@ -140,7 +141,7 @@ def file_checksums(path: Path) -> list[int]:
 
 
 def discard(folder: Path) -> None:
-    """Out of the way in one move, so that nobody meets a folder that is half deleted."""
+    """Rename the folder before deleting it, so that no process finds it half deleted."""
     aside = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
     with suppress(FileNotFoundError):
         folder.rename(aside)
@@ -166,7 +167,8 @@ def write_folder(file: Path, folder: Path) -> None:
 
 @contextmanager
 def readable(file: Path) -> Iterator[None]:
-    """Whatever is raised over a damaged file is one sentence; a tokenizer's panic is no Exception even."""
+    """Turn any exception raised by a damaged file into one BaseModelError; a tokenizer's panic is not even an
+    Exception."""
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit):
@@ -177,27 +179,27 @@ def readable(file: Path) -> Iterator[None]:
 
 
 def refuse_larger(file: Path) -> None:
-    """Raise for a file whose header describes a larger model than its tensors make."""
+    """Raise for a file whose header describes a larger model than its tensors form."""
     header = read_header(file)
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    # An output layer that is tied to the embedding stands in the file once.
+    # An output layer tied to the embedding is in the file only once.
     if sum(value.numel() for value in model.parameters()) > header.elements + header.largest:
         raise ValueError("its header describes a larger model than its tensors make")
 
 
 @contextmanager
 def read_once(gguf: Any) -> Iterator[None]:
-    """Parse a GGUF file once while this lasts, and list the names of a model's tensors once.
+    """Parse a GGUF file once inside, and list the names of a model's tensors once.
 
     transformers parses the file for the tokenizer, the config and the weights, which takes seconds each time,
-    and lists the names anew for every module.
+    and lists the names again for every module.
     """
     reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
 
     class PlainReader(reader):  # type: ignore[misc, valid-type]
-        """Slices a plain array: of a memory map each of a million slices is a slow object of its own."""
+        """A reader of a plain array: each of a million slices of a memory map would be a slow object."""
 
         def __setattr__(self, key: str, value: Any) -> None:
             super().__setattr__(key, np.asarray(value) if key == "data" else value)
@@ -212,11 +214,11 @@ def read_once(gguf: Any) -> Iterator[None]:
 
 
 def write_model(model: PreTrainedModel, folder: Path) -> None:
-    """As `save_pretrained` would, which refuses a model that came out of a GGUF."""
+    """Write the model as `save_pretrained` would, which refuses a model that was read from a GGUF file."""
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.config.save_pretrained(folder)
-    # `named_parameters` gives a tied weight once, under the name that loading expects.
+    # `named_parameters` yields a tied weight once, under the name that loading expects.
     weights = {name: narrowed(weight.detach()).contiguous() for name, weight in model.named_parameters()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -227,7 +229,7 @@ def gguf_text(reader: object, key: str) -> str:
 
 
 def mend_tokenizer(tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, file: Path) -> None:
-    """Put back the splitting rule that the GGUF names and transformers did not restore."""
+    """Restore the splitting rule that the GGUF names and transformers did not restore."""
     backend = tokenizer.backend_tokenizer
     if pre_tokenizer in SINGLE_DIGITS:
         digits = pre_tokenizers.Digits(individual_digits=True)
@@ -242,10 +244,10 @@ def mend_tokenizer(tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, file:
 
 
 def narrowed(weight: Tensor) -> Tensor:
-    """The weight in the narrowest type that keeps every bit of it.
+    """Return the weight in the narrowest type that keeps every bit of it.
 
-    Dequantised blocks (scale · integer + minimum) need float32; what was 16 bits wide before it went into
-    the file goes back to 16.
+    Dequantised blocks (scale · integer + minimum) need float32; weights that had 16 bits before they went
+    into the file get 16 bits again.
     """
     for dtype in (torch.bfloat16, torch.float16):
         narrow = weight.to(dtype)
@@ -255,7 +257,7 @@ def narrowed(weight: Tensor) -> Tensor:
 
 
 def flush(path: Path) -> None:
-    """A folder that survives a power cut must not hold files that did not."""
+    """Flush a file to disk: a folder that survives a power cut must not hold files that did not."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
 """Gated DeltaNet (linear attention) over packed rows: every sample begins with an empty state.
 
-A layer mixes rows by a short convolution and by a recurrence, and transformers' own forward would carry both
-from one sample of a pack into the next. Here samples are laid side by side as a padded batch for these two,
-while the layer's linears see the rows of the pack as they are.
+A layer mixes rows with a short convolution and with a recurrence, and transformers' own forward would carry
+both from one sample of a pack into the next. Here samples are laid side by side as a padded batch for these
+two, while the layer's linears see the rows of the pack as they are.
 
 Shapes: T rows of the pack, S samples of a batch, L rows of its longest, H value heads, V width of a value
 head, N inputs of the convolution (q, k and v).
@@ -27,20 +27,21 @@ from weftune.base.attention import Pack
 from weftune.core.deterministic import are_kernels_deterministic
 
 MODULES = frozenset({"Qwen3_5GatedDeltaNet"})
-"""The classes of transformers whose parts are known here."""
+"""Classes of transformers whose parts are known here."""
 CHUNK = 64
-"""Rows that the recurrence takes at a time; transformers pads samples to a multiple of it anyway."""
+"""Number of rows that the recurrence takes at a time; transformers pads samples to a multiple of it
+anyway."""
 
 
 def separate_samples(model: PreTrainedModel) -> None:
-    """Let every such layer of the model begin anew with each sample of a pack."""
+    """Make every such layer of the model begin with an empty state for each sample of a pack."""
     for module in model.modules():
         if type(module).__name__ in MODULES:
             setattr(module, "forward", PackedDeltaNet(module))  # noqa: B010 (a method, to mypy)
 
 
 class PackedDeltaNet:
-    """The forward of a layer; the signature is transformers'. Without a pack it is transformers' own."""
+    """The forward of a layer, with transformers' signature. Without a pack it runs transformers' own."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module
@@ -58,7 +59,7 @@ class PackedDeltaNet:
         assert named.get("cache_params") is None, "packed rows have no past"
         linears = module.in_proj_qkv, module.in_proj_b, module.in_proj_a
         arguments = *(linear(hidden_states)[0] for linear in linears), weftune_pack.lengths
-        # The recurrence keeps many times what goes into it: its backward runs it once more instead.
+        # The recurrence keeps many times the size of its inputs, so its backward recomputes it instead.
         if torch.is_grad_enabled():
             mixed_THV = checkpoint(self._mixed, *arguments, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -98,15 +99,15 @@ class PackedDeltaNet:
 
 
 class SumsByProducts(TorchFunctionMode):
-    """Running sums of floats as products with a triangle of ones: on a GPU torch has no other deterministic
-    form of them, and their backward would be one again."""
+    """A mode that computes running sums of floats as products with a triangle of ones: on a GPU torch has no
+    other deterministic form of them, and their backward is a running sum again."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in (torch.cumsum, torch.Tensor.cumsum) or not args[0].is_floating_point():
             return func(*args, **kwargs)
         dim = kwargs["dim"] if "dim" in kwargs else args[1]
-        # In float64: what is summed are exponents, and a product rounds less carefully than a running sum.
+        # In float64: the summands are exponents, and a product rounds less carefully than a running sum.
         x = args[0].movedim(dim, -1).double()
         sums = x @ x.new_ones(x.shape[-1], x.shape[-1]).triu()
         return sums.movedim(-1, dim).to(args[0].dtype)
@@ -117,7 +118,8 @@ def refused_sums_made_otherwise() -> AbstractContextManager[object]:
 
 
 def equally_long(lengths: Sequence[int]) -> list[list[int]]:
-    """The samples of as many chunks each, which a batch pads no more than each alone would be."""
+    """Return groups of samples with equal numbers of chunks, which a batch pads no more than each would be
+    alone."""
     found: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         found.setdefault(-(-length // CHUNK), []).append(index)

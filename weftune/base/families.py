@@ -1,4 +1,4 @@
-"""Which models Weftune trains: the families it knows, and the kinds that it names and refuses."""
+"""The models that Weftune trains: the families it knows, and the kinds that it names and refuses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRAINED = (
 SEPARATED = frozenset({"qwen3_5_text"})
 """Model types whose recurrent layers begin anew with every sample (base/delta_net.py)."""
 LAYER_KINDS = ("layer_types", "layers_block_type")
-"""The keys of a config that hold a word for each layer."""
+"""Keys of a config that hold a word for each layer."""
 RECURRENT = frozenset(
     {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding"}
 )
@@ -30,7 +30,7 @@ OTHER_SENSES = {"vision_config": "vision", "audio_config": "audio"}
 
 
 def refuse_config(config: PretrainedConfig, name: str) -> None:
-    """Raise a sentence if the config of a causal language model alone says that it cannot be a base."""
+    """Raise if the config of a causal language model alone shows that it cannot be a base."""
     kind = kind_refused(config)
     if kind is not None:
         raise BaseModelError(f"{name} is {kind}; {TRAINED}")
@@ -43,7 +43,7 @@ def refuse_config(config: PretrainedConfig, name: str) -> None:
 
 
 def recurrent_layers(config: PretrainedConfig) -> str | None:
-    """What the config calls layers that carry a state from row to row; None: the model has none."""
+    """Return the config's name for layers that carry a state from row to row. None if the model has none."""
     kinds = [str(kind) for key in LAYER_KINDS for kind in getattr(config, key, None) or ()]
     found = [kind for kind in kinds if kind in RECURRENT]
     if not found and getattr(config, "state_size", None) is not None:
@@ -57,7 +57,7 @@ def refuse_quantised(config: PretrainedConfig, name: str) -> None:
 
 
 def refuse_modules(model: PreTrainedModel, name: str) -> None:
-    """Mixtures of experts whose config does not say so are known by the names of their modules."""
+    """Raise for a mixture of experts whose config does not say so: the names of its modules show it."""
     if model.config.model_type in MIXTURES:
         return
     if any(EXPERT_MODULES.search(type(module).__name__) for module in model.modules()):

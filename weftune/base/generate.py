@@ -1,4 +1,4 @@
-"""Try a base and its adapters on one prompt, decoded greedily by transformers and PEFT themselves."""
+"""Answers of a base and its adapters to one prompt, decoded greedily by transformers and PEFT themselves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weftune.core.patterns import ending, slow_sentence
 from weftune.errors import AdapterError
 
 BASE = "base"
-"""The key of the base's own answer."""
+"""Key of the base's own answer."""
 Tokenise = Callable[[Any, str, str | None], Sequence[int]]
 
 
@@ -32,9 +32,9 @@ def answers(
     device: torch.device | None = None,
     with_base: bool = True,
 ) -> dict[str, str]:
-    """What the base says (unless not asked), and what it says with each adapter. It is loaded once.
+    """Return the answers of the base (if `with_base`) and of the base with each adapter. It is loaded once.
 
-    `tokenise` makes tokens of a tokenizer, the prompt and the system message.
+    `tokenise` makes tokens from a tokenizer, the prompt and the system message.
     """
     assert BASE not in adapters, "that key is the base's own"
     for folder in adapters.values():
@@ -45,7 +45,7 @@ def answers(
     if with_base:
         said[BASE] = answer(model, base_tokenizer, tokenise(base_tokenizer, prompt, system), max_tokens)
     for index, (name, folder) in enumerate(adapters.items()):
-        # PEFT makes module names of adapter names, and those cannot hold every character that a job's can.
+        # PEFT makes module names from adapter names, which cannot hold every character of a job's name.
         model = with_adapter(model, f"adapter{index}", folder)
         tokenizer = adapter_tokenizer(folder, base_tokenizer)
         said[name] = answer(model, tokenizer, tokenise(tokenizer, prompt, system), max_tokens)
@@ -69,7 +69,7 @@ def _is_dora(adapter: Path) -> bool:
         config: Any = json.loads((adapter / "adapter_config.json").read_bytes())
         return bool(config.get("use_dora"))
     except (OSError, ValueError, AttributeError, RecursionError):
-        # `refuse_config` says what is wrong with the file.
+        # `refuse_config` reports what is wrong with the file.
         return False
 
 
@@ -80,9 +80,9 @@ def refuse_no_adapter(folder: Path) -> None:
 
 
 def with_adapter(model: Any, name: str, folder: Path) -> Any:
-    """`model` with the adapter of `folder` active. PEFT wraps it for the first one; later ones join.
+    """Return `model` with the adapter of `folder` active. PEFT wraps it once and adds later adapters.
 
-    (Any, here and below: a PeftModel passes every attribute on to the model inside, which no type says.)
+    (Any, here and below: a PeftModel passes every attribute on to the model inside, which no type expresses.)
     """
     from peft import PeftModel
 
@@ -100,8 +100,8 @@ def with_adapter(model: Any, name: str, folder: Path) -> Any:
 
 
 def refuse_config(model: Any, folder: Path) -> None:
-    """Refuse kinds that PEFT does not have, and slow patterns: PEFT matches what an adapter's config says
-    against the name of every module."""
+    """Refuse kinds that PEFT does not have, and slow patterns: PEFT matches the patterns of an adapter's
+    config against the name of every module."""
     file = folder / "adapter_config.json"
     try:
         config: Any = json.loads(file.read_bytes())
@@ -121,7 +121,7 @@ def refuse_config(model: Any, folder: Path) -> None:
 
 
 def adapter_tokenizer(folder: Path, base_tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The one saved with the adapter, whose chat template is the one it was trained with."""
+    """Return the tokenizer saved with the adapter, whose chat template is the one it was trained with."""
     if not (folder / "tokenizer_config.json").is_file():
         return base_tokenizer
     try:
@@ -152,7 +152,7 @@ def answer(
 
 
 def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Whatever the model or the tokenizer calls an end."""
+    """Return the end tokens of the model and of the tokenizer."""
     own = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])}
     return sorted(end for end in ends if end is not None)

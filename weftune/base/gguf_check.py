@@ -1,8 +1,8 @@
-"""The header of a GGUF file, walked through before anything is made of it.
+"""A check of the header of a GGUF file before anything is made from it.
 
-Lengths and counts in the header are numbers of 64 bits, and what reads them believes them: one flipped bit
-asks for a list of billions or a model of terabytes. Here every length must end within the file, every tensor
-must lie in it, and no size of the model may be beyond what its tensors have.
+Lengths and counts in the header are 64-bit numbers, and readers trust them: one flipped bit requests a list
+of billions of values or a model of terabytes. Here every length must end within the file, every tensor must
+lie in it, and no size of the model may exceed what its tensors have.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import BinaryIO
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Bytes of a value by the number of its type."""
+"""Number of a type → bytes per value."""
 INTEGERS = frozenset({0, 1, 2, 3, 4, 5, 10, 11})
 STRING, ARRAY = 8, 9
 MAX_KEYS = 10_000
@@ -31,9 +31,9 @@ MAX_LENGTH = 2**27
 @dataclass(slots=True)
 class Header:
     integers: dict[str, int] = field(default_factory=dict)
-    """Every key whose value is one whole number."""
+    """Key → value, for every key whose value is one integer."""
     tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """The shape of every tensor."""
+    """Name of a tensor → its shape."""
 
     @property
     def elements(self) -> int:
@@ -45,7 +45,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """What the header says, or ValueError with the reason why it cannot be true."""
+    """Return the header. Raise ValueError with the reason if it cannot be true."""
     if not path.stat().st_size:
         raise ValueError("it is empty (0 bytes); download or copy it again")
     with path.open("rb") as file:
@@ -125,7 +125,7 @@ class _GgufWalk:
         self._file.seek(size, os.SEEK_CUR)
 
     def _tensor(self, header: Header) -> tuple[int, int]:
-        """Where it begins, and how many bytes it has."""
+        """Read the header of a tensor; return where the tensor begins and its number of bytes."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         name, dimensions = self._text(MAX_KEY_BYTES), self._number(4)

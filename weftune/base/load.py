@@ -1,4 +1,4 @@
-"""From what a user calls a base to its tokenizer, its shape, or the base itself."""
+"""Loading of a base's tokenizer, its shape, or the base itself, from the user's name for it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
 
 @phase(Phase.LOADING)
 def inspect(spec: BaseSpec, device: torch.device | None = None) -> ModelShape:
-    """The shape the base would have on `device` (None: the best one here), from its config alone."""
+    """Return the shape the base would have on `device` (None: the best one here), from its config alone."""
     config = load_config(spec, place(spec))
     dtype = base_dtype(spec, device or best_device())
     with explained(spec):
@@ -60,7 +60,7 @@ def inspect(spec: BaseSpec, device: torch.device | None = None) -> ModelShape:
 
 
 def shape_at_hand(spec: BaseSpec) -> ModelShape | None:
-    """Its shape, if that can be said at once: without fetching or converting anything."""
+    """Return its shape if nothing has to be fetched or converted for it, otherwise None."""
     return inspect(spec) if at_hand(spec) else None
 
 
@@ -69,7 +69,7 @@ def load_base(spec: BaseSpec, device: torch.device) -> Base:
 
 
 def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
-    """The model as transformers runs it, read straight to the device."""
+    """Return the model as transformers runs it, read directly to the device."""
     where = place(spec)
     config = load_config(spec, where)
     transformers_logging.disable_progress_bar()
@@ -98,8 +98,7 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
 def _load_read(
     spec: BaseSpec, config: BaseConfig, files: WeightFiles, device: torch.device
 ) -> PreTrainedModel:
-    """Weights that are read tensor by tensor: those of a wrapper's text tower, no others, and those that are
-    quantised."""
+    """Load weights tensor by tensor: quantised ones, and those of a wrapper's text tower alone."""
     model = bare_model(config, base_dtype(spec, device), files)
     missing = lacking(model, files)
     if missing and config.quantised and not (config.wrapped or config.quantised.stored):
@@ -114,8 +113,8 @@ def _load_read(
 
 
 def _load_quantising(spec: BaseSpec, config: BaseConfig, device: torch.device) -> PreTrainedModel:
-    """The files name their weights in another way than the model does; transformers knows how. All of them
-    are in the host's memory before they are quantised."""
+    """Load with transformers, which knows how the files name their weights if the model names them otherwise.
+    All of them are in host memory before they are quantised."""
     assert config.quantised is not None
     dtype = cast(Dtype, str(base_dtype(spec, device)).removeprefix("torch."))
     model = load_plain(replace(spec, quantize=None, dtype=dtype), torch.device("cpu"))
@@ -125,7 +124,7 @@ def _load_quantising(spec: BaseSpec, config: BaseConfig, device: torch.device) -
 
 
 def bare_model(config: BaseConfig, dtype: torch.dtype, files: WeightFiles | None) -> PreTrainedModel:
-    """The model on the meta device; its quantised linears as the files have them, if those do."""
+    """Return the model on the meta device; its quantised linears are as in the files, if those have any."""
     model = outline(config, dtype)
     if config.quantised is not None:
         replace_linears(model, quantised_forms(model, config.quantised, files))
@@ -146,7 +145,7 @@ def _refuse_lacking(spec: BaseSpec, config: BaseConfig, names: Collection[str]) 
 
 
 def load_config(spec: BaseSpec, where: str) -> BaseConfig:
-    """The config of the model that is trained: of a wrapper, that of its text tower."""
+    """Return the config of the model that is trained: for a wrapper, that of its text tower."""
     with explained(spec):
         config = AutoConfig.from_pretrained(where, revision=spec.revision, trust_remote_code=False)
         found = base_config(config, lambda: _head_stored(spec, where))
@@ -158,8 +157,8 @@ def load_config(spec: BaseSpec, where: str) -> BaseConfig:
 
 
 def _quantised(config: PretrainedConfig, text: PretrainedConfig, spec: BaseSpec) -> Quantised | None:
-    """By the config of the wrapper, if there is one; transformers, which would want packages for it, is not
-    told."""
+    """Return the quantisation from the spec and the config, that of the wrapper if there is one. The key is
+    removed from the configs, because transformers would require packages for it."""
     found = quantised({CONFIG_KEY: getattr(config, CONFIG_KEY, None), "model_type": text.model_type}, spec)
     for one in (config, text):
         if hasattr(one, CONFIG_KEY):
@@ -180,7 +179,7 @@ def base_dtype(spec: BaseSpec, device: torch.device) -> torch.dtype:
 
 
 def own_dtype(spec: BaseSpec) -> torch.dtype:
-    """What the base's files hold, whatever it is trained in."""
+    """Return the dtype of the base's files, whatever dtype it is trained in."""
     where = place(spec)
     with explained(spec):
         files = weight_files(where, spec.revision)
@@ -189,7 +188,8 @@ def own_dtype(spec: BaseSpec) -> torch.dtype:
 
 
 def quantised_as(spec: BaseSpec, stored_only: bool = False) -> Quantised | None:
-    """What the weights of a base are held in; `stored_only`: in its files."""
+    """Return the format of a base's quantised weights. None if they are plain or, with `stored_only`, if the
+    files hold plain weights."""
     found = load_config(spec, place(spec)).quantised
     return None if found is None or (stored_only and not found.stored) else found
 
@@ -199,13 +199,13 @@ def best_device() -> torch.device:
 
 
 def _this_gpu() -> torch.device:
-    """With its number, which torch wants when asked about memory. A process that has not used a GPU
-    so far has chosen none; to ask torch would start CUDA in processes that only start others."""
+    """Return the GPU with its index, which torch needs for memory queries. A process that has not used a GPU
+    so far has not chosen one; querying torch would start CUDA in processes that only start others."""
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
 def device_named(name: str | None) -> torch.device:
-    """The device a user asked for; None: the best one here."""
+    """Return the device that the user requested. None selects the best one here."""
     if name is None:
         return best_device()
     try:

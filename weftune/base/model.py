@@ -39,17 +39,17 @@ class Base:
     device: torch.device
     dtype: torch.dtype
     held: LayerRange | None = None
-    """Which layers are here, where not all are; `shape` then counts only what is here. Where several stages
-    are, from the first one's beginning to the last one's end."""
+    """The layers that are here, if not all are; `shape` then counts only what is here. With several stages,
+    the range extends from the beginning of the first to the end of the last."""
     all_sites: tuple[SiteShape, ...] = ()
-    """The sites of all stages, where not all layers are here."""
+    """Sites of all stages, if not all layers are here."""
     stored: Callable[[str], Tensor | None] | None = None
-    """Where layers are streamed: the parameter of that name from where it is kept; None for one that stays on
-    the device."""
+    """Function that returns the parameter of that name from where it is kept, if layers are streamed. It
+    returns None for one that stays on the device."""
 
     @property
     def first(self) -> bool:
-        """Whether it takes tokens; a later stage takes what the one before it made of them."""
+        """Whether it takes tokens; a later stage takes the hidden states of the stage before it."""
         return self.held is None or self.held.first
 
     @property
@@ -68,7 +68,7 @@ class Base:
 
     @classmethod
     def from_model(cls, model: PreTrainedModel, spec: BaseSpec, device: torch.device) -> Base:
-        """Freeze `model`, take it over, and prove that packing does not change what it computes."""
+        """Freeze `model`, take it over, and check that packing does not change what it computes."""
         refuse_config(model.config, spec.model)
         refuse_modules(model, spec.model)
         if not isinstance(model.get_output_embeddings(), nn.Linear):
@@ -85,13 +85,14 @@ class Base:
         return base
 
     def sites(self) -> dict[str, nn.Module]:
-        """Every linear that can carry an adapter, by module path, in the model's own order; then experts, by
-        the paths of their parameters."""
+        """Return every linear that can have an adapter, by module path, in the model's own order; then
+        experts, by the paths of their parameters."""
         return site_modules(self.model)
 
     def weight_reader(self) -> Callable[[str], Tensor]:
-        """A function that gives the weight [N, K] of a site, or that of the embedding, by its module path,
-        wherever it is kept; by that and `.embed_scale` what the embedding's rows are multiplied by."""
+        """Return a function that reads the weight [N, K] of a site, or of the embedding, by its module path,
+        wherever it is kept. With `.embed_scale` after the embedding's path, it returns the factor of its
+        rows."""
         modules: dict[str, nn.Module] = {}
 
         def read(site: str) -> Tensor:
@@ -119,17 +120,17 @@ class Base:
         return read
 
     def _kept(self, site: str, name: str, here: Tensor) -> Tensor:
-        """A parameter of a site from where it is kept, or as it is `here`."""
+        """Return a parameter of a site from where it is kept, or as it is `here`."""
         stored = None if self.stored is None else self.stored(f"{site}.{name}")
         return here if stored is None else stored
 
     def hidden(
         self, microbatch: Microbatch, pack: attention.Pack | None = None, given_TD: Tensor | None = None
     ) -> Tensor:
-        """The last hidden states h_TD; on the last stage the final norm is applied: what the head multiplies.
+        """Compute the last hidden states h_TD; the last stage applies the final norm, for the head.
 
-        A `pack` that is given stands for the microbatch's own sample lengths. `given_TD` is what the stage
-        before hands over; the first has none and takes the tokens.
+        A given `pack` replaces the microbatch's own sample lengths. `given_TD` are the hidden states of the
+        stage before; the first stage has none and takes the tokens.
         """
         assert (given_TD is None) == self.first, "the first stage takes tokens, every other hidden states"
         pack = pack or attention.pack(microbatch.sample_lengths, self.device)
@@ -156,20 +157,21 @@ class Base:
 
 
 def take_packs(model: PreTrainedModel) -> None:
-    """Let every layer that mixes rows keep the samples of a pack apart."""
+    """Make every layer that mixes rows keep the samples of a pack apart."""
     attention.register()
     model.set_attn_implementation(attention.NAME)
     separate_samples(model)
 
 
 def plain_attention(config: PretrainedConfig) -> str:
-    """What transformers would use; eager where the sdpa of older versions silently drops the soft-cap."""
+    """Return the attention that transformers would use; eager where the sdpa of older versions silently drops
+    the soft-cap."""
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     return "eager" if capped else str(config._attn_implementation)
 
 
 def logit_multiplier(config: PretrainedConfig) -> float:
-    """Cohere multiplies its logits by a constant, Granite divides them by one."""
+    """Return the factor of the logits: Cohere multiplies them by a constant, Granite divides them by one."""
     scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
     if scale is not None:
         return float(scale)
@@ -177,7 +179,7 @@ def logit_multiplier(config: PretrainedConfig) -> float:
 
 
 def own_config(model: PreTrainedModel) -> None:
-    """Give the model a config of its own: transformers shares it by reference with whoever else holds it."""
+    """Give the model a config of its own: transformers shares it by reference with other holders."""
     shared, own = model.config, copy.deepcopy(model.config)
     if own.model_type in MIXTURES:
         _settle_mixture(own, model.dtype)
@@ -187,7 +189,8 @@ def own_config(model: PreTrainedModel) -> None:
 
 
 def _settle_mixture(config: PretrainedConfig, dtype: torch.dtype) -> None:
-    """Nobody asks for routers' logits: there is no loss on them. torch groups no products in float64."""
+    """Switch off the routers' logits, since there is no loss on them, and grouped products in float64, which
+    torch does not have."""
     config.output_router_logits = False
     if dtype is torch.float64:
         config._experts_implementation = "eager"

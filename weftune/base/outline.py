@@ -18,15 +18,15 @@ from weftune.base.towers import ROTATES_IMAGES, SAME_ON_TEXT, WRAPPERS, within
 @dataclass(frozen=True, slots=True)
 class BaseConfig:
     text: PretrainedConfig
-    """Of the causal language model that is trained."""
+    """Config of the causal language model that is trained."""
     wrapped: bool = False
-    """Whether that is the text tower of a wrapper."""
+    """Whether that model is the text tower of a wrapper."""
     quantised: Quantised | None = None
-    """What the weights of its layers are held in, if they are no matrices."""
+    """Format of the weights of its layers, if they are not plain matrices."""
 
 
 class Tower(nn.Module):
-    """Stands for a wrapper's own model, and has its text tower only."""
+    """A stand-in for a wrapper's own model that has only its text tower."""
 
     def __init__(self, language_model: nn.Module) -> None:
         super().__init__()
@@ -42,12 +42,13 @@ class Tower(nn.Module):
 
 
 def base_config(config: PretrainedConfig, head_stored: Callable[[], bool | None]) -> BaseConfig:
-    """`head_stored` tells whether the files hold an output layer; None: there are none."""
+    """Return the config of the model that is trained. `head_stored` returns whether the files hold an output
+    layer, or None if there are no files."""
     if config.model_type not in WRAPPERS:
         return BaseConfig(config)
     text = _of_causal_model(copy.deepcopy(config.text_config))
     outer, inner = (bool(getattr(one, "tie_word_embeddings", None)) for one in (config, text))
-    # The two disagree where one of them is a default; then the files know.
+    # The two disagree if one of them is a default; then the files decide.
     stored = None if outer == inner else head_stored()
     text.tie_word_embeddings = inner if stored is None else not stored
     return BaseConfig(text, wrapped=True)
@@ -64,7 +65,7 @@ def _of_causal_model(text: PretrainedConfig) -> PretrainedConfig:
 
 
 def outline(config: BaseConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model on the meta device."""
+    """Return the model on the meta device."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config.text, dtype=dtype)
     return as_tower(model) if config.wrapped else model

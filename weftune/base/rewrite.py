@@ -1,4 +1,4 @@
-"""A wrapper's folder, written again with what its text tower has become."""
+"""Writing of a wrapper's folder with a changed text tower."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BESIDE = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""What a wrapper has beside its weights, its config and its tokenizer."""
+"""Files that a wrapper has beside its weights, its config and its tokenizer."""
 
 
 def is_tower(model: PreTrainedModel) -> bool:
@@ -33,7 +33,7 @@ def is_tower(model: PreTrainedModel) -> bool:
 
 
 def write_wrapper(model: PreTrainedModel, spec: BaseSpec, target: Path) -> None:
-    """Write the whole wrapper of the base in the dtype of `model`, its text tower; a file at a time is in
+    """Write the whole wrapper of the base in the dtype of `model`, its text tower; one file at a time is in
     memory."""
     files = weight_files(place(spec), spec.revision)
     assert files is not None
@@ -50,7 +50,7 @@ def write_wrapper(model: PreTrainedModel, spec: BaseSpec, target: Path) -> None:
 
 
 def _write_file(model: PreTrainedModel, files: WeightFiles, file: str, target: Path) -> int:
-    """One file with the tower's own weights in their places; returns the bytes of its tensors."""
+    """Write one file with the tower's own weights in their places, and return the bytes of its tensors."""
     names = stored_names(model, files)
     assert names is not None, "the tower was read from these files"
     found = [(name, parts, part) for name, parts in names.items() for part in parts]
@@ -67,6 +67,6 @@ def _write_file(model: PreTrainedModel, files: WeightFiles, file: str, target: P
 
 
 def _in_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """The config with its own dtype, and those of the configs in it, set; older files have another key."""
+    """Set the dtype of the config and of the configs in it; older files have another key for it."""
     inner = {key: _in_dtype(value, dtype) for key, value in config.items() if key.endswith("_config")}
     return {key: value for key, value in config.items() if key != "torch_dtype"} | inner | {"dtype": dtype}

@@ -1,8 +1,8 @@
 """The files of a base that may be opened: safetensors, under names that stay inside the base's own folder.
 
-A pickle (`pytorch_model.bin`) runs its maker's code as soon as it is opened, and `weights_only` has been
-circumvented more than once. So none is opened, and the user is told how to convert it. No torch here:
-commands that only count import this too.
+A pickle (`pytorch_model.bin`) runs its author's code as soon as it is opened, and `weights_only` has been
+circumvented more than once. Therefore none is opened, and the error message says how to convert it. No torch
+here: commands that only count import this too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weftune.errors import BaseModelError
 
 SAFETENSORS = ".safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack")
-"""The endings of weights that are refused."""
+"""Endings of weight files that are refused."""
 ADAPTER_CONFIG = "adapter_config.json"
 
 CONVERT = (
@@ -32,13 +32,14 @@ CONVERT = (
 
 
 def convert_command(model: str) -> str:
-    """A command that writes the same model with safetensors beside it."""
+    """Return a command that writes the same model with safetensors beside it."""
     target = f"{Path(model).name}-safetensors" if not Path(model).is_dir() else f"{model}-safetensors"
     return f'python -c "{CONVERT}" {shlex.quote(model)} {shlex.quote(target)}'
 
 
 def refuse_unsafe(folder: Path, name: str) -> None:
-    """Raise for a model folder whose weights are all pickles, or an adapter's; `name` is the user's."""
+    """Raise for a model folder whose weights are all pickles, or for an adapter folder; `name` is the user's
+    name for it."""
     if (folder / ADAPTER_CONFIG).is_file():
         raise BaseModelError(
             f"The folder {name} holds an {ADAPTER_CONFIG}: as a base, name the model that the adapter is for."
@@ -60,7 +61,7 @@ def no_safetensors(name: str, found: str | None = None) -> BaseModelError:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Tensor → file, as the index of a sharded model says; every file must be a plain name beside it."""
+    """Return tensor → file from the index of a sharded model. Every file must be a plain name beside it."""
     try:
         values: Any = json.loads(index.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -78,7 +79,7 @@ def weight_map(index: Path) -> dict[str, str]:
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """A safetensors file, opened; one that is empty or was cut off is named in the sentence."""
+    """Open a safetensors file. The error for an empty or truncated file names it."""
     try:
         file = safe_open(path, framework="pt")
     except SafetensorError as error:

@@ -1,4 +1,4 @@
-"""From a transformers model, real or on the meta device, to the records of its sizes."""
+"""The records of sizes of a transformers model, real or on the meta device."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from weftune.core.weight import HoldsWeight, Weight, held_bytes
 
 
 def linears(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Every linear but the output layer, by module path; of a mixture of experts those of attention.
+    """Return every linear but the output layer, by module path; of a mixture of experts those of attention.
 
-    PEFT takes the names of other linears there, which a few layers may have, for those of experts.
+    There PEFT takes the names of other linears, which a few layers may have, for those of experts.
     """
     output, mixes = model.get_output_embeddings(), model.config.model_type in MIXTURES
     return {
@@ -31,26 +31,26 @@ def linears(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def experts(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The experts of each layer of a mixture, by module path."""
+    """Return the experts of each layer of a mixture, by module path."""
     if model.config.model_type not in MIXTURES:
         return {}
     return {name: module for name, module in model.named_modules() if name.endswith(f".{EXPERTS}")}
 
 
 def site_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The module of every site: a linear, or experts."""
+    """Return the module of every site: a linear, or experts."""
     mixed = {f"{path}.{name}": module for path, module in experts(model).items() for name in (GATE_UP, DOWN)}
     return linears(model) | mixed
 
 
 def embedding_module(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The embedding by its module path."""
+    """Return the embedding by its module path."""
     embedding = model.get_input_embeddings()
     return {name: module for name, module in model.named_modules() if module is embedding}
 
 
 def model_sites(model: PreTrainedModel) -> Iterator[SiteShape]:
-    """Every place for an adapter, in the model's own order."""
+    """Yield every site for an adapter, in the model's own order."""
     found, mixed = linears(model), experts(model)
     for name, _ in model.named_modules():
         if name in found:
@@ -93,7 +93,7 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
 
 
 def values(model: PreTrainedModel) -> int:
-    """How many values the parameters are; of a weight that is no matrix, those that it stands for."""
+    """Return the number of values of the parameters, for a quantised weight those of its matrix."""
     count = sum(parameter.numel() for parameter in model.parameters())
     for module in linears(model).values():
         if isinstance(module, HoldsWeight):
@@ -103,7 +103,7 @@ def values(model: PreTrainedModel) -> int:
 
 
 def _site_bytes(modules: Collection[nn.Module]) -> float | None:
-    """Bytes a value of the sites' weights; None where all are matrices of the model's own dtype."""
+    """Return the bytes per value of the sites' weights. None if all are matrices of the model's own dtype."""
     if not any(isinstance(module, HoldsWeight) for module in modules):
         return None
     stored = 0
@@ -123,10 +123,10 @@ def _weights(module: nn.Module) -> int:
 
 
 def context(config: PretrainedConfig) -> int:
-    """The longest sample whose positions do not depend on its neighbours in the pack.
+    """Return the longest sample whose positions do not depend on its neighbours in the pack.
 
-    Long rope changes the rotation of all rows once the longest sample passes the original length, so
-    such a base ends there.
+    Long rope changes the rotation of all rows once the longest sample exceeds the original length, so the
+    context of such a base ends there.
     """
     longest = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}

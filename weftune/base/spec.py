@@ -1,4 +1,4 @@
-"""What a user may say about the base. No torch here: `jobs` builds on this."""
+"""The keys with which a user describes the base. No torch here: `jobs` builds on this."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class BaseSpec:
 
     model: str
     dtype: Dtype | None = None
-    """None: bfloat16 on a GPU, float32 on a CPU."""
+    """Dtype of the base. None selects bfloat16 on a GPU and float32 on a CPU."""
     revision: str | None = None
     quantize: Quantize | None = None
-    """What the weights of the layers are stored in. None: as the base's files have them."""
+    """Format in which the weights of the layers are stored. None keeps the format of the base's files."""
     written: str | None = None
-    """What the user wrote, where `model` is the absolute path made of it; never a key of jobs.yaml."""
+    """Name as written by the user, if `model` is the absolute path of it; never a key of jobs.yaml."""
 
     @property
     def published_name(self) -> str:
-        """What an exported adapter names as its base."""
+        """The name of the base in an exported adapter."""
         return DEMO_HUB_ID if self.model == DEMO else self.written or self.model

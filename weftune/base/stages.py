@@ -1,6 +1,6 @@
 """One stage of a base: consecutive layers, the first with the embedding, the last with final norm and head.
 
-Modules that live elsewhere give way to ones that hand on what they get, so that module paths, layer indices
+Modules of other stages are replaced by modules that pass their input on, so that module paths, layer indices
 and every family's own forward stay as they are.
 """
 
@@ -31,12 +31,12 @@ from weftune.errors import BaseModelError
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What a family's decoder has around its layers, by the names of its children."""
+    """Names of a family's modules around its layers, as children of the decoder."""
 
     layers: str = "layers"
     embedding: str = "embed_tokens"
     positions: str | None = None
-    """What its forward adds to the embedding, which must happen once only."""
+    """Module whose output the forward adds to the embedding, which must happen only once."""
     before: tuple[str, ...] = ()
     """Other modules between embedding and layers; they may be absent."""
     after: tuple[str, ...] = ("norm",)
@@ -53,14 +53,14 @@ ENDS = {
 
 
 class Elsewhere(nn.Module):
-    """Replaces a module of another stage: returns its input."""
+    """A replacement for a module of another stage that returns its input."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
 
 
 class NoPositions(nn.Module):
-    """Replaces learned positions, which the first stage has added already."""
+    """A replacement for learned positions, which the first stage has already added."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         return torch.zeros(())
@@ -82,7 +82,7 @@ def load_stage(spec: BaseSpec, device: torch.device, held: LayerRange) -> Base:
 
 
 def outlined(spec: BaseSpec, device: torch.device) -> tuple[PreTrainedModel, WeightFiles | None]:
-    """A base that can be cut, as it would be on `device`, without its weights, and the files with them."""
+    """Return a base that can be cut, as on `device` but without its weights, and the files with them."""
     where = place(spec)
     config = load_config(spec, where)
     refuse_uncut(config.text, spec.model)
@@ -92,7 +92,7 @@ def outlined(spec: BaseSpec, device: torch.device) -> tuple[PreTrainedModel, Wei
 
 
 def cut_base(model: PreTrainedModel, spec: BaseSpec, device: torch.device, held: LayerRange) -> Base:
-    """One stage of a model that is in memory; the model is taken over."""
+    """Return one stage of a model in memory; the model is taken over."""
     refuse_uncut(model.config, spec.model)
     whole = model_shape(model, matrix_dtype(model))
     cut(model, held)
@@ -110,7 +110,7 @@ def refuse_uncut(config: PretrainedConfig, name: str) -> None:
 def stage_of(
     model: PreTrainedModel, spec: BaseSpec, device: torch.device, held: LayerRange, whole: ModelShape
 ) -> Base:
-    """A model that was cut, as a frozen base with Weftune's attention."""
+    """Return a model that was cut as a frozen base with Weftune's attention."""
     refuse_modules(model, spec.model)
     nn.Module.to(model, device)
     model.eval().requires_grad_(False)
@@ -121,7 +121,7 @@ def stage_of(
 
 
 def shape_here(model: PreTrainedModel, whole: ModelShape, layers: int) -> ModelShape:
-    """The shape of a base of which only so many layers are here."""
+    """Return the shape of a base of which only `layers` layers are here."""
     return ModelShape(
         layers=layers,
         hidden=whole.hidden,
@@ -142,7 +142,7 @@ def cut(model: PreTrainedModel, held: LayerRange) -> None:
 
 
 def keep(model: PreTrainedModel, held: Sequence[LayerRange]) -> None:
-    """The same for several stages, in their order."""
+    """Replace everything that none of these stages, given in order, needs by `Elsewhere`."""
     ends = ENDS[model.config.model_type]
     decoder = decoder_of(model)
     layers = cast(nn.ModuleList, getattr(decoder, ends.layers))
@@ -165,7 +165,7 @@ def keep(model: PreTrainedModel, held: Sequence[LayerRange]) -> None:
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The module that runs the layers; OPT has one more around it, and so has a wrapper's text tower."""
+    """Return the module that runs the layers; OPT, and a wrapper's text tower, have one more around it."""
     base = model.base_model
     if isinstance(base, Tower):
         return base.language_model

@@ -1,6 +1,6 @@
-"""Text towers: the language model inside a model that sees images too. No torch here.
+"""Text towers: the language model inside a model that also sees images. No torch here.
 
-Of such a wrapper only the text tower is read and trained, but everything in it keeps the name that it has in
+Only the text tower of such a wrapper is read and trained, but everything in it keeps the name that it has in
 the wrapper, so that PEFT and vLLM apply its adapters to the whole model.
 """
 
@@ -17,16 +17,16 @@ WRAPPERS: Mapping[str, str] = {
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_5": "qwen3_5_text",
 }
-"""The model type of a wrapper → that of its text tower, where config.json does not tell."""
+"""Model type of a wrapper → that of its text tower, used if config.json does not say."""
 
 SAME_ON_TEXT: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_vl_text": ("qwen3", {"max_position_embeddings": 128000}),
 }
-"""Text towers without a causal language model of their own → the family that computes the same on text, and
-what a config.json may leave out where that family has it otherwise. (Qwen3-VL rotates by three positions,
-which are one and the same for text.)"""
+"""Text tower without a causal language model of its own → the family that computes the same on text, and
+default values that differ from that family's. (Qwen3-VL rotates by three positions, which are equal for
+text.)"""
 ROTATES_IMAGES = ("mrope_section", "mrope_interleaved")
-"""Keys of the rotary embedding that say nothing about text."""
+"""Keys of the rotary embedding that do not affect text."""
 
 
 def is_wrapper(config: Mapping[str, Any]) -> bool:
@@ -34,7 +34,7 @@ def is_wrapper(config: Mapping[str, Any]) -> bool:
 
 
 def text_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the config.json of a wrapper says about its text tower, as one of the family that computes it."""
+    """Return the text tower's values of a wrapper's config.json, for the family that computes it."""
     own = {key: value for key, value in (config.get("text_config") or {}).items() if value is not None}
     kind = str(own.get("model_type") or WRAPPERS[config["model_type"]])
     tied = config.get("tie_word_embeddings")
@@ -48,12 +48,12 @@ def text_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def within(name: str) -> str:
-    """The name in the wrapper of a module or weight of the text model."""
+    """Return the name in the wrapper of a module or weight of the text model."""
     return f"{TEXT_TOWER}.{name.removeprefix('model.')}" if name.startswith("model.") else name
 
 
 def older_name(name: str) -> str:
-    """What files from before transformers 4.52 call a weight of the wrapper."""
+    """Return the name of a weight of the wrapper in files from before transformers 4.52."""
     if in_wrapper(name):
         return f"language_model.model.{name.removeprefix(f'{TEXT_TOWER}.')}"
     return f"language_model.{name}"

@@ -1,4 +1,4 @@
-"""Tensors out of a base's safetensors files, only those that are asked for."""
+"""Reading of single tensors from a base's safetensors files."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from weftune.base.safe_files import open_safetensors, weight_map
 from weftune.base.towers import older_name
 
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""As safetensors names them."""
+"""Name of a dtype in safetensors → dtype."""
 HEAD = "lm_head.weight"
 
 StoredNames = Mapping[str, tuple[str, ...]]
-"""Parameter of a model → what its files call the parts of it, which is mostly one."""
+"""Parameter of a model → names of its parts in the files, usually one."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """Which file of a folder, or of a Hub repository, holds which tensor."""
+    """The tensors of a folder, or of a Hub repository, and the file that holds each."""
 
     where: str
     revision: str | None
@@ -46,7 +46,7 @@ class WeightFiles:
 
 
 def weight_files(where: str, revision: str | None) -> WeightFiles | None:
-    """What the index says, or the one file there is; None where weights are not in safetensors files."""
+    """Return the files from the index, or the only file. None if the weights are not in safetensors files."""
     index = found_file(where, SAFE_WEIGHTS_INDEX_NAME, revision)
     if index is not None:
         return WeightFiles(where, revision, weight_map(index))
@@ -60,8 +60,8 @@ def weight_files(where: str, revision: str | None) -> WeightFiles | None:
 def file_reader(
     model: PreTrainedModel, files: WeightFiles, device: torch.device
 ) -> Callable[[str, Tensor], None] | None:
-    """Writes a parameter of `model`, by its name, into a tensor; None if the files do not know them all.
-    Weights are quantised on `device`."""
+    """Return a function that writes a parameter of `model`, by its name, into a tensor. None if the files do
+    not have all parameters. Weights are quantised on `device`."""
     known = stored_names(model, files)
     if known is None:
         return None
@@ -106,14 +106,14 @@ def _by_file(files: WeightFiles, parts: Sequence[str]) -> dict[Path, list[str]]:
 
 
 def part_of(parameter: Tensor, parts: Sequence[str], part: str) -> Tensor:
-    """The place of a stored tensor in a parameter that the files hold in so many parts, one below another."""
+    """Return the view of one stored part of a parameter whose parts lie one below another."""
     if len(parts) == 1:
         return parameter
     return parameter.flatten(0, -2).chunk(len(parts))[parts.index(part)]
 
 
 def stored_names(model: PreTrainedModel, files: WeightFiles) -> StoredNames | None:
-    """Those of all parameters of `model`; None if the files do not know them all."""
+    """Return the names in the files of all parameters of `model`. None if any is missing there."""
     found: dict[str, tuple[str, ...]] = {}
     beside = parts_beside(model)
     for name, _ in model.named_parameters(remove_duplicate=False):
@@ -127,7 +127,7 @@ def stored_names(model: PreTrainedModel, files: WeightFiles) -> StoredNames | No
 
 
 def _parts(model: PreTrainedModel, name: str) -> list[str]:
-    """What a parameter is made of in files: those of a mixture hold every expert's linears apart."""
+    """Return the parts of a parameter in files: those of a mixture hold every expert's linears separately."""
     facts = MIXTURES.get(model.config.model_type)
     if facts is None:
         return [name]
@@ -144,15 +144,16 @@ def _parts(model: PreTrainedModel, name: str) -> list[str]:
 def quantised_forms(
     model: PreTrainedModel, chosen: Quantised, files: WeightFiles | None
 ) -> dict[str, WeightFormat]:
-    """The linears of `model` to be quantised, by path, and to what; without files, as if they were plain."""
+    """Return the linears of `model` to be quantised, by path, and their formats; without files, as if those
+    were plain."""
     if files is None:
         return chosen_forms(model, replace(chosen, stored=False), lambda name: name, ())
     return chosen_forms(model, chosen, partial(_name_in, files, model), files.files)
 
 
 def read_weights(model: PreTrainedModel, files: WeightFiles, device: torch.device) -> bool:
-    """Bring the parameters of `model`, which is on the meta device, to `device`; False, and nothing is done,
-    if the files do not know one of them by its name."""
+    """Bring the parameters of `model`, which is on the meta device, to `device`. Return False and do nothing
+    if the files do not have one of them by its name."""
     wanted = stored_names(model, files)
     if wanted is None:
         return False
@@ -177,7 +178,7 @@ def read_weights(model: PreTrainedModel, files: WeightFiles, device: torch.devic
 
 
 def _read_each(model: PreTrainedModel, files: WeightFiles, device: torch.device) -> None:
-    """One parameter after another, so that of plain weights one at a time is in memory."""
+    """Read one parameter after another, so that only one plain weight at a time is in memory."""
     read = file_reader(model, files, device)
     assert read is not None
     for name, names in shared_names(model).items():
@@ -188,7 +189,7 @@ def _read_each(model: PreTrainedModel, files: WeightFiles, device: torch.device)
 
 
 def lacking(model: PreTrainedModel, files: WeightFiles) -> list[str]:
-    """The parameters of `model` that the files do not know."""
+    """Return the parameters of `model` that the files do not have."""
     beside = parts_beside(model)
     return sorted(
         name
@@ -203,7 +204,7 @@ def head_stored(files: WeightFiles) -> bool:
 
 
 def shared_names(model: PreTrainedModel) -> dict[str, list[str]]:
-    """The first name of every parameter → all its names: a tied head has another one."""
+    """Return the first name of every parameter → all its names: a tied head has another one."""
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)
@@ -211,8 +212,8 @@ def shared_names(model: PreTrainedModel) -> dict[str, list[str]]:
 
 
 def _name_in(files: WeightFiles, model: PreTrainedModel, name: str) -> str | None:
-    """A tied head is stored as the embedding, and some files leave out the name of the model inside, or have
-    names of another age."""
+    """Return the name of a parameter in the files, or None. A tied head is stored as the embedding, and some
+    files omit the name of the inner model, or use older names."""
     tied = dict(model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
     for known in (name, tied.get(name)):
         if known is None:
@@ -227,7 +228,7 @@ def _put(model: PreTrainedModel, names: Sequence[str], value: Tensor, device: to
     before = model.get_parameter(names[0])
     refuse_other_shape(names[0], value.shape, before.shape)
     parameter = nn.Parameter(value.to(device, before.dtype), requires_grad=False)
-    # Transformers' own mark: `_init_weights` leaves such a parameter alone.
+    # Transformers' own mark: `_init_weights` does not change such a parameter.
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     for name in names:
         path, _, last = name.rpartition(".")
@@ -240,7 +241,7 @@ def refuse_other_shape(name: str, stored: torch.Size, wanted: torch.Size) -> Non
 
 
 def make_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Buffers that no file holds (rotary frequencies, a scale) are made as transformers makes them."""
+    """Create buffers that no file holds (rotary frequencies, a scale) as transformers does."""
     for module in model.modules():
         held = dict(module.named_buffers(recurse=False))
         if not held:
@@ -256,8 +257,8 @@ def found_file(where: str, name: str, revision: str | None) -> Path | None:
 
 
 def stored_dtype(files: WeightFiles) -> torch.dtype | None:
-    """Of most tensors of the first file, those of quantised weights apart; None where that is none which
-    models are trained in."""
+    """Return the dtype of most tensors of the first file, not counting those of quantised weights. None if
+    models are not trained in it."""
     first = next(iter(files.files))
     with open_safetensors(files.path(first)) as file:
         plain = [name for name in file.keys() if not is_part(name, files.files)]  # noqa: SIM118

@@ -1,1 +1,1 @@
-"""What `weftune bench` runs: Weftune and the other ways to do the same work, measured on one GPU."""
+"""Benchmarks that `weftune bench` runs: Weftune and the other ways to do the same work, on one GPU."""

@@ -1,6 +1,6 @@
-"""What Weftune is compared with: the frozen base in plain transformers, and PEFT one job after another.
+"""Baselines for Weftune: the frozen base in plain transformers, and PEFT with one job after another.
 
-Shapes: B samples, L tokens of each, D hidden width.
+Shapes: B samples, L tokens per sample, D hidden width.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineWork:
-    """One round: every job makes one step on `batch` samples of `length` tokens, all supervised."""
+    """The work of one round: one step per job on `batch` samples of `length` tokens, all supervised."""
 
     jobs: int
     batch: int
     length: int
     rank: int
     ranks: tuple[int, ...] = ()
-    """Of each job, where they differ; `rank` is then the largest."""
+    """Rank of each job. Empty if all jobs have `rank`; otherwise `rank` is the largest."""
     dropouts: tuple[float, ...] = ()
-    """Of each job, where there is any."""
+    """Dropout of each job. Empty if no job has any."""
 
     @property
     def each_rank(self) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ class BaselineWork:
 
     @property
     def lengths(self) -> list[int]:
-        """Of all samples of all jobs."""
+        """Lengths in tokens of all samples of all jobs."""
         return [self.length] * (self.jobs * self.batch)
 
     @property
@@ -60,7 +60,10 @@ class BaselineWork:
 
 
 def frozen(size: Size, work: BaselineWork, place: BenchPlace, pace: Repeats) -> MeasuredStep:
-    """Forward and backward of all jobs' samples as one batch, no adapter: embeddings carry the gradient."""
+    """Measure forward and backward over all jobs' samples as one batch, without adapters.
+
+    The embeddings carry the gradient.
+    """
     model = build(size, place)
     ids_BL = random_ids(size, work.jobs * work.batch, work.length, place)
     x_BLD = model.get_input_embeddings()(ids_BL).detach().requires_grad_()
@@ -75,8 +78,11 @@ def frozen(size: Size, work: BaselineWork, place: BenchPlace, pace: Repeats) -> 
 def peft_one_by_one(
     size: Size, work: BaselineWork, place: BenchPlace, pace: Repeats, wide: bool, nf4: bool = False
 ) -> MeasuredStep:
-    """One job's step, times the jobs. `wide` adapters are float32, PEFT's default; else the base's dtype.
-    `nf4`: on a base that bitsandbytes has quantised so (QLoRA); nothing is recomputed."""
+    """Measure one job's step and multiply it by the number of jobs.
+
+    `wide` adapters are in float32, PEFT's default; others are in the base's dtype. `nf4` quantises the base
+    with bitsandbytes (QLoRA). Nothing is recomputed.
+    """
     model = peft_model(size, work.rank, place, wide, nf4)
     held = sum(value.nbytes for name, value in model.named_parameters() if "lora_" not in name)
     step = job_step(model, random_ids(size, work.batch, work.length, place))
@@ -86,7 +92,7 @@ def peft_one_by_one(
 
 
 def in_nf4(model: PreTrainedModel) -> PreTrainedModel:
-    """The linears of its layers as those of bitsandbytes, which PEFT knows."""
+    """Replace the linears of the layers by those of bitsandbytes, which PEFT supports."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for path, linear in list(model.named_modules()):
@@ -121,7 +127,7 @@ def peft_model(size: Size, rank: int, place: BenchPlace, wide: bool, nf4: bool =
 
 
 def job_step(model: Any, ids_BL: Tensor) -> Callable[[], None]:
-    """A whole optimizer step on the same samples each time, none of them padded."""
+    """Return a function that makes a whole optimizer step, on the same unpadded samples each time."""
     optimizer = adamw(model)
 
     def step() -> None:
@@ -137,9 +143,10 @@ def adamw(model: Any) -> torch.optim.AdamW:
 
 
 def peft_padded(size: Size, rounds: Sequence[Iterable[Sequence[int]]], rank: int, place: BenchPlace) -> Block:
-    """Rounds of steps on batches of these lengths, one job after another, each padded to its longest.
+    """Return a block that runs one job after another, each batch padded to its longest sample.
 
-    One adapter stands for all jobs: they cost the same, and a real user loads them one by one.
+    `rounds` holds the lengths of the samples. One adapter stands for all jobs: they cost the same, and a real
+    user loads them one by one.
     """
     model = peft_model(size, rank, place, wide=False)
     optimizer = adamw(model)

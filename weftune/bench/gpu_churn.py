@@ -28,14 +28,14 @@ from weftune.bench.weftune_side import JobsAboard, resident
 ALLOWED_GROWTH = 0.01
 MOST_RANK = 64
 SAMPLES, TOKENS = (1, 2, 4), (16, 64, 192, 512)
-"""What the batches of a job are drawn from."""
+"""Choices for the samples per batch and the tokens per sample of a job."""
 TOLD = 20
-"""Progress is told after every so many changes."""
+"""Number of changes between two lines of progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChurnState:
-    """With nobody aboard: bytes of tensors, bytes the process holds, captures made so far."""
+    """State with no job attached: bytes of tensors, bytes the process holds, captures made so far."""
 
     allocated: int
     reserved: int
@@ -43,7 +43,7 @@ class ChurnState:
 
 
 class Churn:
-    """Jobs aboard that join and leave at random."""
+    """An executor whose jobs join and leave at random."""
 
     def __init__(self, together: JobsAboard, places: int, capacity: int) -> None:
         self.together = together
@@ -52,15 +52,15 @@ class Churn:
         self.came = self.left = 0
 
     def fill(self) -> None:
-        """Every place taken by the largest adapter, so that no bank has to grow later."""
+        """Fill every place with the largest adapter, so that no bank has to grow later."""
         for _ in range(self.places):
             self._join(MOST_RANK, max(SAMPLES), max(TOKENS))
         self._round()
 
     def walk(self, changes: int, seed: int) -> None:
-        """From nobody aboard: somebody joins or leaves, and those aboard make a step, over and over.
+        """Start with no job; then repeatedly attach or detach a job and make a step of all attached jobs.
 
-        The sizes of the batches are the same in every walk of so many changes; the ranks hang on the seed.
+        The batch sizes are the same in every walk with this number of changes; the ranks depend on the seed.
         """
         sizes, ranks = random.Random(0), random.Random(seed)
         self.came = self.left = 0

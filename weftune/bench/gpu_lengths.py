@@ -26,10 +26,10 @@ from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, attempted, g
 from weftune.bench.weftune_side import resident, rows_computed, rows_useful
 
 Round = list[list[int]]
-"""For every job, the lengths of the samples of one of its batches."""
+"""The lengths of the samples of one batch, for every job."""
 GB = 1e9
 FILE = Path(__file__).parent / "lengths.json"
-"""Token counts of real samples, as `benchmarks.make_lengths` has counted them."""
+"""Token counts of real samples, as counted by `benchmarks.make_lengths`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class LengthsRow:
     name: str
     measured: MeasuredStep
     padding: float | None
-    """The share of the computed rows that are no sample's."""
+    """Share of the computed rows that belong to no sample."""
 
 
 def draw_rounds(count: int, jobs: int, batch_size: int) -> list[Round]:
-    """The same for everyone who asks: each job from its own seed, the datasets in turn."""
+    """Draw the same rounds on every call: each job has its own seed, and jobs take the datasets in turn."""
     pools = list(json.loads(FILE.read_text()).values())
     drawn = [
         np.random.default_rng(job).choice(pools[job % len(pools)], (count, batch_size)).tolist()
@@ -80,7 +80,7 @@ def with_weftune(
 
 
 def table(rows: Sequence[LengthsRow], tokens: float, floor: float) -> str:
-    """Of rounds with `tokens` useful tokens each; the last row is Weftune's."""
+    """Format the rows of rounds with `tokens` useful tokens each; the last row is Weftune's."""
     titles = ("", "ms a round", "× Weftune", "useful tokens/s", "padding", "peak GB", "ρ", "")
     weftune = rows[-1].measured.seconds
     return aligned(

@@ -68,7 +68,10 @@ CASES = (
 
 
 def write_texts(folder: Path, name: str, toy: bool) -> None:
-    """The quickstart's conversations as plain texts, few and short for a toy: the base speaks no chat."""
+    """Write the quickstart's conversations as plain texts, since the base is not a chat model.
+
+    For a toy they are few and short.
+    """
     lines_kept, letters_kept = (8, 80) if toy else (None, None)
     for file in (f"{name}.jsonl", f"{name}_held_out.jsonl"):
         lines = (TEXTS / file).read_text().splitlines()[:lines_kept]
@@ -78,7 +81,7 @@ def write_texts(folder: Path, name: str, toy: bool) -> None:
 
 
 def write_start(folder: Path, model: PreTrainedModel, case: QualityCase, seed: int) -> Path:
-    """An adapter as PEFT initialises it."""
+    """Write an adapter as PEFT initialises it and return its folder."""
     torch.manual_seed(seed)
     targets = case.targets if isinstance(case.targets, str) else list(case.targets)
     config = LoraConfig(r=case.rank, lora_alpha=2 * case.rank, target_modules=targets, task_type="CAUSAL_LM")
@@ -110,7 +113,7 @@ def job_of(case: QualityCase, folder: Path, start: Path, steps: int, seed: int) 
 def with_weftune(
     base: BaseSpec, jobs: Iterable[JobSpec], device: torch.device, folder: Path
 ) -> dict[str, float]:
-    """The last validation loss of every job, all trained together."""
+    """Return the last validation loss of every job, all trained together."""
     trainer = Trainer(base, output=folder / "output", options=Options(device=str(device)))
     for job in jobs:
         trainer.add(job)
@@ -120,7 +123,7 @@ def with_weftune(
 
 
 def with_peft(model: PreTrainedModel, job: Ready) -> float:
-    """The last validation loss of a job trained alone, with the batches and rates that Weftune takes."""
+    """Return the last validation loss of a job trained alone, with Weftune's batches and learning rates."""
     start = job.spec.adapter.init_from
     assert isinstance(start, str)
     peft_model = PeftModel.from_pretrained(model, start, is_trainable=True)
@@ -174,7 +177,7 @@ def padded(samples: Samples, chosen: list[int], device: torch.device) -> tuple[T
 
 
 def compare(model: Path, dtype: Dtype, device: torch.device, steps: int, toy: bool) -> Losses:
-    """Every job alone in PEFT in float32, then all together in Weftune in `dtype`."""
+    """Train every job alone in PEFT in float32, then all together in Weftune in `dtype`."""
     base, exact = BaseSpec(model=str(model), dtype=dtype), BaseSpec(model=str(model), dtype="float32")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -66,7 +66,7 @@ OFFLOADED = "Weftune, optimizer in host memory"
 QUANTISED = {quantize: f"Weftune, base in {quantize}" for quantize in get_args(Quantize)}
 BASELINES = ("frozen", "peft", "peft-bf16", "processes", "liger")
 QLORA = "qlora"
-"""On request only: it needs bitsandbytes."""
+"""A baseline that runs only on request, since it needs bitsandbytes."""
 GB = 1e9
 
 
@@ -76,25 +76,25 @@ class StepRow:
     measured: MeasuredStep
     floor: float
     adapters: bool
-    """False for the base alone, which is no way to train."""
+    """Whether adapters are trained; False for the base alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnWay:
-    """What is asked of Weftune's own row."""
+    """Options of Weftune's own row."""
 
     capacity: int
     order: Order | None = None
     leave: int = 0
-    """Jobs that leave before the clock runs."""
+    """Number of jobs that leave before the clock runs."""
     offloaded: bool = False
-    """Master weights and moments in host memory."""
+    """Whether master weights and moments are in host memory."""
     quantize: Quantize | None = None
-    """What the weights of the layers are stored in."""
+    """Format of the layers' weights. None leaves them in the base's dtype."""
 
 
 def aboard(task: ProcessTask, way: OwnWay) -> JobsAboard:
-    """Every job aboard one executor."""
+    """Attach every job to one executor."""
     work, model = task.work, build(task.size, task.place)
     if way.quantize is not None:
         quantise_linears(model, quantised_forms(model, Quantised(way.quantize), None))
@@ -107,7 +107,7 @@ def aboard(task: ProcessTask, way: OwnWay) -> JobsAboard:
 
 
 def started(together: JobsAboard, task: ProcessTask, way: OwnWay) -> Block:
-    """All jobs have made enough rounds for a captured graph; then some may have left."""
+    """Prepare the block to measure; jobs that leave do so after enough rounds for a captured graph."""
     if way.order is not None:
         together.executor.banks.force_order(way.order)
     block = together.block(max(way.capacity, task.work.length))
@@ -125,7 +125,7 @@ def together(task: ProcessTask, way: OwnWay) -> MeasuredStep:
 
 
 def profiled(task: ProcessTask, way: OwnWay) -> Spent:
-    """Where one round goes, after enough others that it replays a captured graph."""
+    """Profile one round, after enough others that it replays a captured graph."""
     fresh(task.place.device)
     block = started(aboard(task, way), task, way)
     block(max(2, task.pace.warmup))()
@@ -141,7 +141,7 @@ def rows(
     offloads: bool = False,
     quantized: Sequence[Quantize] = (),
 ) -> Iterator[StepRow]:
-    """Weftune's row last: it takes the model's attention over, and nothing may run after it by accident."""
+    """Yield the measured rows, Weftune's last: it replaces the model's attention, so nothing may follow."""
     size, work, place, pace = task.size, task.work, task.place, task.pace
     bare = floor_seconds(size, rate, work.lengths, rank=0)
     floor = floor_seconds(size, rate, work.lengths, work.mean_rank)
@@ -183,7 +183,7 @@ def rows(
 
 
 def strongest(made: Sequence[StepRow]) -> StepRow | None:
-    """The fastest way to train without Weftune."""
+    """Return the fastest way to train without Weftune."""
     others = [
         row
         for row in made
@@ -350,7 +350,7 @@ def formats_of(text: str) -> tuple[Quantize, ...]:
 
 
 def for_each_job(text: str) -> list[str]:
-    """The words of `16x7,128`: 16 seven times, then 128."""
+    """Return one word per job: `16x7,128` is 16 seven times, then 128."""
     words = []
     for one in filter(None, text.split(",")):
         value, _, times = one.partition("x")

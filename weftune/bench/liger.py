@@ -1,6 +1,6 @@
-"""PEFT as its best tuned users run it: Liger's kernels, torch.compile, and batches without padding.
+"""PEFT in its best tuned form: Liger's kernels, torch.compile, and batches without padding.
 
-Shapes: T tokens of all samples of a job, end to end in one row.
+Shapes: T tokens of all samples of a job, concatenated in one row.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from weftune.bench.timing import BenchPlace, MeasuredStep, fresh, measure, repea
 
 
 def peft_with_liger(task: ProcessTask) -> MeasuredStep:
-    """One job's step, times the jobs, in a process of its own: Liger changes the classes of transformers."""
+    """Measure one job's step and multiply it by the number of jobs.
+
+    It runs in a process of its own, since Liger changes the classes of transformers.
+    """
     if lacking := missing(task.place):
         return MeasuredStep(None, None, lacking)
     return alone(_measured, task)
 
 
 def missing(place: BenchPlace) -> str:
-    """Why it cannot run here; empty where it can."""
+    """Return why Liger cannot run here; empty if it can."""
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger_kernel is not installed"
     if place.device.type != "cuda":
@@ -63,18 +66,21 @@ def padding_free(task: ProcessTask, compiled: bool) -> MeasuredStep:
 
 
 def compile_layers(model: Any, backend: str = "inductor") -> None:
-    """Layer by layer: in a graph of the whole model transformers cannot see that a row holds one sample,
-    and then gives SDPA a mask in place of its fast causal path. One compiled layer also serves all others."""
+    """Compile layer by layer.
+
+    In a graph of the whole model, transformers cannot see that a row holds one sample, and gives SDPA a mask
+    instead of its fast causal path. One compiled layer also serves all others.
+    """
     torch._dynamo.config.recompile_limit = 128
     for layer in model.get_base_model().model.layers:
         layer.compile(backend=backend)
 
 
 def packed_step(model: Any, task: ProcessTask) -> Callable[[], None]:
-    """The job's samples in one row; positions that begin anew keep them apart.
+    """Return a step on the job's samples in one row; positions that restart at 0 keep them apart.
 
-    Of the attentions that transformers offers, flash_attention_2 would take such a row as it is, but wants a
-    package that is seldom there; SDPA gets a block mask, and none at all for a single sample.
+    flash_attention_2 in transformers would take such a row as it is, but needs a package that is seldom
+    installed; SDPA gets a block mask, and none at all for a single sample.
     """
     work: BaselineWork = task.work
     ids_1T = random_ids(task.size, 1, work.batch * work.length, task.place)

@@ -1,4 +1,4 @@
-"""A run whose Programs can be looked at when it has ended."""
+"""A trainer whose Programs can be inspected when the run has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every benchmark shares: `--json FILE`, and the machine, date and commit beside the numbers."""
+"""Output shared by all benchmarks: `--json FILE`, and the machine, date and commit beside the numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Return a description of the machine that the numbers were measured on."""
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     return {
         "date": datetime.now(UTC).date().isoformat(),

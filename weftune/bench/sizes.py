@@ -27,13 +27,13 @@ class Size:
     family: str = "llama"
     """The model type of its config."""
     head: int | None = None
-    """The width of a head, where it is not that of the hidden state divided by their number."""
+    """Width of a head. None if it is the hidden width divided by the number of heads."""
     tied: bool = False
     """Whether the output layer is the embedding."""
     experts: int = 0
-    """Of a layer, in the place of an MLP; `intermediate` is the width of each."""
+    """Number of experts per layer, in place of an MLP; `intermediate` is the width of each."""
     active: int = 1
-    """Experts of a token."""
+    """Number of experts per token."""
 
     @property
     def wide(self) -> int:
@@ -46,8 +46,10 @@ class Size:
 
     @property
     def sites(self) -> tuple[tuple[int, int], ...]:
-        """In and out features of the linears that a token passes in a layer: seven, or four where some are
-        one; of experts two each."""
+        """In and out features of the linears that a token passes in a layer.
+
+        There are seven, or four where some are fused; each active expert has two.
+        """
         kv, o = self.head_width * self.kv_heads, (self.wide, self.hidden)
         down = (self.intermediate, self.hidden)
         if self.experts:
@@ -60,12 +62,12 @@ class Size:
 
     @property
     def expert(self) -> tuple[tuple[int, int], ...]:
-        """The linears of one expert: gate and up, which are one, and down."""
+        """The linears of one expert: gate and up, which are fused, and down."""
         return (self.hidden, 2 * self.intermediate), (self.intermediate, self.hidden)
 
     @property
     def layer_weights(self) -> int:
-        """Of a layer, all experts included."""
+        """Number of weights of a layer, all experts included."""
         resting = max(0, self.experts - self.active) * sum(k * n for k, n in self.expert)
         return sum(k * n for k, n in self.sites) + resting
 
@@ -189,19 +191,19 @@ SIZES = {
 
 
 def toy_of(size: Size) -> Size:
-    """A tiny shape of the same family."""
+    """Return a tiny shape of the same family."""
     toy = replace(SIZES["toy"], family=size.family, head=size.head and 16, tied=size.tied)
     return replace(toy, experts=4, active=2) if size.experts else toy
 
 
 def build(size: Size, place: BenchPlace) -> PreTrainedModel:
-    """Made where it will run, in the dtype it will run in: the 8B shape never passes through the host."""
+    """Build the model on its device and in its dtype: the 8B shape never passes through the host."""
     torch.manual_seed(0)
     return outline(size, place.device, place.dtype)
 
 
 def outline(size: Size, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """On the meta device it has names and shapes, and takes no memory."""
+    """Build the frozen model. On the meta device it has names and shapes, and takes no memory."""
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config(size), dtype=dtype, attn_implementation="sdpa"
@@ -227,11 +229,11 @@ def config(size: Size) -> PretrainedConfig:
 
 
 def _of_family(size: Size) -> dict[str, Any]:
-    """What configs of a family have beside the sizes: rotary embeddings and windows."""
+    """Return the config values of a family besides the sizes: rotary embeddings and windows."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": size.rope_theta}
     match size.family:
         case "phi3":
-            # As in Phi-4-mini: three quarters of a head turn; all factors are 1 up to the original length.
+            # As in Phi-4-mini: 3/4 of a head are rotated; all factors are 1 up to the original length.
             factors = [1.0] * (size.head_width * 3 // 4 // 2)
             rope |= {"rope_type": "longrope", "partial_rotary_factor": 0.75}
             rope |= {"short_factor": factors, "long_factor": factors}
@@ -274,11 +276,11 @@ def base_bytes(size: Size, bytes_per_value: int = 2) -> int:
 def floor_seconds(
     size: Size, rate: float, lengths: Sequence[int], rank: float, recomputed: float = 0.0
 ) -> float:
-    """The arithmetic of one step over samples of these lengths, at `rate` operations a second.
+    """Return the seconds of one step over samples of these lengths at `rate` operations per second.
 
-    Forward and dX of the frozen linears and the head; causal attention, whose backward costs 2.5 of its
-    forward; and the six products of the adapters' two factors. Rank 0 is the base alone. `recomputed` is the
-    share of the layers whose forward is made twice.
+    Counted are forward and dX of the frozen linears and the head; causal attention, whose backward costs 2.5
+    times its forward; and the six products of the adapters' two factors. Rank 0 is the base alone.
+    `recomputed` is the share of the layers whose forward is computed twice.
     """
     tokens = sum(lengths)
     linears = size.layers * sum(k * n for k, n in size.sites)

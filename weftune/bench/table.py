@@ -1,4 +1,4 @@
-"""Rows of words and numbers as an aligned table: the first and the last column to the left, others right."""
+"""Aligned text tables: the first and the last column are left-aligned, the others right-aligned."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def aligned(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float | None, form: str = ",.1f", scale: float = 1.0) -> str:
-    """`value` × `scale` under a format, or a dash where there is none."""
+    """Format `value` × `scale`; None becomes a dash."""
     return ABSENT if value is None else format(value * scale, form)
 
 

@@ -1,4 +1,4 @@
-"""How the GPU benchmarks measure: warmed up, the median of several blocks of steps, the device waited for."""
+"""Timing of the GPU benchmarks: after a warm-up, the median of several blocks of steps, each synchronised."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from weftune.errors import UserError
 from weftune.run.events import OutOfMemory
 
 Block = Callable[[int], Callable[[], object]]
-"""Prepares so many steps, outside the clock, and returns what the clock is held to."""
+"""A function that prepares a number of steps, which is not timed, and returns the function to time."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPlace:
-    """Where a benchmark runs, and in which dtype its base is."""
+    """The device that a benchmark runs on, and the dtype of its base."""
 
     device: torch.device
     dtype: torch.dtype
@@ -27,7 +27,7 @@ class BenchPlace:
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """Steps to warm up with, then blocks of steps; the device is waited for only between blocks."""
+    """Numbers of warm-up steps, of blocks, and of steps per block; synchronisation is only between blocks."""
 
     warmup: int = 3
     blocks: int = 5
@@ -36,17 +36,17 @@ class Repeats:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One round of all jobs. No seconds: it could not be measured, and the note says why."""
+    """A measured round of all jobs. If `seconds` is None, `note` says why it could not be measured."""
 
     seconds: float | None
     peak_bytes: int | None
     note: str = ""
     base_bytes: int | None = None
-    """Of the base's weights, where they are known."""
+    """Bytes of the base's weights. None if not known."""
 
 
 def here(toy: bool) -> BenchPlace | None:
-    """The GPU in bfloat16, or for a toy the CPU in float32; None where there is no GPU."""
+    """Return the GPU in bfloat16, or for a toy the CPU in float32; None if there is no GPU."""
     if toy:
         return BenchPlace(torch.device("cpu"), torch.float32)
     if not torch.cuda.is_available():
@@ -55,7 +55,7 @@ def here(toy: bool) -> BenchPlace | None:
 
 
 def measure(block: Block, place: BenchPlace, pace: Repeats) -> MeasuredStep:
-    """Seconds of one step, and the most memory that was held since `fresh`."""
+    """Measure the seconds of one step, and the peak memory since `fresh`."""
     block(pace.warmup)()
     taken = []
     for _ in range(pace.blocks):
@@ -80,13 +80,16 @@ def repeated(step: Callable[[], object]) -> Block:
 
 
 def attempted(run: Callable[[], MeasuredStep], place: BenchPlace) -> MeasuredStep:
-    """What `run` measures with the device to itself; a lack of memory is a finding, not a crash, and so is
-    what cannot be planned: the rows after it are measured all the same."""
+    """Call `run` with the device to itself and return its result.
+
+    A lack of memory, or a case that cannot be planned, becomes a note instead of an error, so that the
+    remaining rows are still measured.
+    """
     fresh(place.device)
     try:
         return run()
     except (torch.OutOfMemoryError, OutOfMemory) as error:
-        # The allocator's own words say what was wanted, and what holes there are.
+        # The allocator's message says what was requested, and how fragmented the memory is.
         said = str(error).partition("If reserved but")[0].partition("\n")[0].strip()
         return MeasuredStep(None, None, f"out of memory: {said}")
     except UserError as error:
@@ -94,7 +97,7 @@ def attempted(run: Callable[[], MeasuredStep], place: BenchPlace) -> MeasuredSte
 
 
 def fresh(device: torch.device) -> None:
-    """Hand back what the last row left behind, and count the peak anew."""
+    """Free what the last row left behind, and reset the peak."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -111,7 +114,7 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 def gemm_rate(place: BenchPlace, edge: int | None = None) -> float:
-    """Operations a second of one large product, the device's best: what every floor is reckoned with."""
+    """Return the operations per second of one large product, the device's best, used for every floor."""
     edge = edge or (8192 if place.device.type == "cuda" else 256)
     a = torch.randn(edge, edge, device=place.device, dtype=place.dtype)
     b = torch.randn_like(a)

@@ -31,14 +31,14 @@ from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
 
 Lengths = Sequence[Sequence[int]]
-"""The lengths of the samples of each global batch of a job; after the last, the first comes again."""
+"""The lengths of the samples of each global batch of a job; after the last batch the first one repeats."""
 
 RECIPE = Recipe(steps=10**9, learning_rate=1e-4, schedule="constant")
 
 
 @dataclass(slots=True)
 class Stock:
-    """A job's samples, the first of each of its batches, and its last executed step."""
+    """A job's samples, the index of the first sample of each batch, and the last executed step."""
 
     samples: Samples
     firsts: tuple[int, ...]
@@ -53,7 +53,7 @@ class Stock:
 
 
 class JobsAboard:
-    """Jobs aboard one executor."""
+    """Jobs attached to one executor."""
 
     def __init__(self, executor: Executor) -> None:
         self.base = executor.base
@@ -85,7 +85,7 @@ class JobsAboard:
         del self.stocks[job]
 
     def plan(self, rounds: int, capacity: int) -> Program:
-        """The next rounds of every job aboard."""
+        """Plan the next rounds of every attached job."""
         courses = []
         for job, stock in self.stocks.items():
             steps = range(stock.step + 1, stock.step + rounds + 1)
@@ -98,7 +98,7 @@ class JobsAboard:
         return plan_window(courses, layout, capacity, ladder, self.recompute)
 
     def run(self, program: Program) -> list[Passed]:
-        """Execute the program; every pass over the base that it made."""
+        """Execute the program and return every pass that it made over the base."""
         passes = []
         for event in self.executor.run(program, self._fetch, lambda: False):
             assert not isinstance(event, Failed), event
@@ -111,7 +111,10 @@ class JobsAboard:
         return passes
 
     def block(self, capacity: int) -> Callable[[int], Callable[[], list[Passed]]]:
-        """For `timing.measure`: planned outside the clock, as the loop plans while the device computes."""
+        """Return a block for `timing.measure`.
+
+        Planning is not timed, since the loop plans while the device computes.
+        """
 
         def prepared(rounds: int) -> Callable[[], list[Passed]]:
             program = self.plan(rounds, capacity)
@@ -133,14 +136,17 @@ class JobsAboard:
 
 
 def resident(model: PreTrainedModel, device: torch.device, optimizer_offloaded: bool = False) -> JobsAboard:
-    """All of the base on the device; of adapters, master weights and moments in host memory if so asked."""
+    """Return an executor with the whole base on the device.
+
+    `optimizer_offloaded` keeps the adapters' master weights and moments in host memory.
+    """
     base = Base.from_model(model, BaseSpec(model="random weights"), device)
     layout = one_device(base.shape.layers, optimizer_offloaded)
     return JobsAboard(resident_executor(base, part=layout.on(0)))
 
 
 def random_samples(lengths: Sequence[int], vocabulary: int, seed: int) -> Samples:
-    """Samples of random tokens, all supervised."""
+    """Return samples of random tokens, all supervised."""
     total = sum(lengths)
     store = SampleStore(
         tokens=np.random.default_rng(seed).integers(vocabulary, size=total, dtype=np.int32),
@@ -154,7 +160,7 @@ def random_samples(lengths: Sequence[int], vocabulary: int, seed: int) -> Sample
 
 
 def rows_computed(passes: Sequence[Passed]) -> int:
-    """The rows that went through the base, padding included."""
+    """Return the number of rows that went through the base, padding included."""
     return sum(passed.microbatch.rows for passed in passes)
 
 

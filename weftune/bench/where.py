@@ -1,8 +1,8 @@
-"""Where the time of a device goes, by kind of work: from the events of torch's profiler, by their names.
+"""Device time by kind of work, from the names of the events in torch's profiler.
 
-The Triton kernels are known by name, those of libraries by a word in theirs. A product says nothing of whose
-it is: those beside the kernel of the loss are the head's, all others are taken for frozen ones. Where the
-adapters' part is added within a frozen product (`Order.fused`), it is counted there.
+Triton kernels are known by name, library kernels by a word in their name. The name of a product does not say
+what it belongs to: products next to the kernel of the loss are counted for the head, all others as frozen
+ones. Where the adapters' part is added within a frozen product (`Order.fused`), it is counted there.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from weftune.bench.timing import wait
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 ON_HOST = ("cpu_op",)
-"""What a trace calls the events that count."""
+"""Trace categories of the events that are counted, on a GPU and on the CPU."""
 MOST_NAMES = 24
-"""So many kernels are named, those that took the most time."""
+"""Number of kernels that are named; they are those that took the most time."""
 
 
 class KernelKind(StrEnum):
@@ -57,28 +57,28 @@ KERNELS = {
     "target_logprobs": KernelKind.HEAD,
     **dict.fromkeys(("squares", "update"), KernelKind.OPTIMIZER),
 }
-"""Weftune's own, by their whole names."""
+"""Kinds of Weftune's own kernels, by their whole names."""
 WORDS = (
     (KernelKind.ATTENTION, ("flash", "fmha", "sdpa", "cudnn", "attention")),
     (KernelKind.FROZEN, ("gemm", "nvjet", "cutlass", "xmma", "splitk", "gemv")),
     (KernelKind.OPTIMIZER, ("multi_tensor", "adam")),
     (KernelKind.COPIES, ("memcpy", "memset", "copy", "fillfunctor")),
 )
-"""Those of libraries: the first line with a word that the name has in it, in small letters. Attention comes
-first, since its kernels are made of a library of products."""
+"""Kinds of library kernels: the first line with a word that the lower-case name contains applies. Attention
+comes first, since its kernels are built from a library of products."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelEvent:
     name: str
     start: float
-    """In microseconds, as all times here."""
+    """Start in microseconds, the unit of all times in this module."""
     duration: float
 
 
 @dataclass(frozen=True, slots=True)
 class Heavy:
-    """All events of one name and kind."""
+    """The total time of all events of one name and kind."""
 
     name: str
     kind: KernelKind
@@ -88,7 +88,7 @@ class Heavy:
 @dataclass(frozen=True, slots=True)
 class Spent:
     by_kind: dict[KernelKind, float]
-    """Every kind, idle included: together the whole time."""
+    """Kind → microseconds, idle included; the sum is the whole time."""
     heaviest: tuple[Heavy, ...]
 
     @property
@@ -104,7 +104,10 @@ def kind_of(name: str) -> KernelKind:
 
 
 def kinds_of(names: Sequence[str]) -> list[KernelKind]:
-    """Of events in their order: unbroken products, copies aside, are the head's if the loss is among them."""
+    """Return the kind of each event, in order.
+
+    Consecutive products, copies aside, are counted for the head if the loss is among them.
+    """
     kinds = [kind_of(name) for name in names]
     open_to_the_head = (KernelKind.FROZEN, KernelKind.HEAD, KernelKind.COPIES)
     found: list[KernelKind] = []
@@ -116,7 +119,10 @@ def kinds_of(names: Sequence[str]) -> list[KernelKind]:
 
 
 def spent(events: Iterable[KernelEvent]) -> Spent:
-    """From the first event's start to the last one's end; where events overlap, the earlier one counts."""
+    """Divide the time from the first event's start to the last one's end by kind.
+
+    Where events overlap, the earlier one counts.
+    """
     ordered = sorted(events, key=lambda event: (event.start, -event.duration))
     by_kind = dict.fromkeys(KernelKind, 0.0)
     names: Counter[tuple[str, KernelKind]] = Counter()
@@ -133,9 +139,9 @@ def spent(events: Iterable[KernelEvent]) -> Spent:
 
 
 def traced(run: Callable[[], object], device: torch.device) -> list[KernelEvent]:
-    """The events of the second of two runs; the first is for what the profiler needs to get going.
+    """Return the events of the second of two runs; the first one warms up the profiler.
 
-    On a GPU what its kernels and copies did, also those of a replayed graph; else the operations of torch.
+    On a GPU these are kernels and copies, including those of a replayed graph; otherwise torch operations.
     """
     on_device = device.type == "cuda"
     with tempfile.TemporaryDirectory() as folder:
@@ -155,7 +161,7 @@ def traced(run: Callable[[], object], device: torch.device) -> list[KernelEvent]
 
 
 def drawn(found: Spent) -> str:
-    """A line for every kind, and the heaviest names of what is of no kind."""
+    """Format one line per kind, and the heaviest names among the kernels of kind `OTHER`."""
     whole = found.microseconds or 1.0
     lines = [
         (str(kind), number(time, scale=1e-3), number(time / whole, ".1f", 100.0), "")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 WEFTUNE, FROZEN = "Weftune, together", "frozen base"
-"""What the benchmarks call the two rows that every other one is compared with."""
+"""Names of the two rows that every other row of a benchmark is compared with."""
 
 
 class BenchShape(StrEnum):
@@ -39,14 +39,14 @@ class BenchPart:
 
 @dataclass(frozen=True, slots=True)
 class BenchLine:
-    """What a part found; a part that compares no times has only a verdict."""
+    """The result of a part; a part that compares no times has only a verdict."""
 
     title: str
     milliseconds: float | None = None
     over_frozen: float | None = None
     rival: str = ""
     speedup: float | None = None
-    """How many times longer the strongest other way takes."""
+    """Time of the strongest other way, as a multiple of Weftune's."""
     verdict: str = ""
 
 
@@ -105,7 +105,7 @@ def parts(shape: BenchShape, quick: bool, model: Path | None) -> list[BenchPart]
 
 
 def run_part(part: BenchPart, file: Path, toy: bool) -> Mapping[str, Any] | None:
-    """Its numbers, or None if it failed; what it prints goes straight to the terminal."""
+    """Run a part and return its numbers, or None if it failed. Its output goes straight to the terminal."""
     typer.echo(f"\n{part.title}")
     words = [*part.options, *(["--toy"] if toy else []), "--json", str(file)]
     module = f"weftune.bench.{part.module}"

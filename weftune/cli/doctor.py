@@ -1,4 +1,4 @@
-"""`weftune doctor`: what this machine can do, what is missing, and the command that gets it."""
+"""`weftune doctor`: what this machine can do, what is missing, and the command that installs it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ PYTHON = (3, 11)
 class Verdict(StrEnum):
     OK = "ok"
     ABSENT = "absent"
-    """Good to have; training runs without it."""
+    """Optional: training runs without it."""
     MISSING = "missing"
-    """Training cannot run."""
+    """Required: training cannot run without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Check:
     verdict: Verdict
     finding: str
     mend: str = ""
-    """The command, or the sentence, that gets what is missing."""
+    """The command that installs what is missing, or a sentence that says how to get it."""
 
 
 def doctor(
@@ -106,7 +106,7 @@ def python_check() -> Check:
 
 
 def package_checks() -> Iterator[Check]:
-    """Every package that Weftune's own metadata asks for, the optional ones after the needed ones."""
+    """Yield a check for every package in Weftune's own metadata, required ones before optional ones."""
     try:
         from packaging.requirements import Requirement
     except ImportError:
@@ -142,7 +142,7 @@ def package_check(wanted: Requirement, optional: bool = False) -> Check:
 
 
 def kind_checks() -> Iterator[Check]:
-    """Kinds of adapters from other packages that cannot be used."""
+    """Yield a check for each kind of adapter from another package that cannot be used."""
     from weftune.adapters.kinds import BROKEN
 
     for name, broken in BROKEN.items():
@@ -188,7 +188,7 @@ def gpu_check(torch: Any, index: int) -> Check:
 
 
 def orders_check(file: ChoiceFile, index: int) -> Check:
-    """How many shapes of sites training need not measure any more."""
+    """Report how many shapes of sites have been measured, so that training need not measure them again."""
     return Check(f"GPU {index} orders", Verdict.OK, f"{len(file.read())} shapes measured, in {file.path}")
 
 

@@ -1,4 +1,4 @@
-"""What a verb can find wrong before torch is imported, which takes seconds that nobody waits for gladly."""
+"""Checks that commands make before torch is imported, since the import takes seconds."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 SMALL_BYTES = 4 << 20
-"""Rows of larger files are read only when they are tokenised: that takes longer than a mistake may."""
+"""File size up to which rows are checked early. Larger files would take too long: their rows are read only
+when they are tokenised."""
 
 
 def read_early(jobs: Path) -> RunSpec:
-    """The jobs file, with the mistakes that its base's config shows."""
+    """Read the jobs file, and report the mistakes that its base's config shows."""
     from weftune.jobs.spec.read import read_run
 
     run = read_run(jobs, shape_of_folder)
@@ -30,7 +31,7 @@ def read_early(jobs: Path) -> RunSpec:
 
 
 def shape_of_folder(base: BaseSpec) -> ModelShape | None:
-    """Of a folder that is here and of a family that we know; None where only the model itself can tell."""
+    """Return the shape of a local folder of a known family; None if only the model itself can tell."""
     from weftune.base.architecture import spec_shape
     from weftune.base.config import bytes_per_value, read_config
 
@@ -44,7 +45,7 @@ def shape_of_folder(base: BaseSpec) -> ModelShape | None:
 
 
 def refuse_base(base: BaseSpec) -> None:
-    """A folder that holds no model, or a Hub id that the Hub does not know."""
+    """Refuse a folder that holds no model, or a Hub id that the Hub does not know."""
     from weftune.base.config import model_folder, refuse_absent
     from weftune.jobs.spec.paths import is_hub_id
 
@@ -63,7 +64,10 @@ def refuse_device(name: str | None) -> None:
 
 
 def refuse_rows(jobs: Iterable[JobSpec], named: bool) -> None:
-    """Rows of small files that are wrong in themselves, of all jobs at once; `named`: with the job's name."""
+    """Refuse rows of small files that are wrong in themselves, reporting those of all jobs at once.
+
+    `named` adds the job's name to each mistake.
+    """
     from weftune.data.prepare import check_rows
 
     known: list[tuple[DataSpec, EvalSpec | None, tuple[Mistake, ...]]] = []
@@ -83,7 +87,7 @@ def refuse_rows(jobs: Iterable[JobSpec], named: bool) -> None:
 
 
 def one_of_each(run: RunSpec) -> list[JobSpec]:
-    """The jobs, and of every sweep one trial: all of them have the same rows."""
+    """Return the jobs, and one trial per sweep: all trials of a sweep have the same rows."""
     others = {trial.name for sweep in run.sweeps for trial in sweep.trials[1:]}
     return [job for job in run.jobs if job.name not in others]
 

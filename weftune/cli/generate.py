@@ -1,4 +1,4 @@
-"""`weftune generate`: try a finished adapter, alone or beside its base."""
+"""`weftune generate`: generate with a finished adapter, alone or beside its base."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def generate(
 
 
 def base_of(folder: Path) -> BaseSpec:
-    """The base that the job in `folder` was trained on, as its job.yaml says."""
+    """Return the base that the job in `folder` was trained on, as recorded in its job.yaml."""
     from weftune.base.spec import BaseSpec
     from weftune.jobs.store.job_file import JOB_FILE, DamagedJobFile, read_job_file
 
@@ -79,7 +79,10 @@ def base_of(folder: Path) -> BaseSpec:
 
 
 def side_by_side(answers: dict[str, str]) -> RenderableType:
-    """One panel an answer, two side by side, more below. `Text`: brackets are not read as markup."""
+    """Draw one panel per answer: two side by side, more one below the other.
+
+    Answers are `Text`, so that brackets are not read as markup.
+    """
     from rich.console import Group
     from rich.panel import Panel
     from rich.table import Table

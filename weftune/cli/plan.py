@@ -1,4 +1,4 @@
-"""`weftune plan jobs.yaml --cluster 4xA100-80G`: what a run of the jobs would do on a machine."""
+"""`weftune plan jobs.yaml --cluster 4xA100-80G`: predict what a run of the jobs would do on a machine."""
 
 from __future__ import annotations
 
@@ -108,39 +108,39 @@ def plan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAsked:
-    """What the command line says."""
+    """Options of the command line."""
 
     here: bool
     """Whether the cluster is this machine, which may have been measured."""
     limit: int | None = None
-    """Bytes that the run may take of a GPU; on a CPU one is pretended then."""
+    """Bytes that the run may take of a GPU. On a CPU, a limit simulates a GPU."""
     memory: int | None = None
-    """Bytes that the run may take in all."""
+    """Bytes that the run may take in total."""
     pipeline: int | None = None
-    """Workers; 0 for as many as the planner finds right."""
+    """Number of workers; 0 lets the planner choose."""
     replicas: int = 1
     gpus: int | None = None
-    """Devices that each hold the base and train a share of the jobs; `ALL` for those of the cluster."""
+    """Number of devices that each hold the base and train a share of the jobs; `ALL` means every device."""
     max_steps: int | None = None
     explained: bool = False
     ablated: bool = False
 
     @property
     def chooses(self) -> bool:
-        """Whether the planner chooses how many devices train, and in which way."""
+        """Whether the planner chooses how many devices train, and how."""
         return self.pipeline is None and self.gpus is None
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is to be planned for, and what is to be said."""
+    """A plan request: the options, the base, the cluster and the jobs."""
 
     asked: PlanAsked
     base: BaseSpec
     shape: ModelShape
     cluster: Cluster
     speeds: Sequence[Speed]
-    """For each device, by its data sheet or by a profile."""
+    """Speed of each device, from its data sheet or from a profile."""
     jobs: Sequence[Outlined]
     sweeps: Sequence[SweepOutlook] = ()
 
@@ -157,12 +157,12 @@ class Wanted:
         return [one.name for one in self.jobs if one.sampled]
 
     def course(self, name: str, rounds: int, begins: bool = True) -> Course:
-        """A job's part of the first window, which it begins with an evaluation if it has samples for that."""
+        """Return a job's part of the first window, beginning with an evaluation if it has samples for one."""
         return next(one for one in self.jobs if one.name == name).curriculum.course(0, rounds, begins)
 
 
 def read_wanted(jobs: Path, cluster: Cluster, asked: PlanAsked) -> Wanted:
-    """The jobs file's jobs on a cluster."""
+    """Read the jobs file and return the request to plan its jobs on a cluster."""
     from weftune.base.config import read_tokenizer
     from weftune.cli.plan_jobs import outline_jobs
     from weftune.cli.plan_sweeps import averaged_trials, sweep_outlooks
@@ -179,7 +179,7 @@ def read_wanted(jobs: Path, cluster: Cluster, asked: PlanAsked) -> Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What a Gantt chart is drawn from."""
+    """The program and the timeline that a Gantt chart is drawn from."""
 
     program: Program
     timeline: Timeline
@@ -193,7 +193,7 @@ class Answered:
 
 
 def answer(wanted: Wanted, console: Console) -> Answered:
-    """What `weftune train` would choose, and what its first window comes to."""
+    """Choose as `weftune train` would, predict the first window, and print the plan."""
     from weftune.cli.plan_machine import way_of
     from weftune.plan.layout.choose import choose
 
@@ -208,7 +208,7 @@ def answer(wanted: Wanted, console: Console) -> Answered:
 
 
 def resident(wanted: Wanted, way: Way, choice: Choice, console: Console) -> Answered:
-    """The base lies on the devices."""
+    """Plan with the base resident on the devices."""
     from weftune.cli.plan_machine import source_of
     from weftune.cli.plan_numbers import common_numbers, resident_numbers, run_numbers
     from weftune.cli.plan_show import show, show_more, show_run
@@ -231,7 +231,7 @@ def resident(wanted: Wanted, way: Way, choice: Choice, console: Console) -> Answ
 
 
 def streamed(wanted: Wanted, way: Way, choice: Choice, console: Console) -> Answered:
-    """The base lies in the host's memory and comes to one device or several in stages."""
+    """Plan with the base in host memory, streamed to one or several devices in stages."""
     from weftune.cli.plan_machine import source_of
     from weftune.cli.plan_numbers import common_numbers, run_numbers, stream_numbers
     from weftune.cli.plan_show import show_more, show_run, show_streams
@@ -262,7 +262,7 @@ def streamed(wanted: Wanted, way: Way, choice: Choice, console: Console) -> Answ
 
 
 def shared(wanted: Wanted, way: Way, console: Console) -> Answered:
-    """Every device holds the base and trains a share of the jobs."""
+    """Plan with the whole base on every device and a share of the jobs on each."""
     from weftune.cli.plan_machine import source_of
     from weftune.cli.plan_numbers import common_numbers, resident_numbers, run_numbers, share_numbers
     from weftune.cli.plan_show import show_more, show_run, show_shares
@@ -293,14 +293,14 @@ def shared(wanted: Wanted, way: Way, console: Console) -> Answered:
 
 
 def with_shared_cores(wanted: Wanted, shares: int) -> Wanted:
-    """On a CPU, shares divide its cores among them; GPUs are each one's own."""
+    """Divide the speed of a CPU by the number of shares, which share its cores; each GPU has one share."""
     if wanted.cluster.devices[0].is_gpu:
         return wanted
     return replace(wanted, speeds=[replace(speed, flops=speed.flops / shares) for speed in wanted.speeds])
 
 
 def swept(wanted: Wanted, run: WholeRun) -> dict[str, Any]:
-    """Nothing where no job is swept."""
+    """Return the numbers of the sweeps; empty if there are none."""
     from weftune.cli.plan_sweeps import sweep_numbers
 
     return sweep_numbers(run, wanted.sweeps, wanted.totals) if wanted.sweeps else {}
@@ -314,13 +314,13 @@ def foreseen(wanted: Wanted, machine: Machine, choice: Choice, admission: Admiss
 
 
 def aboard(wanted: Wanted, admission: Admission) -> list[JobShape]:
-    """In the order in which they come."""
+    """Return the shapes of the admitted jobs, in the order of admission."""
     by_name = {job.name: job for job in wanted.shapes}
     return [by_name[name] for name in admission.admitted]
 
 
 def admitted(jobs: Sequence[JobShape], choice: Choice) -> Admission:
-    """Who comes aboard first, by the scheduler's own rule; PlanError where nobody can."""
+    """Return the jobs admitted first, by the scheduler's own rule; raise PlanError if none can be."""
     from weftune.errors import Mistake, PlanError
     from weftune.jobs.store.scheduler import admit
 
@@ -343,7 +343,7 @@ def told(admission: Admission, ablations: Sequence[Ablation]) -> dict[str, Any]:
 
 
 def studied(wanted: Wanted, admission: Admission) -> tuple[Ablation, ...]:
-    """What mechanisms would be worth that are simulated, whether a run uses them or not."""
+    """Return the simulated worth of each mechanism, whether a run uses it or not."""
     from weftune.errors import PlanError
     from weftune.plan.studies.ablate import ablate
     from weftune.plan.studies.fit import make_ground
@@ -357,7 +357,7 @@ def studied(wanted: Wanted, admission: Admission) -> tuple[Ablation, ...]:
 
 
 def run_of_shares(shared: ShareOutlook, totals: Mapping[str, JobTotal]) -> WholeRun:
-    """Every device goes through its own jobs."""
+    """Combine the shares into one run, in which every device trains its own jobs."""
     from weftune.plan.outlook.whole_run import WholeRun, at_rate, endings
 
     ends: dict[str, float] = {}
@@ -370,7 +370,10 @@ def run_of_shares(shared: ShareOutlook, totals: Mapping[str, JobTotal]) -> Whole
 
 
 def job_seconds_of(wanted: Wanted, machine: Machine) -> dict[str, float]:
-    """Of each job's whole run with every microbatch to itself: what shares are divided by."""
+    """Return the seconds of each job's whole run with every microbatch to itself.
+
+    Jobs are divided into shares by these seconds.
+    """
     from weftune.plan.cost.profile_cost import cost_of
     from weftune.plan.layout.split import JobWork, job_seconds, sheet_cost
 
@@ -395,7 +398,7 @@ def speeds_of(cluster: Cluster) -> list[Speed]:
 
 
 def described(base: BaseSpec, gpu: bool) -> ModelShape:
-    """The base's sizes, from its config.json."""
+    """Return the base's sizes, from its config.json."""
     from weftune.base.architecture import spec_shape
     from weftune.base.config import bytes_per_value, read_config
 
@@ -403,7 +406,7 @@ def described(base: BaseSpec, gpu: bool) -> ModelShape:
 
 
 def read_cluster(text: str, limit: int | None = None, on_cpu: bool = False) -> Cluster:
-    """`limit` is for GPUs: what else a run may take of a CPU's memory does not depend on it."""
+    """Return the cluster that `text` names. `limit` applies to GPUs only, not to the memory of a CPU."""
     from weftune.plan.cost.cluster import limited
 
     cluster = _cluster(text, on_cpu)
@@ -430,7 +433,7 @@ def _cluster(text: str, on_cpu: bool) -> Cluster:
 
 
 def refuse_picture(file: Path) -> None:
-    """Before anything is planned: an ending that is not drawn, or a drawing library that is not there."""
+    """Refuse an unknown file ending, or a missing drawing library, before anything is planned."""
     from weftune.errors import UserError
 
     ending = file.suffix.lower()
@@ -461,8 +464,8 @@ def write_json(file: Path, numbers: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """A plan makes hundreds of thousands of records and hardly a cycle; to look for some takes an eighth of
-    its time."""
+    """Disable the garbage collector: a plan makes hundreds of thousands of records and hardly any reference
+    cycle, and collection would take an eighth of its time."""
     gc.disable()
     try:
         yield

@@ -1,4 +1,4 @@
-"""From a jobs file's jobs to what the outlook must know of them, without weights and without torch."""
+"""Outlines of the jobs of a jobs file for the outlook, made without weights and without torch."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.outlook.whole_run import JobTotal, tokens_of
 
 OUTLOOK_ROUNDS = 4
-"""Global batches of each job that the outlook looks at, as many as a window has."""
+"""Global batches of each job that the outlook inspects, as many as a window has."""
 FEW_ROUNDS, MANY_JOBS = 2, 12
-"""With more jobs than these fewer global batches do: their samples are many, and seconds must suffice."""
+"""With more than `MANY_JOBS` jobs, `FEW_ROUNDS` global batches of each suffice: their samples are many, and a
+plan may take only seconds."""
 SAMPLED_ROWS, FEWEST_ROWS, ALL_ROWS = 2000, 100, 4000
-"""Of a dataset that is not tokenised yet, so many rows stand for all: with many jobs fewer of each, since all
-are tokenised in the seconds that a plan may take."""
+"""Rows that are read of a dataset that is not tokenised yet: at most, at least, and of all jobs together.
+With many jobs fewer are read of each, since all are tokenised in the seconds that a plan may take."""
 
 LINE_FILES = (".jsonl", ".ndjson", ".csv", ".tsv")
 
@@ -36,7 +37,7 @@ LINE_FILES = (".jsonl", ".ndjson", ".csv", ".tsv")
 class Outlined:
     job: JobOutline
     curriculum: Curriculum
-    """What it trains on, as a run will have it."""
+    """Samples and steps of the job, the same as in a run."""
     sampled: bool
     """Whether its lengths are those of the first rows only."""
     total: JobTotal
@@ -57,8 +58,8 @@ def outline_jobs(
     max_steps: int | None = None,
     averaged: Collection[str] = (),
 ) -> list[Outlined]:
-    """Every job's outline, or the mistakes of all of them at once. The jobs `averaged` keep the mean of their
-    weights."""
+    """Return every job's outline, or raise the mistakes of all jobs at once. Jobs in `averaged` keep the mean
+    of their weights."""
     outlined: list[Outlined] = []
     mistakes: list[Mistake] = []
     rounds = OUTLOOK_ROUNDS if len(jobs) <= MANY_JOBS else FEW_ROUNDS
@@ -109,7 +110,7 @@ def _outline(
 def _total(
     job: JobSpec, outline: JobOutline, read: _JobRead, shape: ModelShape, max_steps: int | None
 ) -> JobTotal:
-    """Of the whole run, although only the first rows may have been read."""
+    """Return the totals of the job's whole run, although only the first rows may have been read."""
     scale = read.scale
     order = SampleOrder(len(read.samples.train), job.batch_size, job.seed, read.samples.train.weights)
     steps = job.total_steps(math.ceil(order.steps_per_epoch * (scale or 1.0)))
@@ -124,7 +125,7 @@ def _total(
 
 
 def _evaluations(job: JobSpec, steps: int) -> int:
-    """At the start, every so many steps, and at the end."""
+    """Return the number of evaluations: at the start, at the interval of the job, and at the end."""
     if job.eval is None:
         return 0
     every = steps if job.eval.every is None else max(1, in_steps(job.eval.every, steps))
@@ -136,11 +137,11 @@ class _JobRead:
     samples: Prepared
     sampled: bool
     scale: float | None
-    """How many times as many rows there are as were read; None where that is not known."""
+    """Number of all rows divided by the number of rows read. None if not known."""
 
 
 class _JobReader:
-    """Jobs' samples, from the token cache if all is there, else from the first `rows`; equal data once."""
+    """A reader of jobs' samples: from the token cache if complete, else the first `rows`; equal data once."""
 
     def __init__(self, shared: SharedData, rows: int, context: int) -> None:
         self._shared, self._rows, self._context = shared, rows, context
@@ -164,7 +165,7 @@ class _JobReader:
 
 
 def _scale(data: DataSpec, limit: int) -> float | None:
-    """All rows over the first `limit` of each file, where rows are lines and can be counted fast."""
+    """Return all rows divided by the first `limit` of each file; None if the files are not made of lines."""
     if data.rows is not None:
         counts = [len(data.rows)]
     else:

@@ -1,4 +1,4 @@
-"""The machine that a plan is made for, as a run would find it: this one, or one by its data sheet."""
+"""The machine that a plan is made for, as a run would find it: this one, or one described by a data sheet."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from weftune.run.measure.link import HostLink
 
 ENOUGH = 1 << 50
-"""Bytes of host memory: a cluster's description does not tell how much there is."""
+"""Bytes of host memory assumed for a cluster, whose description does not say how much there is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The workers that jobs get, and what `weftune train` is told for it."""
+    """The workers that jobs get, and the flags of `weftune train` that request them."""
 
     machine: Machine
     flags: str = ""
     shares: int = 1
-    """Devices that each hold the whole base and train a share of the jobs; the machine is one of them."""
+    """Number of devices that each hold the whole base and train a share of the jobs; `machine` is one."""
 
 
 def way_of(wanted: Wanted) -> Way:
-    """As many workers as were asked for; else by the rule of `--pipeline auto`: shares where the base fits a
-    device, else as few stages as fit, else all devices stream it together."""
+    """Return the requested workers; without a request, follow the rule of `--pipeline auto`: shares where the
+    base fits a device, else as few stages as fit, else all devices stream it together."""
     from weftune.errors import PlanError
     from weftune.plan.cost.memory import SPARE
     from weftune.plan.layout.cut import measured_costs, typical_work
@@ -68,7 +68,7 @@ def way_of(wanted: Wanted) -> Way:
 
 
 def _in_shares(wanted: Wanted, devices: int) -> Way:
-    """As many devices as were asked for, each with the whole base. On a CPU they are processes."""
+    """Return the requested number of devices, each with the whole base. On a CPU they are processes."""
     from weftune.errors import PlanError
     from weftune.plan.cost.memory import gib
     from weftune.plan.layout.one_device import fits_whole
@@ -92,7 +92,10 @@ def _in_workers(wanted: Wanted, workers: int, streamed: bool = False) -> Way:
 
 
 def machine_of(wanted: Wanted, workers: int = 1, streamed: bool = False) -> Machine:
-    """`streamed`: several workers may stream the base although nobody has said of how much memory."""
+    """Return the machine for this number of workers.
+
+    `streamed` lets several workers stream the base although no memory limit was given.
+    """
     from weftune.plan.layout.choose import PROCESS_BYTES, Machine
 
     asked, devices = wanted.asked, wanted.cluster.devices
@@ -121,7 +124,7 @@ def machine_of(wanted: Wanted, workers: int = 1, streamed: bool = False) -> Mach
 
 
 def profile_of(wanted: Wanted, neighbours: int = 1) -> Profile | None:
-    """Of this machine for this base, where `weftune doctor --profile` has made one."""
+    """Return this machine's profile for this base; None unless `weftune doctor --profile` has made one."""
     from weftune.plan.cost.cluster import gpu_here
     from weftune.plan.cost.profile import profile_here
 
@@ -131,7 +134,7 @@ def profile_of(wanted: Wanted, neighbours: int = 1) -> Profile | None:
 
 
 def times_of(wanted: Wanted, machine: Machine) -> StageTimes:
-    """By the profile of a worker, else by the data sheet."""
+    """Return the times of stages, from the profile of a worker or else from the data sheet."""
     from weftune.plan.cost.prior import counted
     from weftune.plan.cost.profile_cost import directions, step_rate
     from weftune.plan.cost.time import Rate
@@ -146,7 +149,7 @@ def times_of(wanted: Wanted, machine: Machine) -> StageTimes:
 
 
 def source_of(wanted: Wanted, machine: Machine, place: StreamDevice | None) -> str:
-    """Where times come from; `place` is what a base is streamed to."""
+    """Return the source of the times. `place` is the device that a base is streamed to, or None."""
     from weftune.plan.cost import profile_cost
 
     sheet = wanted.speeds[0]
@@ -160,8 +163,8 @@ def source_of(wanted: Wanted, machine: Machine, place: StreamDevice | None) -> s
 
 
 def gpu_of(wanted: Wanted, budget: int, host: int, workers: int) -> StreamDevice:
-    """The device as the run would find it; one that is not here by its data sheet. Devices under one root
-    complex share its bandwidth."""
+    """Return the device as the run would find it; that of another machine by its data sheet. Devices under
+    one root complex share its bandwidth."""
     from weftune.plan.layout.one_device import gpu_place
 
     link = measured_link(wanted.base) if wanted.asked.here else None
@@ -174,7 +177,7 @@ def gpu_of(wanted: Wanted, budget: int, host: int, workers: int) -> StreamDevice
 
 
 def host_budget() -> int:
-    """Bytes of this host's memory that a run may take."""
+    """Return the bytes of this host's memory that a run may take."""
     import psutil
 
     from weftune.plan.cost.cluster import USABLE
@@ -183,14 +186,14 @@ def host_budget() -> int:
 
 
 def measured_link(base: BaseSpec) -> HostLink | None:
-    """As the run measures it; None where torch cannot use this machine's GPU, or others have filled it."""
+    """Measure the link as the run does. Return None if torch cannot use this machine's GPU, or it is full."""
     import torch
 
     from weftune.run.measure.link import measure_link
 
     if not torch.cuda.is_available():
         return None
-    # As base_dtype has it, which would import all of transformers.
+    # The same as base_dtype, which would import all of transformers.
     dtype: torch.dtype = getattr(torch, base.dtype or "bfloat16")
     try:
         return measure_link(torch.device("cuda", 0), dtype)

@@ -1,4 +1,4 @@
-"""What `weftune plan --json` writes."""
+"""The numbers that `weftune plan --json` writes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def resident_numbers(found: Foreseen) -> dict[str, Any]:
 
 
 def stage_needs(found: Foreseen) -> list[int]:
-    """Bytes on each device with full microbatches, every job's adapter counted on each."""
+    """Return the bytes on each device with full microbatches; every job's adapter is counted on each."""
     memory, program = found.choice.memory, found.program
     needs = memory.worker_needs(list(found.window.shapes.values()), program.capacity, program.recompute)
     return [need.total(memory.fit) for need in needs]
@@ -83,7 +83,7 @@ def stream_numbers(found: StreamOutlook, window: FirstWindow) -> dict[str, Any]:
 
 
 def run_numbers(run: WholeRun, totals: Mapping[str, JobTotal]) -> dict[str, Any]:
-    """Seconds and bytes of the whole run, and of each job in it."""
+    """Return seconds and bytes of the whole run, and of each job in it."""
     return {
         "run": {
             "seconds": run.seconds,

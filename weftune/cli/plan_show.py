@@ -1,4 +1,4 @@
-"""What `weftune plan` prints: memory on every device, the ways compared, and what each mechanism is worth."""
+"""The output of `weftune plan`: memory on every device, a comparison of ways, and the worth of mechanisms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def show_run(console: Console, run: WholeRun, wanted: Wanted, source: str) -> None:
-    """First of all: how long, and how much memory, for all and for each."""
+    """Print the time and memory of the whole run and of each job."""
     totals = wanted.totals
     least = "at least " if any(total.at_least for total in totals.values()) else ""
     whole = "the whole run"
@@ -48,7 +48,7 @@ def show_run(console: Console, run: WholeRun, wanted: Wanted, source: str) -> No
 def show_sweeps(
     console: Console, run: WholeRun, sweeps: Sequence[SweepOutlook], totals: Mapping[str, JobTotal]
 ) -> None:
-    """Of each its trials as if none left early, and then what is expected of halving."""
+    """Print the trials of each sweep as if none were dropped, then the expected time with halving."""
     for one in sweeps:
         console.print(
             run_table(run, {name: totals[name] for name in one.listed}, "trial", f"Sweep {one.name}")
@@ -73,7 +73,7 @@ def run_table(
 
 
 def span_text(seconds: float) -> str:
-    """`36 s`, `12 min`, `3 h 20 min`: the two units that matter."""
+    """Format a duration in at most two units: `36 s`, `12 min`, `3 h 20 min`."""
     if seconds < 1:
         return "less than 1 s"
     if seconds < 120:
@@ -100,7 +100,7 @@ def show(console: Console, found: Foreseen, wanted: Wanted, way: Way) -> None:
 
 
 def _show_window(console: Console, found: Foreseen) -> None:
-    """Seconds only by a profile: without one a run promises none."""
+    """Print the first window; its seconds only with a profile, since without one a run predicts none."""
     promise = found.window.promise
     time = "" if promise.seconds is None else f"{duration_text(promise.seconds)} and "
     rounds = plural(found.forecast.steps, "round")
@@ -121,7 +121,7 @@ def show_shares(console: Console, found: ShareOutlook, wanted: Wanted, way: Way)
 
 
 def show_streams(console: Console, found: StreamOutlook, wanted: Wanted, way: Way) -> None:
-    """The base's own sentence is the one that the run will say."""
+    """Print the plan of a streamed base; the sentence about the base is the one that the run will print."""
     choice, seconds = found.choice, found.forecast.seconds
     where = "read from its files" if choice.mapped else "streamed from the host's memory"
     told = f" Train with {way.flags}." if way.flags and wanted.asked.pipeline is None else ""
@@ -157,7 +157,7 @@ def show_more(
     sentences: Sequence[str],
     ablations: Sequence[Ablation],
 ) -> None:
-    """Who is not aboard, and what was asked for beside the plan."""
+    """Print the jobs that are not admitted, and what was requested besides the plan."""
     trials = {name: one.name for one in wanted.sweeps for name in one.listed}
     for name, reason in admission.waiting.items():
         if name not in trials:
@@ -229,13 +229,13 @@ def stream_table(found: StreamOutlook, wanted: Wanted) -> Table:
 
 
 def _device(wanted: Wanted, number: int) -> str:
-    """Several workers may share the last."""
+    """Return the name of a worker's device; several workers may share the last one."""
     devices = wanted.cluster.devices
     return devices[min(number, len(devices) - 1)].name
 
 
 def layers_text(start: int, stop: int, layers: int) -> str:
-    """Places 0 and `layers` + 1 are the embedding and the head."""
+    """Format a range of layers, in which 0 is the embedding and `layers` + 1 the head."""
     inside = range(max(start, 1), min(stop, layers + 1))
     parts = [
         "embedding" if start == 0 else "",

@@ -1,4 +1,4 @@
-"""What `weftune plan` and `weftune preview` know of sweeps: their trials, and what halving saves."""
+"""Sweeps in `weftune plan` and `weftune preview`: their trials, and the expected saving of halving."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 class SweepOutlook:
     sweep: Sweep
     steps: tuple[int, ...]
-    """Of the first trial's rungs, its last step included."""
+    """Steps of the first trial's rungs, its last step included."""
     samples: Saving
     tokens: Saving
-    """In what takes time: evaluations count as well."""
+    """Saving in tokens, which take the time: evaluations count as well."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -32,7 +32,7 @@ class SweepOutlook:
 
     @property
     def listed(self) -> list[str]:
-        """The trials that are known: of `tpe` the first generation."""
+        """Names of the trials that are known; with `tpe`, those of the first generation."""
         return [trial.name for trial in self.sweep.trials]
 
     @property
@@ -44,7 +44,7 @@ class SweepOutlook:
         return trial_count(self.sweep.spec)
 
     def sentence(self) -> str:
-        """How many there are, and what leaving early comes to."""
+        """Return a sentence about the number of trials and the saving of halving."""
         count, listed = self.trials, len(self.listed)
         later = f", of which the first {listed} are known" if listed < count else ""
         if not self.halved:
@@ -61,7 +61,7 @@ class SweepOutlook:
 
 
 def averaged_trials(sweeps: Iterable[Sweep]) -> set[str]:
-    """Those that keep the mean of their weights, since rungs judge it."""
+    """Return the trials that keep the mean of their weights, since rungs evaluate the mean."""
     halved = [(sweep, sweep.spec.halving) for sweep in sweeps]
     return {
         trial.name
@@ -92,7 +92,7 @@ def sweep_outlooks(
 
 
 def expected_seconds(run: WholeRun, sweeps: Sequence[SweepOutlook], totals: Mapping[str, JobTotal]) -> float:
-    """Of the whole run, where trials leave as halving lets them and `tpe` proposes all of its own."""
+    """Return the run's seconds if halving drops trials as expected and `tpe` proposes all of its trials."""
     known = {name: totals[name].steps * totals[name].tokens for name in run.ends}
     if not sum(known.values()):
         return run.seconds
@@ -102,7 +102,7 @@ def expected_seconds(run: WholeRun, sweeps: Sequence[SweepOutlook], totals: Mapp
 
 
 def collapsed(names: Iterable[str], sweeps: Iterable[Sweep]) -> list[str]:
-    """The same names with the trials of each sweep as one, such as `sql (24 trials)`."""
+    """Return the names with the trials of each sweep as one entry, such as `sql (24 trials)`."""
     owner = {trial.name: sweep.name for sweep in sweeps for trial in sweep.trials}
     groups: dict[tuple[str, bool], list[str]] = {}
     for name in names:
@@ -116,7 +116,7 @@ def collapsed(names: Iterable[str], sweeps: Iterable[Sweep]) -> list[str]:
 def sweep_numbers(
     run: WholeRun, sweeps: Sequence[SweepOutlook], totals: Mapping[str, JobTotal]
 ) -> dict[str, Any]:
-    """What `weftune plan --json` writes of them."""
+    """Return the numbers of the sweeps for `weftune plan --json`."""
     return {
         "sweeps": [
             {

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SUPERVISED = "bold green"
 MARKS = (">>>", "<<<")
-"""Stand around supervised text where colours are not shown."""
+"""Marks around supervised text where colours are not shown."""
 GIVEN = "dim"
 BARS = 10
 BAR_WIDTH = 40
@@ -30,7 +30,7 @@ BAR_WIDTH = 40
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Jobs that train on the very same samples."""
+    """Jobs that train on identical samples."""
 
     jobs: tuple[str, ...]
     prepared: Prepared
@@ -89,7 +89,7 @@ def chosen_jobs(run: RunSpec, name: str | None) -> tuple[JobSpec, ...]:
 
 
 def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[Shown]:
-    """Every job's samples, those of identical data once; the mistakes of all of them at once."""
+    """Prepare every job's samples, identical data once; raise the mistakes of all jobs at once."""
     from weftune.core.paths import cache_folder
     from weftune.data.prepare import SharedData
     from weftune.errors import DataError, Mistake
@@ -116,7 +116,7 @@ def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[S
 def warned(
     jobs: Sequence[JobSpec], found: Sequence[Shown], shape: ModelShape, sweeps: Sequence[Sweep] = ()
 ) -> list[str]:
-    """What `weftune train` will warn of."""
+    """Return the warnings that `weftune train` will print."""
     from weftune.data.order import SampleOrder
     from weftune.jobs.spec.checks import data_warnings, told_once, warnings
     from weftune.jobs.sweeps.checks import sweep_warnings
@@ -133,21 +133,21 @@ def warned(
 
 
 def show_trials(console: Console, file: Path, names: Collection[str]) -> None:
-    """The trials of the sweeps, their memory and time as `weftune plan` predicts them for this machine."""
+    """Print the sweeps' trials, with memory and time as `weftune plan` predicts them for this machine."""
     from rich.console import Console
 
     from weftune.cli.plan import PlanAsked, answer, read_cluster, read_wanted
     from weftune.cli.plan_show import show_sweeps
 
     wanted = read_wanted(file, read_cluster("auto"), PlanAsked(here=True))
-    # What the plan says of devices and windows is `weftune plan`'s to show.
+    # The plan's output about devices and windows is for `weftune plan` only.
     answered = answer(wanted, Console(quiet=True))
     show_sweeps(console, answered.run, [one for one in wanted.sweeps if one.name in names], wanted.totals)
     console.print(f"Times are {answered.numbers['source']}.", highlight=False, markup=False, soft_wrap=True)
 
 
 def list_trials(console: Console, sweeps: Sequence[Sweep], why: UserError) -> None:
-    """Without their memory and time, where nothing can be predicted."""
+    """Print the trials without memory and time, for when nothing can be predicted."""
     from rich.table import Table
     from rich.text import Text
 
@@ -162,8 +162,8 @@ def list_trials(console: Console, sweeps: Sequence[Sweep], why: UserError) -> No
 def drawing(
     shown: Shown, tokenizer: Any, rows: int, sweeps: Sequence[Sweep] = (), marked: bool = False
 ) -> list[RenderableType]:
-    """What one dataset looks like, from top to bottom. All of a user's words are `Text`, never markup. With
-    `marked`, supervised text stands between marks, for output that has no colours."""
+    """Draw one dataset. All of a user's words are `Text`, never markup. With `marked`, supervised text stands
+    between marks, for output without colours."""
     from rich.panel import Panel
     from rich.rule import Rule
     from rich.text import Text
@@ -185,7 +185,7 @@ def drawing(
 
 
 def coloured(samples: Samples, i: int, tokenizer: Any, marked: bool = False) -> Text:
-    """A sample's text, what is supervised in another colour; with `marked`, also between marks."""
+    """Return a sample's text, supervised parts in another colour; with `marked`, also between marks."""
     from rich.text import Text
 
     text = Text()
@@ -204,7 +204,7 @@ def coloured(samples: Samples, i: int, tokenizer: Any, marked: bool = False) -> 
 
 
 def visible(text: str) -> str:
-    """Control characters could move the terminal's cursor or change its colours."""
+    """Replace control characters, which could move the terminal's cursor or change its colours."""
     return "".join(
         mark if mark in "\n\t" or mark.isprintable() else "\N{REPLACEMENT CHARACTER}" for mark in text
     )
@@ -219,7 +219,7 @@ def summary(name: str, samples: Samples) -> str:
 
 
 def histogram(lengths: Sequence[int]) -> str:
-    """Samples by their number of tokens, a bar a line."""
+    """Draw the number of samples by length in tokens, one bar per line."""
     shortest, longest = min(lengths), max(lengths)
     width = max(1, -(-(longest - shortest + 1) // BARS))
     counts = [0] * -(-(longest - shortest + 1) // width)

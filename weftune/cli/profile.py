@@ -1,4 +1,4 @@
-"""`weftune doctor --profile`: measure this device's passes over a base, and write what was found."""
+"""`weftune doctor --profile`: measure this device's passes over a base, and write the profile."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_profile(base: str, device: str | None, output: Path | None) -> None:
 
     spec, where, console = BaseSpec(model=base), device_named(device), Console()
     shape = inspect(spec, where)
-    # What a training process holds counts its modules and the tokenizer.
+    # The memory of a training process includes its modules and the tokenizer.
     import_module("weftune.trainer.trainer")
     tokenizer = None
     with suppress(UserError):
@@ -46,7 +46,7 @@ def make_profile(base: str, device: str | None, output: Path | None) -> None:
     taken = taken_bytes(where)
     file = output or file_of(profile_folder(), key_here(shape, where))
     try:
-        # Before the measuring, so that no minute of it is lost.
+        # Checked before measuring, so that no measurement is lost.
         check_place(file)
         profile = replace(_measured(console, spec, shape, where, tokenizer), process_bytes=taken)
         if where.type == "cpu":
@@ -60,8 +60,8 @@ def make_profile(base: str, device: str | None, output: Path | None) -> None:
 
 
 def worker_bytes(spec: BaseSpec) -> tuple[int, int]:
-    """What the first of several workers holds before anything is loaded, and what another does; zeros if none
-    can be started. They are forked, so they are measured in a process that is, too."""
+    """Return the bytes that the first of several workers and any other hold before loading anything; zeros if
+    none can be started. Workers are forked, so they are measured in a forked process."""
     from weftune.launch.supervise import Supervised, end, start
 
     process = start(Supervised("worker", partial(_tell_held, spec)), None, neighbours=2)
@@ -75,7 +75,7 @@ def worker_bytes(spec: BaseSpec) -> tuple[int, int]:
 
 
 def _tell_held(spec: BaseSpec, connection: Connection) -> None:
-    """In the new process."""
+    """Measure in the new process, and send the bytes of the first worker and of another."""
     import torch
 
     from weftune.base.load import inspect, load_tokenizer
@@ -103,7 +103,7 @@ def _measured(
     from weftune.run.profile import measure_profile
     from weftune.trainer.results import TokenizerFiles, prepare_result
 
-    # Without a thread that draws, which the passes would have to wait for.
+    # No drawing thread: the measured passes would have to wait for it.
     with Progress(console=console, transient=True, auto_refresh=False) as progress:
         task = progress.add_task(f"Measuring {spec.model} on {where}", total=None)
         return measure_profile(
@@ -112,13 +112,13 @@ def _measured(
             spec.model,
             where,
             lambda done, total: progress.update(task, completed=done, total=total, refresh=True),
-            # As the writer does while the first window is trained.
+            # The writer does the same while the first window is trained.
             None if tokenizer is None else partial(prepare_result, None, TokenizerFiles(tokenizer)),
         )
 
 
 def kinds_table(profile: Profile, shape: ModelShape) -> Table:
-    """Milliseconds of a pass over 256 tokens in four samples, all supervised, with an adapter of rank 8."""
+    """Tabulate the milliseconds of a pass over 256 supervised tokens in four samples, with rank 8."""
     from rich.table import Table
 
     from weftune.plan.cost.profile_cost import directions

@@ -1,4 +1,4 @@
-"""`weftune report DIR`: draw the report of an output folder anew."""
+"""`weftune report DIR`: redraw the report of an output folder."""
 
 from __future__ import annotations
 

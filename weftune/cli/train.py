@@ -76,7 +76,7 @@ def train(
 
 
 def _train_as(asked: TrainAsked) -> None:
-    """In this process or in those that the options ask for; options that cannot go together are refused."""
+    """Train in this process or in those that the options request; refuse options that exclude each other."""
     from weftune.errors import UserError
 
     asked.refuse()
@@ -105,14 +105,14 @@ def _train_as(asked: TrainAsked) -> None:
     from weftune.run.workers.groups import attempt
 
     if attempt() > 0:
-        # torchrun has restarted all workers, with the words of the first time.
+        # torchrun has restarted all workers with the original command line.
         asked = asked.again()
     _join(asked, place)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainAsked:
-    """What the command line says."""
+    """Options of the command line."""
 
     jobs: Path
     output: Path | None
@@ -130,14 +130,14 @@ class TrainAsked:
 
     @property
     def resume_command(self) -> str:
-        """The command that resumes this run, to be pasted."""
+        """The shell command that resumes this run."""
         return shlex.join(["weftune", *self.resumed().words()])
 
     def resumed(self) -> TrainAsked:
         return replace(self, resume=True, restart=(), retry=(), changes=())
 
     def refuse(self) -> None:
-        """UserError where an option lacks the one it goes with, or its value cannot be read."""
+        """Raise UserError if an option lacks the one it goes with, or its value cannot be read."""
         from weftune.cli.early import refuse_device
         from weftune.errors import UserError
 
@@ -153,14 +153,14 @@ class TrainAsked:
                 bytes_of(text, option)
 
     def again(self) -> TrainAsked:
-        """The same after a loss: what the first try has written is gone on with."""
+        """Return the options for a restart after a failure: it resumes what the first attempt has written."""
         from weftune.jobs.spec.read import read_run
 
         is_there = (self.output or read_run(self.jobs).output).exists()
         return replace(self.resumed(), resume=is_there)
 
     def words(self) -> list[str]:
-        """The same as a command line, which workers of a pipeline are started with."""
+        """Return the options as a command line, which starts the workers of a pipeline."""
         options = {
             "--output": self.output,
             "--device": self.device,
@@ -179,7 +179,10 @@ class TrainAsked:
 
 
 def _place() -> WorkerPlace | None:
-    """None where this is the only process: known from the environment alone, before torch is imported."""
+    """Return this worker's place, or None if this is the only process.
+
+    The environment alone decides that, before torch is imported.
+    """
     if os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
         return None
     from weftune.run.workers.groups import place_here
@@ -188,7 +191,7 @@ def _place() -> WorkerPlace | None:
 
 
 def _check_early(asked: TrainAsked) -> None:
-    """All mistakes that can be found without torch, before anything is printed."""
+    """Report all mistakes that can be found without torch, before anything is printed."""
     from weftune.cli.early import one_of_each, read_early, refuse_rows
     from weftune.errors import SpecError
     from weftune.jobs.store.store import refuse_output
@@ -211,7 +214,7 @@ def _check_early(asked: TrainAsked) -> None:
 
 
 def _train_here(asked: TrainAsked, stages: int) -> None:
-    """On this machine, in the processes that were asked for or that the planner finds right."""
+    """Train on this machine, in the processes that were requested or that the planner chooses."""
     shares = 1
     if stages == AUTO:
         choice = _chosen(asked)
@@ -227,7 +230,7 @@ def _train_here(asked: TrainAsked, stages: int) -> None:
 
 
 def _chosen(asked: TrainAsked) -> StageCount:
-    """Stages or shares, as the planner finds right for this machine; says why."""
+    """Return the planner's choice of stages or shares for this machine, and print the reason."""
     from rich.console import Console
 
     from weftune.base.load import device_named, inspect
@@ -246,8 +249,8 @@ def _chosen(asked: TrainAsked) -> StageCount:
         budget = steady_budget_bytes(device)
     shape = inspect(run.base, device)
     devices = devices_here(device, budget).shared_by(asked.replicas)
-    # Whoever asks for replicas wants every job on all of them: no shares then. Nor are trials shared out,
-    # which are compared while they train.
+    # With replicas, every job trains on all of them, so there are no shares. Trials are not divided into
+    # shares either, since they are compared while they train.
     jobs = len(run.jobs) if asked.replicas == 1 and not run.sweeps else 1
     choice = choose_stages(shape, devices, SPARE, jobs, costs_here(shape, device))
     Console(file=steady_output()).print(f"Weftune: {choice.why}", highlight=False, soft_wrap=True)
@@ -266,13 +269,13 @@ def _launch(asked: TrainAsked, stages: int) -> int:
     if stages > 1:
         cut_layers(shape, stages)
     workers = stages * asked.replicas
-    # What the command line runs, found by its name: whoever is started anew imports it for itself.
+    # The command line's module is given by name: a newly started process imports it for itself.
     main = partial(runpy.run_module, "weftune", run_name="__main__")
     return launch(main, asked.words(), asked.resumed().words(), workers, asked.output or Path(run.output))
 
 
 def _join(asked: TrainAsked, place: WorkerPlace) -> None:
-    """Be one worker of a pipeline: the first trains, the others obey."""
+    """Run as one worker of a pipeline: the first one trains, the others follow its instructions."""
     from weftune.launch.workers import joined
 
     with joined(place, asked.device) as staff:
@@ -315,7 +318,7 @@ def _train(asked: TrainAsked, staff: Staff | None) -> None:
 
 
 def _train_on(asked: TrainAsked, devices: tuple[str, ...]) -> None:
-    """A share of the jobs on each of these devices; one device is an ordinary run."""
+    """Train a share of the jobs on each of these devices; one device is an ordinary run."""
     with importing():
         from rich.console import Console
 
@@ -351,7 +354,7 @@ def _train_on(asked: TrainAsked, devices: tuple[str, ...]) -> None:
 
 
 def _counted(run: RunSpec) -> str:
-    """`4 jobs`, `24 trials`, or `1 job and 24 trials`; of `tpe` those as well that are yet to be proposed."""
+    """Return text such as `4 jobs` or `1 job and 24 trials`; trials yet to be proposed by `tpe` count."""
     from weftune.jobs.sweeps.saving import trial_count
     from weftune.report.words import plural
 
@@ -369,7 +372,7 @@ def _finish(
     interrupted: bool,
     mistaken: bool = False,
 ) -> None:
-    """The table of all jobs, how the wall time was spent, and the exit code."""
+    """Print the table of all jobs and how the wall time was spent, and set the exit code."""
     from weftune.cli.options import MISTAKE
     from weftune.jobs.store.states import State
     from weftune.jobs.sweeps.record import records_in
@@ -388,7 +391,7 @@ def _finish(
         resumed = f"Interrupted. Go on with {asked.resume_command}"
         console.print(resumed, highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(INTERRUPTED)
-    # Trials that leave a sweep, or fail in it, are what a sweep is for: it has failed where nobody has won.
+    # A sweep is expected to drop trials, and some may fail: it has failed only if it has no best trial.
     sweeps = records_in(folder)
     trials = {trial.name for sweep in sweeps for trial in sweep.trials}
     others = [result for name, result in results.items() if name not in trials]
@@ -397,7 +400,7 @@ def _finish(
 
 
 def _named(place: WorkerPlace) -> str:
-    """`2 stages`, `2 replicas`, or `2 replicas of 2 stages`; `2 workers` where stages may take turns."""
+    """Return `2 stages`, `2 replicas` or `2 replicas of 2 stages`; `2 workers` if stages may take turns."""
     stages = f"{place.stages} {'workers' if place.ring else 'stages'}"
     replicas = f"{place.replicas} replicas"
     if place.replicas == 1:
@@ -417,7 +420,7 @@ def with_replicas(place: WorkerPlace, replicas: int) -> WorkerPlace:
 
 
 def gpus_of(text: str) -> int | None:
-    """The number that follows --gpus; None for all."""
+    """Return the number that follows --gpus; None means all."""
     from weftune.errors import UserError
 
     if text == "all":
@@ -465,7 +468,7 @@ def refuse_beside_gpu_memory(memory: str, pipeline: str | None, gpus: str | None
 
 
 def stages_of(text: str) -> int:
-    """The number that follows --pipeline, or `AUTO`."""
+    """Return the number that follows --pipeline, or `AUTO`."""
     from weftune.errors import UserError
 
     if text == "auto":

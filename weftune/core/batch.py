@@ -15,7 +15,7 @@ IGNORED = -100
 
 
 OWN = ""
-"""In the place of a job's name: the adapter of the rows' own job."""
+"""Placeholder for a job's name: the adapter of the rows' own job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,10 @@ class Segment:
     start: int
     stop: int
     adapter: str | None = OWN
-    """The job whose adapter the rows pass through, where they are scored by another than their own; None: the
-    base alone."""
+    """The job whose adapter the rows pass through, if they are scored by another job's adapter. None selects
+    the base alone."""
     before: int = 0
-    """Of the rows, those that the adapter puts before samples: they are no tokens of the job's data."""
+    """Number of rows that the adapter puts before samples. They are not tokens of the job's data."""
 
     @property
     def through(self) -> str | None:
@@ -39,7 +39,7 @@ class Segment:
 
     @property
     def tokens(self) -> int:
-        """Those of the job's data."""
+        """Number of tokens of the job's data."""
         return self.stop - self.start - self.before
 
     @property
@@ -51,11 +51,11 @@ class Segment:
 class Microbatch:
     tokens_T: Tensor
     positions_T: Tensor
-    """Restart with every sample: at 0, or behind the keys that its adapter puts before it."""
+    """Positions, which restart with every sample: at 0, or after the keys that its adapter puts before it."""
     targets_T: Tensor
-    """What each row must predict: the next token of its sample where that is supervised, else IGNORED."""
+    """Token that each row must predict: the next token of its sample if that is supervised, else IGNORED."""
     token_index_T: Tensor
-    """Where the row stands in its job's global batch before packing: the dropout counter."""
+    """Index of the row in its job's global batch before packing, used as the dropout counter."""
     sample_lengths: tuple[int, ...]
     segments: tuple[Segment, ...]
 
@@ -76,7 +76,8 @@ class Microbatch:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Pinned first where that helps, so that the host does not wait for the device to get there."""
+    """Copy a tensor to a device. A copy to a GPU is pinned first, so that the host does not wait for the
+    device."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,10 +1,10 @@
 """The wall time of a run, divided among its phases.
 
 A second belongs to the innermost phase that is open, so phases exclude one another and their sum is the wall
-time. A clock counts for the thread that started it, since that is whom the user waits for: what other threads
-do beside it is not counted, and a thread that is waited for is counted by whoever waits. One exception:
-threads that Python did not start, such as those in which autograd runs a backward, work while the owner waits
-for them, so their phases count.
+time. A clock counts for the thread that started it, since that is the one the user waits for: concurrent work
+of other threads is not counted, and a thread that is waited for is counted by the thread that waits. One
+exception: threads that Python did not start, such as those in which autograd runs a backward, work while the
+owner waits for them, so their phases count.
 
 Phases are entered in every layer, from kernels to the command line, so the clock is found by its thread
 instead of being handed through all of them. Without a clock a phase costs nothing and records nothing.
@@ -30,7 +30,7 @@ LONGEST_START = 3600.0
 
 
 class Phase(StrEnum):
-    """In the order in which they are told."""
+    """Phases of a run, in the order in which they are reported."""
 
     IMPORTS = "imports"
     TOKENISING = "tokenising"
@@ -44,7 +44,7 @@ class Phase(StrEnum):
     EXPORT = "export"
     REPORT = "report"
     OTHER = "other"
-    """Seconds of no phase."""
+    """Time that belongs to no other phase."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,12 @@ class WallTime:
     """Seconds since 1970."""
     seconds: float
     phases: Mapping[Phase, float]
-    """Every phase; together they are `seconds`."""
+    """Seconds of every phase; their sum is `seconds`."""
 
 
 class PhaseClock:
     def __init__(self, age: float = 0.0, now: Callable[[], float] = time.monotonic) -> None:
-        """Runs since `age` seconds ago; those are of no phase until somebody claims them."""
+        """Start a clock as of `age` seconds ago; those seconds belong to `OTHER` until they are claimed."""
         self.started = time.time() - age
         self._now = now
         self._lock = threading.Lock()
@@ -95,12 +95,12 @@ class PhaseClock:
 
 
 _CLOCKS: dict[int, PhaseClock] = {}
-"""Running clocks, by the thread that owns each."""
+"""Maps the id of each owning thread to its running clock."""
 
 
 @contextmanager
 def running(clock: PhaseClock) -> Iterator[PhaseClock]:
-    """Inside, phases of this thread are counted by `clock`."""
+    """Count the phases of this thread with `clock` inside the context."""
     owner = threading.get_ident()
     before = _CLOCKS.get(owner)
     _CLOCKS[owner] = clock
@@ -114,11 +114,11 @@ def running(clock: PhaseClock) -> Iterator[PhaseClock]:
 
 
 def current() -> PhaseClock | None:
-    """The clock that counts what this thread does."""
+    """Return the clock that counts this thread's work, or None."""
     own = _CLOCKS.get(threading.get_ident())
     if own is not None or not _CLOCKS:
         return own
-    # With several owners nobody knows which of them waits for this thread.
+    # With several owners it is unknown which of them waits for this thread.
     return next(iter(_CLOCKS.values())) if len(_CLOCKS) == 1 and _is_foreign() else None
 
 
@@ -143,8 +143,9 @@ def phase(name: Phase) -> Iterator[None]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """For imports of many modules: a phase, and without garbage collection, which would go through all that
-    they define again and again. None of it is ever garbage, so later collections leave it out."""
+    """Count imports of many modules as a phase and disable garbage collection meanwhile, which would
+    repeatedly traverse all their definitions. None of these ever become garbage, so later collections skip
+    them."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -157,14 +158,14 @@ def importing() -> Iterator[None]:
 
 
 def claim(name: Phase, seconds: float) -> None:
-    """`PhaseClock.claim` of the clock that counts here, if there is any."""
+    """Call `PhaseClock.claim` on the current clock, if there is one."""
     clock = current()
     if clock is not None:
         clock.claim(name, seconds)
 
 
 def process_clock() -> PhaseClock:
-    """A clock that runs since the command was started; since this process was, it has imported modules."""
+    """Return a clock that runs since the command was started. The age of this process counts as imports."""
     age = process_seconds()
     clock = PhaseClock(max(age, command_seconds()))
     clock.claim(Phase.IMPORTS, age)
@@ -172,7 +173,7 @@ def process_clock() -> PhaseClock:
 
 
 def command_seconds() -> float:
-    """Seconds since the command was started, in a process that it has started; 0 elsewhere."""
+    """Return the seconds since the command was started, or 0 in a process that no command has started."""
     try:
         return time.time() - float(os.environ[COMMAND_STARTED])
     except (KeyError, ValueError):
@@ -180,7 +181,8 @@ def command_seconds() -> float:
 
 
 def process_seconds() -> float:
-    """How long ago this process was started; where the system does not tell, the processor time it took."""
+    """Return the age of this process in seconds, or its processor time if the system does not report its
+    age."""
     try:
         # The name of the process, in parentheses, may hold spaces.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

@@ -1,8 +1,8 @@
-"""Products of 8-bit floats (e4m3) with a scale for each row: what fp8 tensor cores compute, in plain torch.
+"""Products of 8-bit floats (e4m3) with a scale per row, as fp8 tensor cores compute them, in plain torch.
 
-Both operands have a scale a row, so that a row's codes and products depend on that row alone: a NaN stays
-where it is, and no row depends on its neighbours. Gradients are e4m3, too: a scale a row gives them the range
-that e5m2 would pay for with half of the digits.
+Both operands have a scale per row, so that a row's codes and products depend on that row alone: a NaN stays
+where it is, and no row depends on its neighbours. Gradients are e4m3, too: a scale per row gives them the
+range that e5m2 would pay for with half of the digits.
 
 Shapes: T rows, M columns that are summed over, L rows of the frozen operand, K inputs, N outputs.
 """
@@ -18,11 +18,11 @@ from torch import Tensor
 
 CODES = torch.float8_e4m3fn
 LARGEST = 448.0
-"""Of e4m3."""
+"""Largest finite value of e4m3."""
 LEAST_SCALE = torch.finfo(torch.float32).tiny
 """A row with a smaller scale is zero: the inverse would be infinite."""
 CODED_PARAMETERS = {"weight": 0, "scale": 0, "turned": 1}
-"""Those of a linear that holds such a weight, and the dimension of its outputs in each."""
+"""Maps each parameter of a linear with a coded weight to the dimension of the outputs in it."""
 
 MultiplyCodes = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, torch.dtype], Tensor]
 """(left_TM, codes_LM, scale_M, scale_L, dtype): ((left ⊙ scale_M) · codesᵀ) ⊙ scale_L, where the left operand
@@ -31,20 +31,20 @@ is rounded to codes; summed in at least float32 and rounded to the dtype once.""
 
 @runtime_checkable
 class CodedWeight(Protocol):
-    """A frozen weight W = codes · a scale for each output, which passes multiply by as it is.
+    """A frozen weight W = codes · scale per output, which passes multiply by as it is stored.
 
-    The scales are outside of the sum of xWᵀ, but inside of that of dyW: there they are multiplied into dy.
-    The tensor cores read both operands along the sum, so the codes are held in both orders.
+    The scales are outside the sum of xWᵀ but inside the sum of dyW, where they are multiplied into dy. The
+    tensor cores read both operands along the sum, so the codes are held in both orders.
     """
 
     def codes(self) -> Tensor:
-        """[N, K]."""
+        """Return the codes as [N, K]."""
 
     def turned(self) -> Tensor:
-        """The same codes as [K, N]."""
+        """Return the transposed codes, [K, N]."""
 
     def scale(self) -> Tensor:
-        """float32 [N]."""
+        """Return the scale per output, float32 [N]."""
 
     @property
     def multiply(self) -> MultiplyCodes: ...
@@ -52,7 +52,7 @@ class CodedWeight(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CodedMatrix:
-    """Such a weight as its three tensors."""
+    """A coded weight as its three tensors."""
 
     codes_NK: Tensor
     turned_KN: Tensor
@@ -82,16 +82,16 @@ def is_coded(weight: object) -> TypeGuard[CodedWeight]:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums of such numbers are kept in."""
+    """Return the dtype in which sums of values of `dtype` are accumulated: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def row_codes(x_TM: Tensor, scale_M: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(codes_TM, scale_T): x ⊙ scale_M is about codes · scale, and each row's largest value is LARGEST."""
+    """Return (codes_TM, scale_T): x ⊙ scale_M ≈ codes · scale, and each row's largest code is LARGEST."""
     x_TM = x_TM.to(wide(x_TM.dtype))
     if scale_M is not None:
         x_TM = x_TM * scale_M
-    # Not a division, for which a GPU of torch's multiplies too: all devices give the same bits.
+    # Not a division, which torch replaces by a product on a GPU: this way all devices give the same bits.
     scale_T = x_TM.abs().amax(dim=1) * (1.0 / LARGEST)
     inverse_T = torch.where(scale_T < LEAST_SCALE, 0.0, 1.0 / scale_T)
     return (x_TM * inverse_T[:, None]).clamp_(-LARGEST, LARGEST).to(CODES), scale_T
@@ -100,7 +100,7 @@ def row_codes(x_TM: Tensor, scale_M: Tensor | None = None) -> tuple[Tensor, Tens
 def multiply_codes(
     left_TM: Tensor, codes_LM: Tensor, scale_M: Tensor | None, scale_L: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """`MultiplyCodes` on any device: the very values that the tensor cores multiply."""
+    """Implement `MultiplyCodes` on any device, with exactly the values that the tensor cores multiply."""
     left_TM, scale_T = row_codes(left_TM, scale_M)
     sum_TL = left_TM.to(scale_T.dtype) @ codes_LM.to(scale_T.dtype).T
     sum_TL *= scale_T[:, None]
@@ -112,8 +112,9 @@ def multiply_codes(
 def multiply_unrounded(
     left_TM: Tensor, codes_LM: Tensor, scale_M: Tensor | None, scale_L: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The same, but the left operand is not rounded. Rounding to few digits turns a difference in the last
-    digit of many into one in the last of few: of no use to whoever compares two ways to the same result."""
+    """Implement `MultiplyCodes` without rounding the left operand. Rounding to few digits turns a difference
+    in the last of many digits into one in the last of few, which hinders comparing two ways to the same
+    result."""
     left_TM = left_TM.to(wide(left_TM.dtype))
     left_TM = left_TM if scale_M is None else left_TM * scale_M
     sum_TL = left_TM @ codes_LM.to(left_TM.dtype).T
@@ -121,7 +122,8 @@ def multiply_unrounded(
 
 
 def side_by_side(parts: Sequence[Tensor], dim: int) -> Tensor | None:
-    """Parts that lie in memory as those of one contiguous tensor, joined along a dimension; None if not."""
+    """Return a view that joins the parts along a dimension, or None if they are not adjacent in memory as the
+    parts of one contiguous tensor."""
     first, shape = parts[0], list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
     whole = torch.empty(shape, device="meta")
@@ -136,13 +138,13 @@ def side_by_side(parts: Sequence[Tensor], dim: int) -> Tensor | None:
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The parts as one tensor: a view of them where they lie so, or else a copy."""
+    """Return the parts as one tensor: a view if they are adjacent in memory, otherwise a copy."""
     if len(parts) == 1:
         return parts[0]
     lying = side_by_side(parts, dim)
     if lying is not None:
         return lying
-    # Not everywhere does torch join 8-bit floats; of their bytes it does.
+    # Torch does not concatenate 8-bit floats on every device, but it does concatenate their bytes.
     narrow = parts[0].element_size() == 1
     together = torch.cat([part.view(torch.uint8) if narrow else part for part in parts], dim)
     return together.view(parts[0].dtype)

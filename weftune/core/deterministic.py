@@ -1,8 +1,8 @@
-"""Torch's deterministic kernels, for the time of a run.
+"""Torch's deterministic kernels for the duration of a run.
 
 In this mode the backward of flash attention (varlen_attn, and scaled_dot_product_attention where it takes
-that) adds up dq in an order of its own instead of by atomics, the memory-efficient backward splits no keys,
-and cuDNN's attention is left out. Torch refuses an operation that has no deterministic form.
+that) sums dq in a fixed order instead of by atomics, the memory-efficient backward splits no keys, and
+cuDNN's attention is not used. Torch refuses an operation that has no deterministic form.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ import torch.utils.deterministic
 from weftune.errors import UserError
 
 WORKSPACE, WORKSPACE_SIZE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-"""One of the two values with which cuBLAS promises the same bits. Torch looks for it at the first product on
-a GPU, and refuses all products of a process that began without."""
+"""One of the two values with which cuBLAS promises the same bits. Torch reads it at the first product on a
+GPU, and refuses all products of a process that began without it."""
 REFUSED = re.compile(r"^(\S+) does not have a deterministic implementation")
 
 
 @contextmanager
 def deterministic_kernels(asked: bool = True) -> Iterator[None]:
-    """Inside, torch computes the same bits each time, if `asked`; afterwards all is as before.
+    """Make torch compute the same bits each time inside the context, if `asked`; restore its settings
+    afterwards.
 
     An operation that torch refuses ends in a UserError that names it.
     """
@@ -38,9 +39,9 @@ def deterministic_kernels(asked: bool = True) -> Iterator[None]:
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
     details: Any = torch.utils.deterministic
     filled = details.fill_uninitialized_memory
-    # Not only warned: where torch warns, attention keeps its atomics.
+    # Not warn_only: if torch only warns, attention keeps its atomics.
     torch.use_deterministic_algorithms(True)
-    # Nobody reads what was not written, and to fill every new tensor takes a launch each.
+    # Uninitialized memory is never read, and filling it takes a launch per new tensor.
     details.fill_uninitialized_memory = False
     try:
         yield
@@ -55,12 +56,14 @@ def deterministic_kernels(asked: bool = True) -> Iterator[None]:
 
 
 def settle_workspace() -> None:
-    """Set what products on a GPU need to be deterministic, if the user has not: before the first of them."""
+    """Set the cuBLAS workspace that deterministic products need, unless the user has set it. Must run before
+    the first product on a GPU."""
     os.environ.setdefault(WORKSPACE, WORKSPACE_SIZE)
 
 
 def _sentence(refusal: str) -> str | None:
-    """What to do about torch's refusal; None where that is no such error."""
+    """Return a sentence that says what to do about torch's refusal, or None if the error is of another
+    kind."""
     if found := REFUSED.match(refusal):
         return (
             f"torch {torch.__version__} has no deterministic form of {found[1]}, which this run needs; leave "
@@ -75,5 +78,5 @@ def _sentence(refusal: str) -> str | None:
 
 
 def are_kernels_deterministic() -> bool:
-    """Whether torch was asked for it, by `deterministic_kernels` or by the user."""
+    """Return whether torch's deterministic mode is on, set by `deterministic_kernels` or by the user."""
     return torch.are_deterministic_algorithms_enabled()

@@ -1,4 +1,5 @@
-"""What disks do to libraries that write files: errors of other kinds than OSError, and modes of their own."""
+"""Corrections for libraries that write files: I/O errors that are not raised as OSError, and private file
+modes."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
-"""How safetensors and tokenizers, which write from Rust, end the text of an I/O error."""
+"""End of the text of an I/O error from safetensors and tokenizers, which write from Rust."""
 
 
 @contextmanager
 def disk_errors() -> Iterator[None]:
-    """An I/O error that a library raises as something else becomes the OSError that it is."""
+    """Convert an I/O error that a library raises as another exception into an OSError."""
     try:
         yield
     except OSError:
@@ -28,7 +29,7 @@ def disk_errors() -> Iterator[None]:
 
 
 def ordinary_modes(folder: Path) -> None:
-    """Give all files below `folder` the mode of the user's umask: some libraries make them private."""
+    """Give all files below `folder` the mode of the user's umask: some libraries create private files."""
     probe = folder / ".mode"
     probe.touch()
     mode = probe.stat().st_mode & 0o777

@@ -15,11 +15,11 @@ from typing import Any
 from weftune.errors import OutputError
 
 MOST_UNWRITTEN = 50_000
-"""Lines that wait in memory while a disk takes none; of more than these the oldest are lost."""
+"""Maximum number of lines kept in memory while the disk accepts none; beyond it the oldest are dropped."""
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """Always valid JSON: a number that is not finite is written as null."""
+    """Return valid JSON: a number that is not finite is written as null."""
     return json.dumps(_clean(value), ensure_ascii=False, indent=indent)
 
 
@@ -27,7 +27,8 @@ _PLAIN = (str, int, bool, type(None))
 
 
 def _clean(value: Any) -> Any:
-    # Nearly all there is, without a look at the abstract kinds of numbers: every step of every job comes by.
+    # Handles nearly all values without the slow check of abstract number types: it runs at every step of
+    # every job.
     if type(value) in _PLAIN or (type(value) is float and math.isfinite(value)):
         return value
     if value is None or isinstance(value, bool | str):
@@ -44,7 +45,7 @@ def _clean(value: Any) -> Any:
 
 
 def temporary(path: Path) -> Path:
-    """Where the next version of `path` is written before it takes its name."""
+    """Return the path to which the next version of `path` is written before it is renamed."""
     return path.with_name(f".{path.name}.new")
 
 
@@ -65,12 +66,12 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def replace_json(path: Path, value: Any) -> None:
-    """`replace_file` with JSON that people can read."""
+    """Replace a file atomically with indented JSON."""
     replace_file(path, (json_text(value, indent=2) + "\n").encode())
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename last; where folders cannot be synced (Windows) the rename alone must do."""
+    """Make a rename durable. Windows cannot sync folders, so there this does nothing."""
     if os.name == "nt":
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -87,7 +88,7 @@ class LineFile:
         self.path = path
         self._handle: int | None = None
         self._size = 0
-        """Of the file while it is open: nobody else writes to it."""
+        """Size of the file in bytes while it is open; there is no other writer."""
         self._unwritten: deque[bytes] = deque(maxlen=MOST_UNWRITTEN)
 
     def append(self, line: Mapping[str, Any]) -> None:
@@ -95,7 +96,7 @@ class LineFile:
         self.flush()
 
     def flush(self) -> None:
-        """Hand the lines that wait to the system."""
+        """Write the pending lines to the operating system."""
         content = b"".join(self._unwritten)
         if not content:
             return
@@ -108,7 +109,7 @@ class LineFile:
                 if written < len(content):
                     os.write(self._handle, content[written:])
             except OSError:
-                # Half a line would swallow the next one.
+                # Half a line would corrupt the next one.
                 os.ftruncate(self._handle, self._size)
                 raise
         except OSError as error:
@@ -126,7 +127,7 @@ class LineFile:
             replace_file(self.path, kept)
 
     def sync(self) -> None:
-        """Have all that was flushed on the disk. Lines may be appended meanwhile."""
+        """Sync everything that was flushed to the disk. Lines may be appended meanwhile."""
         if self._handle is not None:
             try:
                 os.fsync(self._handle)
@@ -140,7 +141,7 @@ class LineFile:
 
 
 def kept_lines(path: Path, wanted: Callable[[Mapping[str, Any]], bool]) -> bytes:
-    """The lines of a file that are whole and `wanted`; nothing where there is no file."""
+    """Return the complete lines of a file that are `wanted`; empty if there is no file."""
     if not path.exists():
         return b""
     return b"".join(line for line in path.read_bytes().splitlines(keepends=True) if _is_kept(line, wanted))
@@ -157,7 +158,7 @@ def _is_kept(line: bytes, wanted: Callable[[Mapping[str, Any]], bool]) -> bool:
 
 
 def refuse_full_folder(target: Path) -> None:
-    """For what is to be written into a folder of its own."""
+    """Raise OutputError unless `target` is a new or empty folder."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         what = "is not empty" if target.is_dir() else "is a file"
         raise OutputError(f"{target} {what}; name a folder that is new or empty.")

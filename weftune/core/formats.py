@@ -8,17 +8,19 @@ from typing import Any
 from weftune.errors import OutputError
 
 FORMAT = 1
-"""Raised whenever one of these files changes so that a Weftune from before would misread it."""
+"""Current format version. Raise it whenever one of these files changes so that an older Weftune would misread
+it."""
 BEFORE = 0
-"""What files are that carry no format: they were written before there was one, and are still read."""
+"""Version of files without a format field: they were written before there was one, and are still read."""
 
 
 class UnknownFormat(OutputError):
-    """A file that a later Weftune has written."""
+    """A file was written by a later version of Weftune."""
 
 
 def refuse_unknown_format(found: Any, path: Path) -> None:
-    """`found` is what the file at `path` says of its format; None where it says nothing."""
+    """Raise UnknownFormat if this Weftune cannot read the format. `found` is the format field of the file at
+    `path`; None if it has none."""
     version = BEFORE if found is None else found
     if isinstance(version, int) and not isinstance(version, bool) and BEFORE <= version <= FORMAT:
         return

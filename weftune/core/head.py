@@ -21,7 +21,7 @@ class Head:
     multiplier: float = 1.0
 
     def logits(self, h_SD: Tensor, own: HeadRows | None = None) -> Tensor:
-        """In at least float32; with the rows that are somebody's `own` in the place of the head's."""
+        """Return the logits in at least float32. The rows in `own` replace those of the head."""
         logits_SV = torch.nn.functional.linear(h_SD, self.weight_VD, self.bias_V)
         if own is not None:
             logits_SV[:, own.ids_n] = torch.nn.functional.linear(h_SD, own.rows_nD, self._bias_of(own))
@@ -39,7 +39,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """Rows that one job has in the place of some of the head's."""
+    """Rows with which one job replaces some of the head's."""
 
     ids_n: Tensor
     rows_nD: Tensor

@@ -1,4 +1,4 @@
-"""One question to the Hub, asked once and in time, before any library asks it again and again."""
+"""A single, early check whether the Hub has a repository, before any library retries the same request."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Literal
 
 TIMEOUT_SECONDS = 5.0
 NAMES = {"model": "folder", "dataset": "file or folder"}
-"""What else each kind could have been."""
+"""Maps each kind of repository to the local thing that its name could also mean."""
 
 
 def why_absent(name: str, kind: Literal["model", "dataset"], revision: str | None = None) -> str | None:
-    """A sentence if the Hub does not give us `name` and it was not fetched before; else None."""
+    """Return a sentence that says why `name` is not available from the Hub, or None if it is or was fetched
+    before."""
     if _was_fetched(name, kind, revision):
         return None
     from huggingface_hub import HfApi, errors
@@ -44,7 +45,7 @@ def why_absent(name: str, kind: Literal["model", "dataset"], revision: str | Non
 
 
 def _was_fetched(name: str, kind: str, revision: str | None) -> bool:
-    """Whether the Hub's cache has it, which is then found without the network."""
+    """Return whether the Hub's cache has it, so that it is found without the network."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if kind == "model":

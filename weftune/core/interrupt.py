@@ -1,6 +1,6 @@
 """Ctrl-C and SIGTERM: the first asks to finish the step and save, the second stops at once.
 
-A step that takes long is not waited for: who asked may end the process by force after 30 seconds.
+A step that takes long is not waited for: the sender may kill the process after 30 seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 FINISHING = 10.0
-"""Seconds that steps have to finish after somebody asked to stop; then open global batches are dropped."""
+"""Seconds that steps have to finish after a stop is requested; then open global batches are dropped."""
 
 
 class Leaving:
@@ -24,20 +24,20 @@ class Leaving:
         self._since: float | None = None
 
     def asked(self) -> bool:
-        """Whether to end where no job is inside a step."""
+        """Return whether to stop at the next point where no job is inside a step."""
         if self._since is None and self._stop():
             self._since = time.monotonic()
         return self._since is not None
 
     def overdue(self) -> bool:
-        """Whether to end wherever the window is."""
+        """Return whether to stop at once, wherever the window is."""
         return self.asked() and time.monotonic() - (self._since or 0.0) > FINISHING
 
 
 @contextmanager
 def interrupts(on_first: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Inside, the yielded function says whether somebody asked to stop. Other threads than the main one
-    cannot receive signals; there it always says no."""
+    """Yield a function that returns whether a stop was requested. Threads other than the main one cannot
+    receive signals; there it always returns False."""
     asked, told = threading.Event(), threading.Event()
 
     def handle(_: int, __: FrameType | None) -> None:
@@ -46,7 +46,7 @@ def interrupts(on_first: Callable[[], None]) -> Iterator[Callable[[], bool]]:
         asked.set()
 
     def stop() -> bool:
-        # Told from here: a handler that prints can come upon a print that it has itself interrupted.
+        # Reported here and not by the handler, which may have interrupted a print itself.
         if asked.is_set() and not told.is_set():
             told.set()
             on_first()

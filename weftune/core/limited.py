@@ -1,12 +1,12 @@
-"""Functions run in a process of their own, under a limit of time and of memory.
+"""Functions run in a separate process with limits on time and memory.
 
-A chat template, a regular expression or a compressed file from a stranger can loop or swell without end, and
-often inside one call of a C library, where Python can neither count nor interrupt. A signal would do in the
-main thread only, and no thread can take memory back. So such work goes to a small process without torch: the
-system ends it when its processor time is up, and refuses it memory beyond the limit. It is started once, at
-the first call, and asked again and again; a batch of rows is one call, so that honest data hardly notices.
+An untrusted chat template, regular expression or compressed file can loop or grow without end, often inside
+one call of a C library, where Python can neither count nor interrupt. A signal works in the main thread only,
+and no thread can reclaim memory. So such work runs in a small process without torch: the system ends it when
+its processor time is up, and refuses it memory beyond the limit. It is started once, at the first call, and
+reused; a batch of rows is one call, so the overhead for ordinary data is small.
 
-Arguments are pickled, for they are ours. What comes back is JSON, which cannot run anything here.
+Arguments are pickled, since they are trusted. Results are JSON, which cannot execute code here.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ from weftune.errors import Mistake, UserError
 
 MAX_BYTES = 256 * 2**20
 SECONDS = 2.0
-"""Of processor time, for one piece of work: honest ones take milliseconds. A busy machine changes nothing."""
+"""Limit of processor time per call, in seconds: ordinary calls take milliseconds. It does not depend on the
+machine's load."""
 WALL_SECONDS = 60.0
-"""Where the system cannot count processor time (Windows)."""
+"""Limit of wall time per call, in seconds, on systems that cannot count processor time (Windows)."""
 LENGTH_BYTES = 8
 PROGRAM = "import sys; sys.path[:] = {path!r}; from weftune.core.limited import serve; serve()"
 QUIET = {"OMP_NUM_THREADS": "1", "ARROW_IO_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
-"""Threads and allocators that take memory ahead would use up the limit before any work is done."""
+"""Environment variables that keep threads and allocators from reserving memory, which would use up the limit
+before any work is done."""
 
 Reason = Literal["time", "memory", "crash"]
 
 
 class Stopped(Exception):
-    """The work was ended at a limit, or the process was lost with it."""
+    """The call was ended at a limit, or its process died."""
 
     def __init__(self, reason: Reason, seconds: float) -> None:
         self.reason = reason
@@ -55,8 +57,8 @@ class Stopped(Exception):
 
 
 def run_limited(function: Callable[..., Any], *arguments: Any, seconds: float = SECONDS) -> Any:
-    """What `function`, which a module of ours defines, returns there, as JSON has it; or Stopped, or the
-    UserError that it raised."""
+    """Run `function`, defined in a module of Weftune, in the limited process and return its result as JSON
+    values. Raise Stopped at a limit, or the UserError that the function raised."""
     return _process().call(function, arguments, seconds)
 
 
@@ -80,7 +82,7 @@ class _LimitedProcess:
             assert process.stdout is not None
             try:
                 reply = _asked(process, process.stdin, process.stdout, payload)
-            except BaseException:  # interrupted: what it still answers must not meet the next call
+            except BaseException:  # interrupted: a late reply must not be taken for the next call's
                 self._end()
                 raise
             if reply is None or reply.get("stopped"):
@@ -92,7 +94,8 @@ class _LimitedProcess:
         return reply["value"]
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """The process; a new one where it has ended, or belongs to the process that this one is a fork of."""
+        """Return the process; start a new one if it has ended, or belongs to the parent that this process was
+        forked from."""
         if self._running is None or self._owner != os.getpid() or self._running.poll() is not None:
             paths = [str(Path(__file__).parents[2]), *(path for path in sys.path if path)]
             self._running = subprocess.Popen(
@@ -115,7 +118,7 @@ class _LimitedProcess:
 def _asked(
     process: subprocess.Popen[bytes], stdin: IO[bytes], stdout: IO[bytes], payload: bytes
 ) -> dict[str, Any] | None:
-    """The reply, or None where the process was lost."""
+    """Return the reply, or None if the process died."""
     watch = None if hasattr(signal, "setitimer") else threading.Timer(WALL_SECONDS, process.kill)
     try:
         if watch is not None:
@@ -149,8 +152,8 @@ def receive_bytes(stream: IO[bytes]) -> bytes | None:
 
 
 def serve() -> None:
-    """The process's own side: answer until whoever asks is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both, and the other one decides
+    """Answer calls inside the limited process until the caller is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both, and the parent decides
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     _limit_memory()
     while (payload := receive_bytes(stdin)) is not None:
@@ -186,6 +189,7 @@ def _reply(payload: bytes) -> bytes:
 
 
 def allow_seconds(seconds: float) -> None:
-    """From now on so much processor time; nobody handles the signal, so that the system ends the process."""
+    """Allow that much processor time from now on. The signal has no handler, so the system ends the
+    process."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -1,4 +1,4 @@
-"""The cache folder: files that can be made again."""
+"""The cache folder, which holds files that can be recomputed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """`WEFTUNE_CACHE`, else `weftune` in the user's cache folder. It is not created here."""
+    """Return `WEFTUNE_CACHE` if it is set, else `weftune` in the user's cache folder. The folder is not
+    created."""
     chosen = os.environ.get("WEFTUNE_CACHE")
     if chosen:
         return Path(chosen).expanduser()

@@ -1,8 +1,8 @@
-"""Regular expressions that users and strangers write, tried under a limit before they are used.
+"""Untrusted regular expressions, tried under a time limit before they are used.
 
-Python's `re` backtracks: `(.*.*)*x` takes longer than anyone lives on a name of thirty letters. What a
-pattern costs on a name is the same every time; so it is tried once on all the names that it will meet, in a
-limited process, and what passed there is used as it is.
+Python's `re` backtracks: `(.*.*)*x` takes practically forever on a name of thirty letters. The cost of a
+pattern on a name is the same every time, so it is tried once on all the names that it will be matched
+against, in a limited process, and used without a limit if it passes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weftune.core.limited import Stopped, run_limited
 
 LONGEST = 10_000
 SECONDS = 0.5
-"""For all names; patterns that people write take less than a thousandth of it."""
+"""Limit for all names together, in seconds; ordinary patterns take less than a thousandth of it."""
 REPEATS = re.compile(r"[*+?{]")
 TYPICAL = tuple(
     f"{stem}.{layer}.{part}"
@@ -23,16 +23,17 @@ TYPICAL = tuple(
     for layer in (0, 17)
     for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj", "mlp.gate_up_proj", "attn.c_attn")
 )
-"""Module paths as bases have them, for as long as the base is not known."""
+"""Typical module paths, used while the base is not known."""
 
 
 def ending(pattern: str) -> str:
-    """The whole expression of a pattern that ends a module path, as PEFT completes it."""
+    """Return the expression that matches module paths ending in a pattern, as PEFT completes it."""
     return rf"(.*\.)?({pattern})"
 
 
 def slow_sentence(expressions: Iterable[str], names: Sequence[str] = TYPICAL) -> str | None:
-    """Why these must not be matched against `names`; None if they can. What does not compile is no matter."""
+    """Return why the expressions must not be matched against `names`, or None if they may. Expressions that
+    do not compile are ignored."""
     return next(filter(None, (_tried(expression, tuple(names)) for expression in expressions)), None)
 
 
@@ -53,13 +54,15 @@ def _tried(expression: str, names: tuple[str, ...]) -> str | None:
 
 
 def _is_simple(expression: str) -> bool:
-    """At most one repeat, and that of `ending`: nothing that could take long."""
+    """Return whether the expression has at most one repeat besides that of `ending`, so that it cannot take
+    long."""
     bare = expression.removeprefix(r"(.*\.)?")
     return len(bare) < 500 and "(?" not in bare and len(REPEATS.findall(bare)) <= 1
 
 
 def match_all(expression: str, names: Sequence[str]) -> list[bool]:
-    """Which names match as a whole; none if the expression does not compile, which others say better."""
+    """Return for each name whether it matches as a whole. Empty if the expression does not compile, which is
+    reported elsewhere."""
     try:
         compiled = re.compile(expression)
     except (re.error, RecursionError, OverflowError):

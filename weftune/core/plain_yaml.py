@@ -1,5 +1,5 @@
-"""YAML as we write it ourselves, by libyaml where it is installed: with thousands of jobs, the reader and
-writer in Python take longer than the jobs' training."""
+"""YAML files that Weftune itself writes, handled by libyaml if it is installed: with thousands of jobs, the
+reader and writer in Python take longer than the jobs' training."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 LONGEST = 1 << 16
 MOST_BRACKETS = 200
 NESTED = re.compile(r"^[ \t?:-]{100}", re.MULTILINE)
-"""The beginning of a line that stands inside many others."""
+"""Beginning of a deeply indented line."""
 
 
 def load_yaml(text: str) -> Any:
-    """Plain values. What is deeply nested is left to Python's reader, which raises RecursionError: libyaml
-    takes it, and who walks through the values fails later."""
+    """Return plain values. Deeply nested text is left to Python's reader, which raises RecursionError:
+    libyaml accepts it, and code that walks through the values would fail later."""
     return yaml.load(text, Loader=_LOADER if _is_shallow(text) else yaml.SafeLoader)
 
 
 def dump_yaml(values: Any) -> bytes:
-    """Plain values in their own order."""
+    """Return plain values as YAML, with keys in their own order."""
     text: str = yaml.dump(values, Dumper=_DUMPER, sort_keys=False, allow_unicode=True)
     return text.encode()
 

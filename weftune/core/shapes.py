@@ -1,4 +1,4 @@
-"""Records of sizes, shared by the rooms that decide and the rooms that compute."""
+"""Records of sizes, shared by the packages that plan and the packages that compute."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
-"""What the linears of a layer's experts are called, in the order of their module: each is one parameter."""
+"""Names of the linears of a layer's experts, in the order of their module. Each is one parameter."""
 TEXT_TOWER = "model.language_model"
 """The module path of the text tower in a model that sees images too."""
 EMBED_SCALE = "embed_scale"
-"""Behind the path of an embedding: what its rows are multiplied by when they are read, 1 in most families."""
+"""Name, below the path of an embedding, of the factor its rows are multiplied by when read; 1 in most
+families."""
 LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""Size of the logits that the head holds at a time: in a CPU's reach of caches, or enough rows to fill a
-GPU."""
+"""Bytes of logits that the head holds at a time: small enough for the caches of a CPU, or enough rows to fill
+a GPU."""
 
 
 def logit_rows(device: str, vocabulary: int) -> int:
-    """Supervised rows that go through the head at a time, on a kind of device; their logits are float32."""
+    """Return the number of supervised rows that go through the head at a time on a kind of device. Logits are
+    float32."""
     return max(1, LOGIT_BYTES.get(device, LOGIT_BYTES["cpu"]) // (4 * vocabulary))
 
 
 @dataclass(frozen=True, slots=True)
 class SiteShape:
-    """A linear of the base where an adapter can attach, or those of all experts of a layer, which are one
-    parameter. `name` is its path in the base."""
+    """A linear of the base where an adapter can attach, or the linears of all experts of a layer, stored as
+    one parameter. `name` is its path in the base."""
 
     name: str
     in_features: int
@@ -34,37 +36,38 @@ class SiteShape:
     fan_in_fan_out: bool = False
     """True where the weight is stored [in, out] (GPT-2's Conv1D)."""
     experts: int = 0
-    """Matrices that a router chooses from; 0 where there is one, which every token passes."""
+    """Number of matrices that a router chooses from; 0 for a single matrix that every token passes."""
     active: int = 1
-    """Matrices that a token passes."""
+    """Number of matrices that a token passes."""
 
     @property
     def weights(self) -> int:
         return max(1, self.experts) * self.in_features * self.out_features
 
     def resting(self, parameters: int) -> int:
-        """Of so many that all matrices have together, those of matrices that a token does not pass."""
+        """Return how many of `parameters`, spread over all matrices, belong to matrices that a token does not
+        pass."""
         return parameters * (self.experts - self.active) // self.experts if self.experts else 0
 
     @property
     def active_weights(self) -> int:
-        """Those that a token is multiplied by."""
+        """Number of weights that a token is multiplied by."""
         return self.active * self.in_features * self.out_features
 
     @property
     def widths(self) -> int:
-        """Values of a token that go in and come out."""
+        """Number of input and output values per token."""
         return self.active * (self.in_features + self.out_features)
 
 
 def layer_of(site: str) -> int | None:
-    """The layer that a site's name says it belongs to; None for what is outside the layers."""
+    """Return the layer number in a site's name, or None for a site outside the layers."""
     found = re.search(r"\.(\d+)\.", site)
     return None if found is None else int(found[1])
 
 
 def in_wrapper(name: str) -> bool:
-    """Whether a module or weight is called so inside the text tower of a model that sees images too."""
+    """Return whether the name belongs to the text tower of a model that sees images too."""
     return name.startswith(f"{TEXT_TOWER}.")
 
 
@@ -77,17 +80,18 @@ class ModelShape:
     vocabulary: int
     parameters: int
     bytes_per_value: int
-    """Of passes and adapters, and of the base's weights unless `site_bytes_per_value` says otherwise."""
+    """Bytes per value of activations and adapters, and of the base's weights unless `site_bytes_per_value` is
+    set."""
     sites: tuple[SiteShape, ...]
     context: int
     """The longest sample that the base has positions for."""
     site_bytes_per_value: float | None = None
-    """Of the sites' weights, where they are stored in another format than passes compute in."""
+    """Bytes per value of the sites' weights, if they are stored in another format than passes compute in."""
     multiplied_as_stored: bool = False
-    """Whether that format is one of which products are made, so that no matrix is computed for them."""
+    """Whether products read that format directly, so that no matrix is computed for them."""
     extra_values: int = 0
-    """Values of a token that a fused layer keeps for its backward beyond what the widths of its linears tell:
-    some families have more norms, or linears that are one where others have three."""
+    """Values per token that a fused layer keeps for its backward beyond those that follow from the widths of
+    its linears: some families have more norms, or one linear where others have three."""
 
     @property
     def mixes(self) -> bool:
@@ -96,12 +100,13 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Those that a token meets: of a mixture, not all experts."""
+        """Number of parameters that a token passes; in a mixture of experts, not those of all experts."""
         return self.parameters - sum(site.weights - site.active_weights for site in self.sites)
 
     @property
     def weight_bytes_per_value(self) -> float:
-        """Of the sites' weights; adapters, activations and the ends have `bytes_per_value`."""
+        """Bytes per value of the sites' weights. Adapters, activations, embedding and head use
+        `bytes_per_value`."""
         return self.bytes_per_value if self.site_bytes_per_value is None else self.site_bytes_per_value
 
     @property
@@ -113,15 +118,16 @@ class ModelShape:
 
     @property
     def matrix_bytes(self) -> int:
-        """Of the largest matrix that is computed for a product; 0 where weights are matrices as they are."""
+        """Bytes of the largest matrix that is computed for a product; 0 if weights are multiplied as
+        stored."""
         if self.site_bytes_per_value is None or self.multiplied_as_stored:
             return 0
         return self.bytes_per_value * max(site.in_features * site.out_features for site in self.sites)
 
     @property
     def code_bytes(self) -> int:
-        """Of a token whose values are rounded for one product, where products are made of 8-bit numbers: two
-        of the widest sites may be one."""
+        """Bytes per token of values rounded to 8 bits for one product, if products use 8-bit numbers: two of
+        the widest sites may be fused into one."""
         if not self.multiplied_as_stored:
             return 0
         return 2 * max(max(site.in_features, site.out_features) for site in self.sites)
@@ -149,7 +155,7 @@ class LayerRange:
 
 @dataclass(frozen=True, slots=True)
 class JobShape:
-    """The sizes of a job that the scheduler needs to say whether it fits."""
+    """The sizes of a job that the scheduler needs to decide whether it fits."""
 
     name: str
     priority: int
@@ -162,36 +168,37 @@ class JobShape:
     batch_tokens: int = 0
     """Tokens in its largest global batch, at most."""
     by_layer: tuple[int, ...] = ()
-    """Adapter parameters in each layer of the base; empty: as many in every one."""
+    """Adapter parameters in each layer of the base. Empty means that every layer has equally many."""
     resting: int = 0
-    """Adapter parameters that a token does not meet: those at experts that it is not sent to."""
+    """Adapter parameters that a token does not pass: those at experts that it is not routed to."""
     starts_from: str = ""
     """The job of the same run whose adapter it waits for."""
     scaled: int = 0
-    """Outputs of the base, in all layers, that kernels keep for every token of a microbatch while it is
-    aboard, since it scales them or some beside them."""
+    """Base outputs per token, in all layers, that kernels keep for every token of a microbatch while the job
+    is attached, since it scales them or some beside them."""
     means: int = 0
-    """Vectors as large as its master weights that it keeps beside them: 1 for a trial whose rungs judge the
-    mean of its weights."""
+    """Vectors as large as its master weights that it keeps beside them: 1 for a trial whose rungs evaluate
+    the mean of its weights."""
 
     @property
     def met(self) -> int:
-        """Adapter parameters that a token is multiplied by."""
+        """Number of adapter parameters that a token is multiplied by."""
         return self.trainable - self.resting
 
     def averaged_in(self, held: LayerRange) -> int:
-        """Values of its mean in a stage."""
+        """Return the number of values of its weight mean in a stage."""
         return self.means * self.trainable_in(held)
 
     def trainable_in(self, held: LayerRange) -> int:
-        """Adapter parameters in a stage; those outside the layers count for every stage."""
+        """Return the number of adapter parameters in a stage; those outside the layers count for every
+        stage."""
         if not self.by_layer:
             return math.ceil(self.trainable * (held.stop - held.start) / held.of)
         return self.trainable - sum(self.by_layer) + sum(self.by_layer[held.start : held.stop])
 
 
 def layer_sums(parameters: Iterable[tuple[str, int]], layers: int) -> tuple[int, ...]:
-    """Parameters summed for each layer, from those of each site; sites outside the layers are left out."""
+    """Return the sum of the sites' parameters per layer; sites outside the layers are ignored."""
     sums = [0] * layers
     for site, count in parameters:
         if (layer := layer_of(site)) is not None:

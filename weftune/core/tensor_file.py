@@ -19,7 +19,7 @@ from torch import Tensor
 Piece = bytes | memoryview
 PIECE_BYTES = 8 << 20
 LARGE_BYTES = 1 << 20
-"""Pieces of so many bytes are written from where they lie."""
+"""Size from which a piece is written without being copied."""
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -27,7 +27,7 @@ DTYPES = {
     torch.float16: "F16",
     torch.int64: "I64",
 }
-"""The names that the format has for them."""
+"""Maps each dtype to its name in the safetensors format."""
 
 
 def write_tensors(
@@ -38,7 +38,7 @@ def write_tensors(
 
 
 def write_hashed_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """The same; returns the file's SHA-256."""
+    """Write and sync a file like `write_tensors` and return its SHA-256."""
     digest = hashlib.sha256()
 
     def hashed() -> Iterator[Piece]:
@@ -64,8 +64,8 @@ def _write_all(file: io.FileIO, piece: Piece) -> None:
 
 
 def _together(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Small pieces as one: a thread that writes hands the interpreter to the others and waits for it behind
-    every write, which takes longer than to copy a matrix of an adapter."""
+    """Join small pieces: a thread releases the interpreter lock at every write and waits to get it back,
+    which takes longer than copying a matrix of an adapter."""
     small: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -90,15 +90,16 @@ def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """By numpy, where that can be: calls into torch let other threads run, and an adapter has hundreds of
-    tensors."""
+    """Return the bytes of a tensor. Uses numpy where possible: calls into torch let other threads run, and an
+    adapter has hundreds of tensors."""
     plain = tensor.detach() if tensor.requires_grad else tensor
     array = (plain.view(torch.int16) if plain.dtype is torch.bfloat16 else plain).numpy()
     return array.reshape(-1).view(np.uint8).data
 
 
 def _header(ordered: list[tuple[str, Tensor]], metadata: Mapping[str, str] | None) -> bytes:
-    """Its own length in eight bytes, then where each tensor lies behind it, padded to eight bytes."""
+    """Return the header: its length in eight bytes, then the offsets of every tensor, padded to eight
+    bytes."""
     for name, tensor in ordered:
         assert tensor.is_contiguous(), f"{name} is not contiguous"
     listed = tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered)
@@ -109,7 +110,7 @@ def _header(ordered: list[tuple[str, Tensor]], metadata: Mapping[str, str] | Non
 def _header_of(
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...], metadata: tuple[tuple[str, str], ...]
 ) -> bytes:
-    """Adapters of many jobs have the same one."""
+    """Return a cached header, which adapters of many jobs share."""
     listed: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
     for name, dtype, shape in tensors:

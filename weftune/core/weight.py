@@ -1,6 +1,6 @@
 """Frozen weights of the base that are not plain matrices: stored in fewer bits, for example.
 
-A linear of the base that has such a weight offers it by a method `frozen_weight`.
+A linear of the base with such a weight returns it from its method `frozen_weight`.
 
 Shapes: T rows, K inputs, N outputs.
 """
@@ -27,14 +27,14 @@ class FrozenWeight(Protocol):
         """An empty tensor [0, K] of the matrix's dtype, on its device."""
 
     def matrix(self) -> Tensor:
-        """The matrix [N, K] that passes multiply by: computed at every call, kept no longer than a
-        product."""
+        """Return the matrix [N, K] that passes multiply by. It is computed at every call and kept no longer
+        than a product."""
 
     def write(self, out_NK: Tensor) -> None:
-        """Write the matrix there."""
+        """Write the matrix to `out_NK`."""
 
     def part(self, low: int, high: int) -> FrozenWeight:
-        """The weight of the outputs `low` to `high`."""
+        """Return the weight of the outputs `low` to `high`."""
 
 
 Weight = Tensor | FrozenWeight
@@ -42,7 +42,7 @@ Weight = Tensor | FrozenWeight
 
 @runtime_checkable
 class HoldsWeight(Protocol):
-    """A linear whose weight is no matrix."""
+    """A linear whose weight is not stored as a matrix."""
 
     def frozen_weight(self) -> FrozenWeight: ...
 
@@ -88,8 +88,8 @@ class StackedWeight:
 
 @dataclass(frozen=True, slots=True)
 class CodedStack(StackedWeight):
-    """Of weights that products are made of as they are stored. Where their codes lie side by side in memory
-    the stack is a view of them, or else a copy for one product."""
+    """A stack of weights that products read as they are stored. The stack is a view if their codes are
+    adjacent in memory, otherwise a copy for one product."""
 
     @property
     def coded(self) -> list[CodedWeight]:
@@ -114,7 +114,7 @@ def stacked(weights: Sequence[Weight], outputs: Sequence[int]) -> StackedWeight:
 
 
 def frozen_product(x_TK: Tensor, weight: Weight, bias_N: Tensor | None) -> Tensor:
-    """xWᵀ + b."""
+    """Return xWᵀ + b."""
     if isinstance(weight, Tensor):
         return linear(x_TK, weight, bias_N)
     if not is_coded(weight):
@@ -125,7 +125,7 @@ def frozen_product(x_TK: Tensor, weight: Weight, bias_N: Tensor | None) -> Tenso
 
 
 def coded_product(x_TK: Tensor, weight: CodedWeight, dtype: torch.dtype) -> Tensor:
-    """xWᵀ, rounded to the dtype, where both products are those of codes; the weight gets no gradient."""
+    """Return xWᵀ rounded to the dtype. Forward and backward multiply codes; the weight gets no gradient."""
     product: Tensor
     if x_TK.ndim == 2:
         # Never a view: others add to it in place.
@@ -150,7 +150,7 @@ class _CodedProduct(torch.autograd.Function):
 def frozen_product_by(
     make: Callable[..., Tensor], x_TK: Tensor, weight: Weight, bias_N: Tensor | None
 ) -> Tensor:
-    """The same, where `make` multiplies; the weight gets no gradient."""
+    """Return xWᵀ + b, computed by `make`; the weight gets no gradient."""
     product: Tensor = _Product.apply(x_TK, weight, bias_N, make)
     return product
 

@@ -1,4 +1,4 @@
-"""One table to one store: the format found, every row checked, then tokenised into the cache."""
+"""Build one store from one table: find the format, check every row, then tokenise into the cache."""
 
 from __future__ import annotations
 
@@ -25,29 +25,31 @@ from weftune.data.workers import worker_count, workers_answer, workers_here
 from weftune.errors import DataError, Mistake
 
 VERSION = 2
-"""Raise it when the same rows become other samples, so that older caches are not taken for these."""
+"""Cache version. Raise it when the same rows produce different samples, so that older caches are not
+reused."""
 SHOWN = 20
 PLACES_SHOWN = 3
 REASONS_KEPT = 5
 ROWS_AT_ONCE = 128
 CHARACTERS_AT_ONCE = 1_000_000
 CHUNKS_HERE = 4
-"""Chunks of a table that are tokenised before other processes are started: few rows are done by then."""
+"""Chunks of a table that are tokenised before worker processes are started: a small table is finished by
+then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What, besides the rows, decides what the samples are."""
+    """Everything besides the rows that determines the samples."""
 
     spec: DataSpec
     encoder: Encoder
     encoder_fingerprint: str
     template: Template | None
     tool_template: Template | None
-    """For rows with tools, where the tokenizer names one of its own for them."""
+    """Template for rows with tools, if the tokenizer has a separate one for them."""
     longest: int
     context: int | None
-    """The most tokens that the base reads, if that is known; `longest` is never more."""
+    """Maximum number of tokens that the base reads, if known; `longest` never exceeds it."""
 
     def key(self, table: Table, format: Format) -> str:
         spec = self.spec
@@ -74,7 +76,7 @@ class Built:
 
 
 def build(table: Table, rules: Rules, cache: Path, progress: Callable[[int], None] | None) -> Built:
-    """The table's store, from the cache if it is there and whole."""
+    """Return the table's store, from the cache if it is there and complete."""
     format = find_format(table, rules.spec)
     key = rules.key(table, format)
     store = open_store(cache / key)
@@ -94,7 +96,7 @@ def build(table: Table, rules: Rules, cache: Path, progress: Callable[[int], Non
 
 
 def find_format(table: Table, spec: DataSpec) -> Format:
-    """As told, or what the first row that has the columns of any format is."""
+    """Return the format given in the spec, or that of the first row that has the columns of any format."""
     if spec.format != "auto":
         refuse_untrainable(spec.format, table.label)
         return spec.format
@@ -119,7 +121,7 @@ def find_format(table: Table, spec: DataSpec) -> Format:
 
 
 def check(table: Table, format: Format, spec: DataSpec) -> None:
-    """Finds every row that is wrong in itself before any is tokenised: reading is the fast part."""
+    """Find every invalid row before any is tokenised, since reading is fast."""
     bad = _BadRows()
     for row in _limited(table, spec):
         try:
@@ -193,7 +195,7 @@ class _BadRows:
             self._common[problem.kind] = alike
 
     def refuse(self, rest: str = "") -> None:
-        """Raises if there is anything to refuse."""
+        """Raise DataError if there are bad rows."""
         if not self._found:
             return
         rest = f"and {self.more} more" if self.more else rest
@@ -201,7 +203,7 @@ class _BadRows:
         raise DataError([*mistakes, *([Mistake("", rest)] if rest else [])])
 
     def reasons(self, count: int) -> tuple[list[str], int]:
-        """The first sentences, and how many rows they speak of."""
+        """Return the first sentences and the number of rows that they cover."""
         first = self._found[:count]
         return [str(alike.mistake(with_remedy=False)) for alike in first], sum(a.count for a in first)
 
@@ -231,7 +233,7 @@ def _write(
 def _tokenised(
     chunks: Iterator[list[Row]], format: Format, rules: Rules
 ) -> Iterator[tuple[list[Row], TokenisedChunk]]:
-    """Every chunk in order: here, until several processes have been started, then by them."""
+    """Yield every chunk in order, tokenised in this process until the workers have started, then by them."""
     # Rows from Python can be many, and a worker is sent its own.
     shared = replace(rules, spec=replace(rules.spec, rows=None)), format
     count = worker_count()
@@ -245,7 +247,8 @@ def _tokenised(
 
 
 def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """Bounded in rows and, roughly, in characters, so that memory stays small whatever the rows are."""
+    """Yield chunks that are bounded in rows and, roughly, in characters, so that memory stays small for any
+    rows."""
     chunk: list[Row] = []
     size = 0
     for row in rows:
@@ -270,16 +273,16 @@ def _size(value: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TokenisedChunk:
-    """The samples of some rows, as a store has them, and what became of the rows."""
+    """The samples of some rows in the layout of a store, and the outcome of the rows."""
 
     arrays: dict[str, NDArray[Any]]
     bad: list[tuple[int, dict[str, Any]]]
-    """Which of the rows cannot be used, and why."""
+    """Index and reason of every row that cannot be used."""
     tally: Tally
 
 
 def tokenise_chunk(shared: tuple[Rules, Format], rows: list[Row]) -> TokenisedChunk:
-    """In this process or in a worker."""
+    """Tokenise one chunk, in this process or in a worker."""
     rules, format = shared
     tally = Tally(rows=len(rows))
     good: list[tuple[int, Content]] = []

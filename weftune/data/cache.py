@@ -1,7 +1,7 @@
 """Tokenised samples on disk: written as a stream, checked by checksum, read as memory maps.
 
-A store is a folder that appears under its final name only when it is complete, so several processes may
-build the same one at once: the first to finish wins and the others take its result.
+A store is a folder that appears under its final name only when it is complete, so several processes may build
+the same one at once: the first to finish wins and the others use its result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from weftune.data.tally import Tally
 from weftune.errors import OutputError
 
 ARRAYS = {"tokens": "<i4", "mask": "|b1", "lengths": "<i4", "supervised": "<i4", "rows": "<u8"}
-"""A file each: tokens and mask end to end; for every sample its length, supervised tokens and row hash."""
+"""Maps each file to its dtype: tokens and mask end to end; length, supervised tokens and row hash per
+sample."""
 META = "store.json"
 PIECE = 2**20
 FORGOTTEN_AFTER = 24 * 3600
@@ -43,7 +44,7 @@ class SampleStore:
 
 
 def open_store(folder: Path) -> SampleStore | None:
-    """The store, or None if there is none or one byte of it is not what was written."""
+    """Return the store, or None if it does not exist or any byte differs from what was written."""
     try:
         meta = json.loads((folder / META).read_bytes())
         body = meta["body"]
@@ -77,7 +78,7 @@ def _checksum(path: Path) -> int:
 
 
 class StoreWriter:
-    """Appends samples to a folder of a temporary name; `commit` gives it its own name."""
+    """Append samples to a folder with a temporary name; `commit` renames it to its final name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -110,7 +111,7 @@ class StoreWriter:
         self._append("rows", row)
 
     def extend(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Many samples at once: of every file what is to be appended to it."""
+        """Append many samples at once. Maps each file name to the values to append."""
         for name in ARRAYS:
             self._append(name, arrays[name])
 
@@ -146,7 +147,7 @@ class StoreWriter:
 
 
 def _discard(folder: Path) -> None:
-    """Out of the way in one move, so that nobody meets a store that is half deleted."""
+    """Remove a store by renaming it first, so that no process sees a half-deleted store."""
     aside = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
     with contextlib.suppress(FileNotFoundError):
         os.rename(folder, aside)
@@ -154,7 +155,7 @@ def _discard(folder: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Removes what a killed builder of this store left behind long ago."""
+    """Remove old temporary folders that killed builders of this store left behind."""
     for left in folder.parent.glob(f".{folder.name}.*"):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > FORGOTTEN_AFTER:

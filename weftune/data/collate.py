@@ -27,14 +27,16 @@ class Part:
     samples: Samples
     index: int
     offset: int
-    """Tokens of the job's global batch that stand before this sample before packing."""
+    """Number of tokens of the job's global batch before this sample, before packing."""
     before: int = 0
-    """Rows that its adapter puts before it; they have no tokens, and the last predicts the first token."""
+    """Number of rows that its adapter puts before it. They have no tokens, and the last predicts the first
+    token."""
     first_position: int = 0
 
 
 def collate(parts: Sequence[Part]) -> Microbatch:
-    """All samples at once where that is possible: with a thousand of them, what is done for each counts."""
+    """Return the samples as one microbatch. Operations are vectorised, since a microbatch may have a thousand
+    samples."""
     assert parts, "a microbatch holds at least one sample"
     found = [part.samples.tokens_and_mask(part.index) for part in parts]
     tokens = [_behind(part.before, own) for part, (own, _) in zip(parts, found, strict=True)]
@@ -54,14 +56,14 @@ def collate(parts: Sequence[Part]) -> Microbatch:
 
 
 def _behind(rows: int, values: NDArray[Any]) -> NDArray[Any]:
-    """The values behind so many zeros."""
+    """Return the values with `rows` zeros before them."""
     return np.pad(values, (rows, 0)) if rows else values
 
 
 def _targets(
     tokens_T: NDArray[np.int64], mask_T: NDArray[np.bool_], stops: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Row t predicts token t + 1 of its own sample; the last row predicts nothing."""
+    """Return the targets: row t predicts token t + 1 of its own sample, and the last row predicts nothing."""
     targets_T = np.full(len(tokens_T), IGNORED, dtype=np.int64)
     targets_T[:-1] = np.where(mask_T[1:], tokens_T[1:], IGNORED)
     targets_T[stops - 1] = IGNORED

@@ -22,7 +22,7 @@ from weftune.data.row import BadRow
 from weftune.errors import DataError
 
 SPACE_MARKS = ("Ġ", "▁", " ")
-"""How vocabularies write a token that begins with a space."""
+"""Characters with which vocabularies mark a token that begins with a space."""
 PRIVATE = range(0xE000, 0xF900)
 
 
@@ -37,7 +37,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class _Bare:
-    """What rows are encoded with, without transformers around it."""
+    """The backend tokenizer alone, without the transformers wrapper."""
 
     backend_tokenizer: Any
 
@@ -59,17 +59,17 @@ class Encoder:
         self.eos: int | None = tokenizer.eos_token_id
         self.bos: int | None = tokenizer.bos_token_id
         self.lead = self._find_lead()
-        """What the tokenizer itself puts before a text: usually BOS, for some bases nothing."""
+        """Tokens that the tokenizer itself puts before a text: usually BOS, for some bases none."""
         self._prefixes = self._adds_prefix()
         added = tokenizer.added_tokens_decoder.values()
         self.added = frozenset(str(token) for token in added)
         special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
         longest_first = sorted(filter(None, special), key=lambda text: (-len(text), text))
         self.control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        """Finds the text of a control token."""
+        """Pattern that matches the text of any control token."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a process that has no transformers: the tokenizer is the text that it is made of."""
+        """Return a state for a process without transformers, with the tokenizer as its serialised text."""
         return {**self.__dict__, "tokenizer": self.tokenizer.backend_tokenizer.to_str()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -79,16 +79,17 @@ class Encoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Made once, since a large vocabulary takes a good part of a second."""
+        """Hash of the tokenizer. It is computed once, since a large vocabulary takes a good part of a
+        second."""
         state = json.loads(self.tokenizer.backend_tokenizer.to_str())
-        # Truncation and padding are how the tokenizer was last called, not what it is.
+        # Truncation and padding depend on the last call of the tokenizer and are not part of its identity.
         state["truncation"] = state["padding"] = None
         identity = [state, sorted(map(str, self.tokenizer.special_tokens_map.items())), self.lead, self.eos]
         return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def texts(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """Users' texts, each from its beginning."""
-        # Straight from the backend and without offsets: they would take longer than the tokens.
+        """Return the tokens of users' texts, each tokenised as the beginning of a text."""
+        # Calls the backend directly and without offsets, which would take longer than the tokens.
         backend = self.tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
@@ -97,20 +98,21 @@ class Encoder:
         return [np.array(part.ids, dtype=np.int32) for part in parts]
 
     def continuations(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """Users' texts, each as it goes on after another: without the space that some put first."""
+        """Return the tokens of users' texts, each tokenised as a continuation: without the leading space that
+        some tokenizers add."""
         if not self._prefixes:
             return self.texts(texts)
         return [part.tokens for part in self._continue(texts, parse=False)]
 
     def rendered(self, texts: Sequence[str]) -> list[Encoded]:
-        """What a chat template printed."""
+        """Return the tokens of texts that a chat template printed."""
         return self._encode(texts, parse=True)
 
     def pieces(self, text: str, stand_ins: Mapping[str, str]) -> Encoded:
-        """What a template printed, tokenised apart on both sides of every stand-in.
+        """Return the tokens of a text that a template printed, split at every stand-in.
 
-        A stand-in is a private-use character that holds the place of a control token in a user's text; it
-        becomes the tokens of that text.
+        A stand-in is a private-use character that replaces a control token in a user's text; it becomes the
+        tokens of that text.
         """
         if not text:
             return _encoded([], [])
@@ -134,7 +136,7 @@ class Encoder:
         return Encoded(part.tokens, part.starts + start, part.stops + start)
 
     def begins_inside(self, encoded: Encoded, cut: int) -> bool:
-        """Whether a token holds characters of both sides of the cut."""
+        """Return whether a token holds characters from both sides of the cut."""
         after = int(np.searchsorted(encoded.starts, cut, side="left"))
         stop_before = encoded.stops[after - 1] if after > 0 else cut
         if stop_before > cut:
@@ -158,7 +160,8 @@ class Encoder:
     def _continue(self, texts: Sequence[str], *, parse: bool) -> list[Encoded]:
         if not self._prefixes:
             return self._encode(texts, parse=parse)
-        # Neither anchor melts into what follows it: a letter before space, a line break before anything else.
+        # Neither anchor merges with the text after it: a letter before a space, a line break before anything
+        # else.
         anchors = ["x" if text[:1].isspace() else "\n" for text in texts]
         anchored = self._encode(
             [anchor + text for anchor, text in zip(anchors, texts, strict=True)], parse=parse
@@ -191,7 +194,8 @@ def _encoded(tokens: list[int], offsets: list[tuple[int, int]]) -> Encoded:
 
 
 def hide_control(value: Any, control: re.Pattern[str]) -> tuple[Any, dict[str, str]]:
-    """The same value with a private-use character for every control token, and what each stands for."""
+    """Return the value with every control token replaced by a private-use character, and a map from each such
+    character to its control token."""
     free = _free_characters(value)
     stand_ins: dict[str, str] = {}
     chosen: dict[str, str] = {}

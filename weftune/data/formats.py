@@ -34,7 +34,8 @@ NEEDED: dict[Format, tuple[tuple[str, ...], ...]] = {
     "alpaca": (("instruction", "output"),),
     "text": (("text",),),
 }
-"""In the order of detection: the original Alpaca file also has a `text` column, so `text` comes last."""
+"""Maps each format to its alternative sets of required columns, in the order of detection. The original
+Alpaca file also has a `text` column, so `text` comes last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Chat:
     messages: tuple[Message, ...]
     tools: list[Any] | None
     turns: tuple[int, ...]
-    """The assistant's messages that are trained on; with `train_on: all` they do not matter."""
+    """Indices of the assistant's messages that are trained on; ignored with `train_on: all`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def check_columns(columns: Mapping[str, str]) -> None:
 
 
 def renamed(value: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    """The row under our names; a column that was given another name is gone under its own."""
+    """Return the row with its columns renamed; a renamed column is no longer found under its old name."""
     if not columns:
         return value
     taken = set(columns.values())
@@ -101,7 +102,7 @@ def refuse_untrainable(format: Format, label: str) -> None:
 
 
 def normalise(value: Mapping[str, Any], format: Format, spec: DataSpec) -> Content:
-    """The row's content, or BadRow."""
+    """Return the row's content. Raise BadRow if it cannot be used."""
     row = renamed(value, spec.columns)
     _check_present(row, format, value, spec)
     if format == "text":
@@ -187,7 +188,7 @@ def _integers(value: object, name: str) -> NDArray[np.int64]:
 
 
 def _tokens(row: Mapping[str, Any]) -> Tokens:
-    """Labels need not be kept: they are the tokens themselves where a token is supervised."""
+    """Return tokens and mask. Labels are not kept, since a supervised token's label is the token itself."""
     tokens = _integers(row["input_ids"], "input_ids")
     labels = _integers(row["labels"], "labels") if row.get("labels") is not None else tokens
     shown = row.get("attention_mask")

@@ -1,4 +1,5 @@
-"""The forms in which a chat can be put to a template: as it is, and as templates want it that refuse that."""
+"""The forms in which a chat can be passed to a template: unchanged, and as some stricter templates require
+it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def forms(chat: Chat) -> Iterator[Chat]:
-    """The chat itself comes first: what `apply_chat_template` prints is what others would show the model."""
+    """Yield the forms of a chat. The unchanged chat comes first: it gives the text that `apply_chat_template`
+    prints at inference."""
     yield chat
     useful = [
         change
@@ -34,12 +36,13 @@ def _system_for_developer(message: Message) -> Message:
 
 
 def _empty_for_null(message: Message) -> Message:
-    """Beside tool calls content may be null, which many templates cannot add to a text."""
+    """Replace null content, which is allowed beside tool calls, by an empty text: many templates cannot
+    concatenate null."""
     return message if message.get("content") is not None else {**message, "content": ""}
 
 
 def _text_for_arguments(message: Message) -> Message:
-    """As OpenAI writes the arguments of a call: JSON text. Most templates want an object."""
+    """Convert the arguments of calls to JSON text, as OpenAI writes them. Most templates expect an object."""
     calls = message.get("tool_calls")
     return {**message, "tool_calls": [_with_text(call) for call in calls]} if calls else message
 

@@ -43,7 +43,7 @@ def text_of(value: object, name: str) -> str:
 
 
 def list_of(value: object, name: str) -> Sequence[Any]:
-    """A list, also one that a CSV or Parquet column holds as JSON text."""
+    """Return a list, which a CSV or Parquet column may hold as JSON text."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         text = value
         try:
@@ -92,7 +92,7 @@ def clean_tools(value: object) -> list[Any] | None:
 
 
 def check_values(value: object, name: str) -> None:
-    """Every text inside must be encodable and every number finite."""
+    """Raise BadRow unless every text inside is encodable and every number is finite."""
     if isinstance(value, str):
         text_of(value, name)
     elif isinstance(value, float) and not math.isfinite(value):
@@ -112,7 +112,7 @@ def _unknown(name: str, role: object, known: tuple[str, ...]) -> str:
     return f"`{name}` is {repr(role)[:80]}, which is not a role; {hint}"
 
 
-@lru_cache(maxsize=1024)  # the same slip usually stands in every row of a file
+@lru_cache(maxsize=1024)  # the same mistake usually occurs in every row of a file
 def _nearest(role: str, known: tuple[str, ...]) -> str | None:
     return next(iter(difflib.get_close_matches(role.lower(), known)), None)
 
@@ -144,7 +144,7 @@ def _clean(message: object, name: str, content: str = "content") -> Message:
 
 
 def _with_thinking(message: Message) -> Message:
-    """Thinking under each of the names that chat templates read, as in transformers."""
+    """Return the message with its thinking under each name that chat templates read, as in transformers."""
     thinking = next((message[name] for name in THINKING_NAMES if name in message), None)
     if thinking is None:
         return message
@@ -152,7 +152,7 @@ def _with_thinking(message: Message) -> Message:
 
 
 def _clean_content(message: Message, name: str) -> str | None:
-    """The text; None where tool calls are all that is said."""
+    """Return the text, or None if the message has tool calls only."""
     content = message.get("content")
     if isinstance(content, list | tuple):
         content = "".join(_part(part, f"{name}[{at}]") for at, part in enumerate(content))
@@ -175,7 +175,8 @@ def _part(part: object, name: str) -> str:
 
 
 def _clean_call(call: object, name: str) -> Mapping[str, Any]:
-    """OpenAI writes a call's arguments as JSON text; chat templates print an object."""
+    """Return the call with its arguments parsed: OpenAI writes them as JSON text, and chat templates print an
+    object."""
     if not isinstance(call, Mapping):
         raise BadRow(f"`{name}` must be an object, not {kind_name(call)}")
     function = call.get("function")

@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 class SampleOrder:
     """A job's global batches. Every epoch has its own permutation; its last batch may be smaller.
 
-    A weight of 2 shows a sample twice an epoch. Of samples with a weight of 0.5 one half is shown in an epoch
-    and the other half in the next: the fractional share walks around a seeded circle of those samples.
+    A weight of 2 shows a sample twice per epoch. With a weight of 0.5, one half of the samples is shown in
+    one epoch and the other half in the next: the fractional share moves around a seeded circle of those
+    samples.
     """
 
     def __init__(
@@ -32,14 +33,14 @@ class SampleOrder:
         self._made: tuple[int, NDArray[np.int64]] | None = None
 
     def batch(self, step: int) -> NDArray[np.int64]:
-        """The samples of global batch `step`, counted from 1."""
+        """Return the samples of global batch `step`, counted from 1."""
         assert step >= 1
         epoch, within = divmod(step - 1, self.steps_per_epoch)
         start = within * self._batch_size
         return self._shown(epoch)[start : start + self._batch_size]
 
     def epoch(self, step: int) -> float:
-        """Epochs completed after that step."""
+        """Return the number of epochs completed after that step."""
         assert step >= 0
         whole, within = divmod(step, self.steps_per_epoch)
         return whole + within * self._batch_size / self._per_epoch
@@ -50,7 +51,7 @@ class SampleOrder:
             for circle, share in self._circles:
                 drawn.append(circle[(epoch * share + np.arange(share)) % len(circle)])
             everything = np.concatenate(drawn)
-            # Two threads may ask for two epochs at once: hand out what was made here.
+            # Two threads may request two epochs at once: return the local result.
             made = (epoch, everything[_permutation(len(everything), self._seed, 1, epoch)])
             self._made = made
             return made[1]
@@ -58,7 +59,8 @@ class SampleOrder:
 
 
 def _circles(weights: NDArray[np.floating], seed: int) -> tuple[tuple[NDArray[np.int64], int], ...]:
-    """For each weight with a fractional part: its samples in a seeded circle, and how many an epoch shows."""
+    """Return, for each weight with a fractional part, its samples in a seeded circle and the number shown per
+    epoch."""
     circles = []
     for number, weight in enumerate(np.unique(weights)):
         part = float(weight) - float(np.floor(weight))
@@ -70,5 +72,6 @@ def _circles(weights: NDArray[np.floating], seed: int) -> tuple[tuple[NDArray[np
 
 
 def _permutation(count: int, *key: int) -> NDArray[np.int64]:
-    """Sorted raw bits are the same in every version of numpy, which its shuffle does not promise."""
+    """Return a permutation from sorted raw bits, which are the same in every version of numpy; its shuffle
+    does not guarantee that."""
     return np.argsort(np.random.PCG64(list(key)).random_raw(count), kind="stable")

@@ -33,12 +33,12 @@ class Prepared:
     train: Samples
     evaluation: Samples | None
     notes: tuple[str, ...]
-    """Plain sentences for the report."""
+    """Sentences for the report."""
     evaluates_trained: bool = False
-    """Whether every row of the evaluation is also one of the training rows."""
+    """Whether every evaluation row is also a training row."""
 
     def behind(self, rows: int, keys: int) -> Prepared:
-        """The same samples, each behind so many rows, or keys, of an adapter."""
+        """Return the samples, each preceded by `rows` rows or `keys` keys of an adapter."""
         held_out = None if self.evaluation is None else self.evaluation.behind(rows, keys)
         return replace(self, train=self.train.behind(rows, keys), evaluation=held_out)
 
@@ -50,9 +50,9 @@ class _TablePart:
 
 
 class SharedData:
-    """The data of many jobs: what several of them share is tokenised, read and held once.
+    """The data of many jobs. Data that several jobs share is tokenised, read and held once.
 
-    The tokenizer's fingerprint and the chat templates are made once for all of them.
+    The tokenizer's fingerprint and the chat templates are computed once for all of them.
     """
 
     def __init__(self, tokenizer: Any, cache: Path, context: int | None = None) -> None:
@@ -61,12 +61,13 @@ class SharedData:
         self._cache, self._context = cache, context
         self._templates: dict[str | None, _Templates] = {}
         self._known: dict[Hashable, tuple[DataSpec, Prepared | DataError]] = {}
-        """By `data_identity`; the spec is held too, since rows from Python are known by their address."""
+        """Maps `data_identity` to the spec and its result. The spec is held to keep rows from Python alive,
+        which are identified by their address."""
 
     def prepare(
         self, data: DataSpec, evaluation: EvalSpec | None, progress: Progress | None = None
     ) -> Prepared:
-        """A job's samples. On disk they are kept as well: a later run reads what the first one wrote."""
+        """Return a job's samples. They are also cached on disk, so that a later run reads them."""
         key = data_identity(data, evaluation)
         if key not in self._known:
             self._known[key] = data, self._made_or_refused(data, evaluation, progress)
@@ -76,7 +77,7 @@ class SharedData:
         return found
 
     def is_prepared(self, data: DataSpec, evaluation: EvalSpec | None) -> bool:
-        """Whether everything is in the cache."""
+        """Return whether everything is in the cache."""
         _check(data, evaluation)
         rules = self.rules(data)
         tables = [part.table for part in [*_open_training(data), *_open_evaluation(data, evaluation)]]
@@ -111,7 +112,7 @@ class SharedData:
         return Prepared(_everything(trained, weights), measured, notes, _are_among(held, trained))
 
     def rules(self, data: DataSpec) -> Rules:
-        """How the rows of a job become samples."""
+        """Return the rules by which the rows of a job become samples."""
         encoder, context, chosen = self._encoder, self._context, data.chat_template
         if chosen not in self._templates:
             self._templates[chosen] = _templates(encoder.tokenizer, chosen)
@@ -131,13 +132,13 @@ def prepare(
     context: int | None = None,
     progress: Progress | None = None,
 ) -> Prepared:
-    """The samples of one job; `tokenizer` may be an `Encoder` around one. For several jobs see
+    """Return the samples of one job; `tokenizer` may be an `Encoder` around one. For several jobs see
     `SharedData`."""
     return SharedData(tokenizer, cache, context).prepare(data, evaluation, progress)
 
 
 def check_rows(data: DataSpec, evaluation: EvalSpec | None, max_bytes: int) -> None:
-    """What can be said against the rows of local files up to that size before there is a tokenizer."""
+    """Check the rows of local files of at most `max_bytes` as far as possible without a tokenizer."""
     _check(data, evaluation)
     paths = [] if data.rows is not None else [Path(source.path) for source in data.sources]
     paths += [] if evaluation is None or evaluation.path is None else [Path(evaluation.path)]
@@ -204,7 +205,8 @@ def _templates(tokenizer: Any, chosen: str | None) -> _Templates:
 
 
 def data_identity(data: DataSpec, evaluation: EvalSpec | None) -> Hashable:
-    """Equal where `prepare` gives the same; when a job evaluates is no matter of its data."""
+    """Return a key that is equal for jobs for which `prepare` gives the same result. The evaluation interval
+    is not part of it."""
     plain = [getattr(data, item.name) for item in fields(DataSpec) if item.name not in ("rows", "columns")]
     held_out = None if evaluation is None else (evaluation.path, evaluation.fraction)
     rows = None if data.rows is None else id(data.rows)
@@ -222,7 +224,7 @@ def _open_training(data: DataSpec) -> list[_TablePart]:
 
 
 def _label(source: Source, names: Counter[str]) -> str:
-    """A file's name says enough unless another one has the same."""
+    """Return the label of a source: its file name, or its whole path if another file has the same name."""
     path = Path(source.path)
     return path.name if path.exists() and names[path.name] == 1 else source.path
 
@@ -239,7 +241,7 @@ def _open_evaluation(data: DataSpec, evaluation: EvalSpec | None) -> list[_Table
 def _build_all(
     parts: Sequence[_TablePart], rules: Rules, cache: Path, progress: Progress | None
 ) -> list[Built]:
-    """Every table, or the mistakes of all of them at once."""
+    """Build every table, or raise the mistakes of all of them together."""
     built: list[Built] = []
     mistakes: list[Mistake] = []
     done = 0
@@ -263,7 +265,7 @@ def _fingerprint(*identity: object) -> str:
 
 
 def _are_among(held: Sequence[Built], trained: Sequence[Built]) -> bool:
-    """Whether all rows of the tables that are held out, of which there is one at least, are trained on."""
+    """Return whether all rows of the held-out tables are trained on; False if there are no such tables."""
     if not held:
         return False
     rows = np.concatenate([made.store.rows for made in trained])
@@ -279,7 +281,7 @@ def _everything(built: Sequence[Built], weights: Sequence[float]) -> Samples:
 
 
 def _split(built: Sequence[Built], weights: Sequence[float], fraction: float) -> tuple[Samples, Samples]:
-    """By the hash of the row: the same rows for every job on a file, whatever its seed."""
+    """Split by the hash of the row: every job on a file holds out the same rows, whatever its seed."""
     rows = np.concatenate([made.store.rows for made in built])
     border = _border(rows, fraction)
     identity = [[made.key for made in built], list(weights), fraction]
@@ -295,7 +297,7 @@ def _split(built: Sequence[Built], weights: Sequence[float], fraction: float) ->
 
 
 def _border(rows: NDArray[np.uint64], fraction: float) -> np.uint64:
-    """Rows with a hash up to the border are held out; at least one row, and never all of them."""
+    """Return the largest hash of held-out rows: at least one row is held out, and never all of them."""
     distinct = np.unique(rows)
     if len(distinct) < 2:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Whether a chat template prints what a row says: contents, tool calls and tool results.
+"""A check that a chat template prints all parts of a row: contents, tool calls and tool results.
 
 A template may trim, escape or move a text, so looking for it would raise false alarms. Instead one part of a
 message is changed and rendered again: if not a character differs, the template does not print that part.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weftune.data.messages import Message
 
 PROBE = "zq"
-"""What a changed part has more than before; any letters would do."""
+"""Text that is added to a part to change it; any letters would do."""
 THINKING_END = "</think>"
 MOST_SHAPES = 10_000
 REMEDY = (
@@ -30,26 +30,27 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class _PrintedPart:
-    """Something that a message says, and the message if it said something else there."""
+    """A part of a message, and the message with that part changed."""
 
     name: str
     changed: Message
 
 
 class PrintCheck:
-    """Refuses rows of which a template drops a part.
+    """A check that refuses rows if the template drops a part of them.
 
-    Templates go by roles and fields, hardly ever by words. So the parts of a chat are tried one by one only
-    where no chat of its shape was tried before, or where a text is not found as it is.
+    Templates depend on roles and fields, hardly ever on words. So the parts of a chat are tried one by one
+    only if no chat of its shape was tried before, or if a text is not found verbatim.
     """
 
     def __init__(self, template: Renderer) -> None:
         self._template = template
         self._sound: set[tuple[object, ...]] = set()
-        """Shapes of chats of which every part is printed."""
+        """Shapes of chats whose parts are all printed."""
 
     def refuse_dropped(self, chat: Chat, text: str) -> None:
-        """`text` is what the template printed for this chat."""
+        """Raise CommonBadRow if the template drops a part of the chat. `text` is what it printed for this
+        chat."""
         start = 0
         for stop in _stops(chat.messages):
             shape = (bool(chat.tools), *map(_shape, chat.messages[:stop]))
@@ -61,9 +62,9 @@ class PrintCheck:
             start = stop
 
     def _try(self, chat: Chat, start: int, stop: int) -> None:
-        """Each part of the messages from `start` to `stop`, in the chat that ends with them.
+        """Try each part of the messages from `start` to `stop`, in the chat that ends with them.
 
-        What a template drops once the chat goes on, as old thinking, it drops on purpose.
+        Parts that a template drops once the chat continues, such as old thinking, are dropped on purpose.
         """
         before = self._render(chat.messages[:stop], chat)
         stop = stop if before is not None else len(chat.messages)
@@ -77,7 +78,7 @@ class PrintCheck:
                     raise CommonBadRow(f"{sentence} ({message['role']})", kind=part.name, remedy=REMEDY)
 
     def _render(self, messages: Sequence[Message], chat: Chat) -> str | None:
-        """None if the template refuses these messages."""
+        """Return the rendered text, or None if the template refuses these messages."""
         try:
             return self._template.render(messages, chat.tools, prompt=False)
         except BadRow:
@@ -85,7 +86,8 @@ class PrintCheck:
 
 
 def _stops(messages: Sequence[Message]) -> list[int]:
-    """Behind each assistant's message and at the end: many templates refuse a chat that ends elsewhere."""
+    """Return the indices after each assistant message and at the end: many templates refuse a chat that ends
+    elsewhere."""
     stops = {at + 1 for at, message in enumerate(messages) if message["role"] == "assistant"}
     return sorted({*stops, len(messages)})
 
@@ -122,7 +124,7 @@ def _parts(message: Message, supervised: bool) -> Iterator[_PrintedPart]:
 
 
 def _changed_calls(call: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The call with another name, and with other arguments if it has some."""
+    """Yield the call with another name, and with other arguments if it has some."""
     body = _body(call)
     changes: list[dict[str, Any]] = [{"name": f"{body.get('name')}{PROBE}"}]
     arguments = body.get("arguments")

@@ -11,7 +11,8 @@ from weftune.errors import DataError
 
 
 def prompt_tokens(tokenizer: Any, prompt: str, system: str | None = None) -> list[int]:
-    """The prompt as the tokenizer's chat template asks for an answer; without a template, as plain text.
+    """Return the prompt's tokens, rendered by the tokenizer's chat template up to the answer; without a
+    template, as plain text.
 
     With a template these are the tokens of `apply_chat_template`, but control tokens in the prompt stay text.
     """

@@ -13,19 +13,20 @@ class BadRow(Exception):
     """This row cannot be used; the text is a sentence for the user, without the place."""
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it, for `bad_row` in another process."""
+        """Return the error as JSON values, for `bad_row` in another process."""
         return {"bad": str(self)}
 
 
 class CommonBadRow(BadRow):
-    """Unusable for a reason that many rows of a file tend to share: they are told once, with their number."""
+    """A row is unusable for a reason that many rows of a file tend to share; they are reported once, with
+    their number."""
 
     def __init__(self, sentence: str, *, kind: str, remedy: str, needed_tokens: int = 0) -> None:
         super().__init__(sentence)
         self.kind = kind
-        """Rows of one kind are told together."""
+        """Kind of problem. Rows of one kind are reported together."""
         self.remedy = remedy
-        """What the user can do; `{needed_tokens}` stands for the most that any row of the kind needs."""
+        """Advice for the user; `{needed_tokens}` stands for the maximum that any row of the kind needs."""
         self.needed_tokens = needed_tokens
 
     def plain(self) -> dict[str, Any]:
@@ -57,12 +58,13 @@ class Table:
 
 
 MAX_DEPTH = 64
-"""Of lists and objects inside one another: no row is so deep, and what walks through rows recurses."""
+"""Maximum nesting depth of lists and objects: ordinary rows are less deep, and the code that walks through
+rows recurses."""
 TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 
 
 def is_deep(value: object, levels: int = MAX_DEPTH) -> bool:
-    """Whether there are more levels than that; never goes deeper itself."""
+    """Return whether the value has more than `levels` levels. The check never recurses deeper itself."""
     if isinstance(value, Mapping):
         inner: Collection[object] = value.values()
     elif isinstance(value, list | tuple):
@@ -74,12 +76,13 @@ def is_deep(value: object, levels: int = MAX_DEPTH) -> bool:
 
 
 def is_deep_json(text: str, value: object) -> bool:
-    """The same for a value that was read from `text`; most texts have too few brackets to be looked into."""
+    """Return whether a value parsed from `text` is too deep. Most texts have too few brackets, so their value
+    is not inspected."""
     return text.count("[") + text.count("{") > MAX_DEPTH and is_deep(value)
 
 
 def canonical(value: Mapping[str, Any]) -> bytes:
-    """The same bytes for the same row, whatever the order of its columns."""
+    """Return bytes that are equal for equal rows, whatever the order of the columns."""
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
     except (TypeError, ValueError, RecursionError):  # rows from Python can hold keys that JSON cannot
@@ -87,7 +90,7 @@ def canonical(value: Mapping[str, Any]) -> bytes:
 
 
 def row_hash(value: Mapping[str, Any]) -> int:
-    """64 bits that depend on the row alone; they decide on which side of a split it falls."""
+    """Return 64 bits that depend on the row alone; they decide on which side of a split it falls."""
     return int.from_bytes(hashlib.blake2b(canonical(value), digest_size=8).digest(), "little")
 
 
@@ -100,7 +103,7 @@ def as_row(place: str, value: object) -> Row:
 
 
 def kind_name(value: object) -> str:
-    """What a JSON value is, in a user's words."""
+    """Return the type of a JSON value in a user's words."""
     if value is None:
         return "null"
     if isinstance(value, bool):

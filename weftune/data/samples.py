@@ -16,7 +16,7 @@ from weftune.data.cache import SampleStore
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Those samples of a store that belong here, and how often an epoch shows them."""
+    """The selected samples of one store, and the number of times an epoch shows them."""
 
     store: SampleStore
     chosen: NDArray[np.int64]
@@ -29,16 +29,16 @@ class Samples:
     def __init__(self, shares: Sequence[Share], fingerprint: str) -> None:
         self.fingerprint = fingerprint
         self.before = 0
-        """Rows of an adapter before every sample, which are counted in the lengths and have no tokens."""
+        """Number of adapter rows before every sample; they count towards the lengths and have no tokens."""
         self.first_position = 0
-        """Of every sample; those before it are taken by keys and values of an adapter."""
+        """First position of every sample; the positions before it belong to keys and values of an adapter."""
         self.lengths = np.concatenate([share.store.lengths[share.chosen] for share in shares])
         self.supervised = np.concatenate([share.store.supervised[share.chosen] for share in shares])
         self.weights: NDArray[np.float64] | None = None
         if any(share.weight != 1 for share in shares):
             self.weights = np.concatenate([np.full(len(share.chosen), share.weight) for share in shares])
         self._arrays = [(share.store.tokens, share.store.mask) for share in shares]
-        # Where each share's samples begin behind the one index, and each sample's tokens in its store.
+        # First index of each share's samples, and offset of each sample's tokens in its store.
         self._firsts = list(accumulate((len(share.chosen) for share in shares), initial=0))
         self._begins = [
             np.concatenate([[0], np.cumsum(share.store.lengths, dtype=np.int64)])[share.chosen]
@@ -49,8 +49,8 @@ class Samples:
         return len(self.lengths)
 
     def behind(self, rows: int, keys: int = 0) -> Samples:
-        """The same samples behind so many rows, or keys, of an adapter. The last of such rows predicts the
-        first token, which is supervised with the others."""
+        """Return the samples preceded by `rows` rows or `keys` keys of an adapter. The last of these rows
+        predicts the first token, which is then supervised like the others."""
         if rows == keys == 0:
             return self
         made = copy.copy(self)
@@ -63,7 +63,7 @@ class Samples:
         return made
 
     def largest_batch(self, size: int) -> int:
-        """Tokens of a batch in which the longest samples met, each as often as it can."""
+        """Return the number of tokens of the largest possible batch of `size` samples."""
         lengths = np.sort(self.lengths)[::-1]
         return int(size * lengths[0]) if self.weights is not None else int(lengths[:size].sum())
 
@@ -71,11 +71,11 @@ class Samples:
         return self.tokens_and_mask(i)[0]
 
     def mask(self, i: int) -> NDArray[np.bool_]:
-        """Which tokens are supervised."""
+        """Return the mask of supervised tokens."""
         return self.tokens_and_mask(i)[1]
 
     def tokens_and_mask(self, i: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Both, found once."""
+        """Return tokens and mask with a single lookup."""
         share, rows = self._find(i)
         tokens, mask = self._arrays[share]
         return tokens[rows], mask[rows]

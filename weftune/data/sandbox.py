@@ -1,7 +1,8 @@
 """A chat template compiled and rendered in Jinja's sandbox, with a limit on what it may print.
 
 This runs in a limited process (`weftune.core.limited`): Jinja's sandbox keeps a template from reaching out,
-and the process keeps it from running or swelling without end. What is asked of it there stands at the end.
+and the process keeps it from running or growing without end. The functions called there are at the end of
+this module.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ if TYPE_CHECKING:
     from weftune.data.formats import Chat
 
 LONGEST_PRINT = 16_000_000
-"""Characters. A template can print without end, and a row that long is no sample anyway."""
+"""Maximum number of characters. A template can print without end, and a row that long is not a usable
+sample."""
 TODAY = datetime(2024, 7, 26)
-"""Templates that print the date would give other samples every day; Llama's falls back to this one."""
+"""Date that templates print, so that samples are the same every day; Llama's template falls back to this
+date."""
 PLACE = "data.chat_template"
 
 
 class SandboxedTemplate:
-    """One compiled template with the tokenizer's special tokens at hand."""
+    """A compiled template with the tokenizer's special tokens."""
 
     def __init__(self, source: str, special: Mapping[str, Any]) -> None:
         environment = _Sandbox(
@@ -48,7 +51,7 @@ class SandboxedTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = TODAY.strftime
         self._special = {name: value for name, value in special.items() if isinstance(value, str)}
-        del environment.globals["lipsum"]  # random words without end, which no sample wants
+        del environment.globals["lipsum"]  # random words without end, useless in samples
         try:
             self._template = environment.from_string(source)
             used = jinja2.meta.find_undeclared_variables(environment.parse(source))
@@ -65,8 +68,8 @@ class SandboxedTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool, now: bool = False
     ) -> str:
-        """The text that these messages make; with `prompt`, up to where the assistant begins to speak. A date
-        in it is that of all rows, or with `now` today's."""
+        """Return the text of these messages; with `prompt`, up to where the assistant begins to speak. A date
+        in it is `TODAY`, or the current date with `now`."""
         allow_seconds(SECONDS)
         pieces: list[str] = []
         printed = 0
@@ -103,7 +106,7 @@ class _PrintsTooMuch(Exception):
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Also stops a product or sum that would be too long before it is made."""
+    """A sandbox that also stops a product or sum before it is computed if it would be too long."""
 
     intercepted_binops = frozenset(["*", "+"])
 
@@ -120,7 +123,8 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text in some templates; we print it and need no mark."""
+    """The `{% generation %}` tag, which marks the assistant's text in some templates; the text is printed and
+    the mark ignored."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -136,7 +140,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which no model was trained on."""
+    """Return a value as JSON. Jinja's own filter escapes HTML, which no model was trained on."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -153,19 +157,19 @@ def _raise_exception(message: str) -> None:
 
 @lru_cache(maxsize=8)
 def compiled(source: str, special: str) -> SandboxedTemplate:
-    """`special` are the tokenizer's special tokens as JSON."""
+    """Return the compiled template. `special` holds the tokenizer's special tokens as JSON."""
     return SandboxedTemplate(source, json.loads(special))
 
 
 def facts(source: str, special: str) -> dict[str, bool]:
-    """What is to be known of a template before any row is rendered."""
+    """Return the properties of a template that are needed before any row is rendered."""
     return {"prints_tools": compiled(source, special).prints_tools}
 
 
 def render_one(
     source: str, special: str, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool, now: bool
 ) -> dict[str, Any]:
-    """The text of some messages, or under `bad` why there is none."""
+    """Return the text of some messages, or the reason for a failure under `bad`."""
     try:
         return {"text": compiled(source, special).render(messages, tools, prompt=prompt, now=now)}
     except BadRow as problem:
@@ -175,7 +179,8 @@ def render_one(
 def render_rows(
     source: str, special: str, chats: Sequence[Chat], ends: Collection[str] | None
 ) -> list[dict[str, Any]]:
-    """The renderings of whole rows, or under `bad` why one has none; without `ends`, of everything."""
+    """Return the renderings of whole rows, or the reason for a failure under `bad`. Without `ends`,
+    everything is supervised."""
     template, check = compiled(source, special), print_check(source, special)
     made: list[dict[str, Any]] = []
     for chat in chats:
@@ -194,7 +199,7 @@ def print_check(source: str, special: str) -> PrintCheck:
 def _render_row(
     chat: Chat, template: SandboxedTemplate, ends: Collection[str] | None, check: PrintCheck
 ) -> Rendering:
-    """In the first of the chat's forms that the template prints, all of it."""
+    """Render the first of the chat's forms that the template prints completely."""
     problems: list[BadRow] = []
     for form in forms(chat):
         try:
@@ -205,5 +210,5 @@ def _render_row(
             return rendering
         except BadRow as problem:
             problems.append(problem)
-    # That a part is dropped says more than that another form of the row is refused.
+    # A dropped part is more informative than the refusal of another form of the row.
     raise next((problem for problem in problems if isinstance(problem, CommonBadRow)), problems[0])

@@ -1,4 +1,4 @@
-"""What a job may say about its data. No tokenizer and no torch here: `jobs` builds on this."""
+"""The data keys of a job. This module imports no tokenizer and no torch, since `jobs` builds on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ TrainOn = Literal["assistant", "all", "completion"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One file, folder or Hub id of a mixture. `weight` 2 shows its samples twice an epoch, 0.5 half."""
+    """One file, folder or Hub id of a mixture. A `weight` of 2 shows its samples twice per epoch, 0.5 half of
+    them."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
@@ -24,7 +25,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
-    """Where a job's rows come from and how they become samples."""
+    """The source of a job's rows and the options for turning them into samples."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "arbitrary_types_allowed": True}
 
@@ -40,7 +41,7 @@ class DataSpec:
     max_length: int = 2048
     train_on: TrainOn = "assistant"
     chat_template: str | None = None
-    """`chatml`, or a Jinja file; None takes the tokenizer's own."""
+    """`chatml` or a Jinja file. None selects the tokenizer's own template."""
     skip_bad_rows: bool = False
 
     @property
@@ -57,4 +58,5 @@ class EvalSpec:
     path: str | None = None
     fraction: float | None = None
     every: float | None = None
-    """Below 1 a share of the run, otherwise steps; None: only at step 0 and at the end."""
+    """Interval between evaluations: below 1 a share of the run, otherwise steps. None evaluates only at step
+    0 and at the end."""

@@ -19,16 +19,17 @@ class Tally:
     reasons: list[str] = field(default_factory=list)
     """Places and sentences of the first skipped rows."""
     explained: int = 0
-    """Skipped rows of which the reasons speak."""
+    """Number of skipped rows that the reasons cover."""
 
     def add(self, other: Tally) -> None:
-        """Count what happened to other rows too; reasons are the caller's."""
+        """Add the counts of other rows; the caller handles the reasons."""
         for one in fields(self):
             if one.type == "int":
                 setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
     def notes(self, label: str | None, longest: int) -> list[str]:
-        """Plain sentences for the report about what did happen; a label where there are several tables."""
+        """Return sentences for the report about all counts above 0. A label names the table if there are
+        several."""
         count = f"of {self.rows} rows" + (f" of {label}" if label is not None else "")
         told = []
         if self.skipped:

@@ -1,4 +1,4 @@
-"""Chat templates: found, and rendered in a process that can be stopped."""
+"""Lookup of chat templates, and their rendering in a process that can be stopped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ CHATML = "chatml"
 
 
 def template_source(tokenizer: Any, chosen: str | None, *, tools: bool = False) -> str | None:
-    """The Jinja text: `chatml` is built in, else a file, else the tokenizer's own; None if there is none."""
+    """Return the Jinja text: the built-in `chatml`, a file, or the tokenizer's own template; None if there is
+    none."""
     if chosen == CHATML:
         return _chatml(tokenizer)
     if chosen is not None:
@@ -37,7 +38,8 @@ def template_source(tokenizer: Any, chosen: str | None, *, tools: bool = False) 
 
 
 def _chatml(tokenizer: Any) -> str:
-    """Without `<|im_end|>` in the vocabulary a turn ends with EOS: generation stops at a single token."""
+    """Return the ChatML template. Without `<|im_end|>` in the vocabulary a turn ends with EOS, since
+    generation stops at a single token."""
     source = resources.files("weftune.data").joinpath("templates", "chatml.jinja").read_text(encoding="utf-8")
     if "<|im_end|>" in tokenizer.get_vocab() or not tokenizer.eos_token:
         return source
@@ -45,7 +47,7 @@ def _chatml(tokenizer: Any) -> str:
 
 
 class Template:
-    """One template with the tokenizer's special tokens at hand."""
+    """A template with the tokenizer's special tokens."""
 
     def __init__(self, source: str, special: Mapping[str, Any]) -> None:
         self.source = source
@@ -56,15 +58,16 @@ class Template:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool, now: bool = False
     ) -> str:
-        """The text that these messages make; with `prompt`, up to where the assistant begins to speak. A date
-        in it is that of all rows, or with `now` today's."""
+        """Return the text of these messages; with `prompt`, up to where the assistant begins to speak. A date
+        in it is `sandbox.TODAY`, or the current date with `now`."""
         made = self._ask(sandbox.render_one, messages, tools, prompt, now)
         if "bad" in made:
             raise bad_row(made)
         return str(made["text"])
 
     def renderings(self, chats: Sequence[Chat], ends: Collection[str] | None) -> list[Rendering | BadRow]:
-        """Whole rows at once, with what is supervised in them; without `ends` that is everything."""
+        """Return the renderings of whole rows with their supervised spans. Without `ends`, everything is
+        supervised."""
         made = self._ask(sandbox.render_rows, list(chats), ends) if chats else []
         return [bad_row(row) if "bad" in row else rendering_of(row) for row in made]
 
@@ -78,7 +81,8 @@ class Template:
 
 
 _STOPPED: dict[str, str] = {}
-"""Templates that met a limit, with what they did: many jobs can share one, and it is waited for once."""
+"""Maps each template that reached a limit to the reason: many jobs can share one, and it is waited for only
+once."""
 
 
 @lru_cache(maxsize=8)

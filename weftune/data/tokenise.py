@@ -1,4 +1,4 @@
-"""Normalised rows to samples: tokens, and which of them are supervised."""
+"""Conversion of normalised rows to samples: tokens and the mask of supervised ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Sample:
 
 
 Outcome = tuple[Sample, ...] | BadRow
-"""The samples of one row, or why it has none."""
+"""Samples of one row, or the reason why it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Tokeniser:
         self._context = context
 
     def outcomes(self, contents: Sequence[Content]) -> Iterator[Outcome]:
-        """One outcome for each row, in order; all rows have one form, or chats and pairs mixed."""
+        """Yield one outcome for each row, in order; all rows have one form, or are chats and pairs mixed."""
         whole = self._chats(contents)
         plain = self._plain([content for content in contents if isinstance(content, Pair | Text)])
         for content, chat in zip(contents, whole, strict=True):
@@ -100,7 +100,8 @@ class Tokeniser:
         return tuple(kept)
 
     def _unsupervised(self, samples: Sequence[Sample]) -> BadRow:
-        """Why nothing of a row would be learned: it is cut before its first supervised token, or has none."""
+        """Return why a row has nothing to train on: it is cut before its first supervised token, or has
+        none."""
         reached = [int(sample.mask[1:].argmax()) + 2 for sample in samples if sample.mask[1:].any()]
         if not reached:
             return BadRow("the row has no supervised token")
@@ -126,8 +127,9 @@ class Tokeniser:
         return (Sample(tokens.astype(np.int32), content.mask),)
 
     def _plain(self, contents: Sequence[Pair | Text]) -> Iterator[Sample]:
-        """Texts and pairs of texts. A pair's prompt is tokenised by itself, exactly as at inference, and its
-        completion as what goes on after it: so the border between them never depends on what stands there."""
+        """Yield the samples of texts and pairs of texts. A pair's prompt is tokenised by itself, exactly as
+        at inference, and its completion as a continuation, so that the border between them never depends on
+        the text around it."""
         encoder = self._encoder
         if contents and encoder.eos is None:
             raise DataError(
@@ -152,7 +154,7 @@ class Tokeniser:
             yield Sample(tokens, np.arange(len(tokens)) >= unsupervised)
 
     def _chats(self, contents: Sequence[Content]) -> list[Outcome]:
-        """One outcome for each row that is a chat; for the others an empty place."""
+        """Return one outcome for each row that is a chat, and an empty one for the others."""
         chats = iter(self._drafts([content for content in contents if isinstance(content, Chat)]))
         drafts = [next(chats) if isinstance(content, Chat) else [] for content in contents]
         simple = [
@@ -166,7 +168,8 @@ class Tokeniser:
         return [row if isinstance(row, BadRow) else self._samples(row, encoded) for row in drafts]
 
     def _drafts(self, chats: Sequence[Chat]) -> list[list[_SampleDraft] | BadRow]:
-        """All rows are rendered at once, for it is done in another process."""
+        """Return the drafts of all chats. They are rendered in one call, since that happens in another
+        process."""
         if not chats:
             return []
         hidden = [self._hidden(chat) for chat in chats]
@@ -217,7 +220,8 @@ class Tokeniser:
         )
 
     def _samples(self, drafts: Sequence[_SampleDraft], simple: Iterator[Encoded]) -> tuple[Sample, ...]:
-        """The tokens that `apply_chat_template` gives and no others: BOS if the template prints it."""
+        """Return samples with exactly the tokens of `apply_chat_template`; BOS only if the template prints
+        it."""
         encoded = [
             self._encoder.pieces(draft.rendered.text, draft.stand_ins) if draft.stand_ins else next(simple)
             for draft in drafts
@@ -233,7 +237,8 @@ class Tokeniser:
         spans = draft.rendered.spans
         mask = np.full(len(encoded.tokens), spans is None)
         for start, stop in spans or ():
-            # A token that begins in the prompt and goes on in the answer counts too: nothing else begins it.
+            # A token that begins in the prompt and continues into the answer counts too: the answer begins
+            # with it.
             mask |= ((encoded.starts >= start) | (encoded.stops > start)) & (encoded.starts < stop)
         if len(mask) and encoded.tokens[0] == self._encoder.bos:
             mask[0] = False

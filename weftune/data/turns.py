@@ -1,7 +1,7 @@
-"""Which characters of a rendered chat are supervised, found by rendering its prefixes.
+"""The supervised characters of a rendered chat, found by rendering its prefixes.
 
-What the template prints for the messages before a turn, with the generation prompt, is what the model is
-given at inference; what it prints on top of that for the turn is what the model must say.
+The text that the template prints for the messages before a turn, with the generation prompt, is the model's
+input at inference; the text that it adds for the turn is the output that the model must learn.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ class Renderer(Protocol):
 class Rendered:
     text: str
     spans: tuple[tuple[int, int], ...] | None
-    """Supervised characters, [start, stop) each; None: all of them."""
+    """Supervised characters, as [start, stop) spans. None means all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """The samples of one row, as text, and what is worth telling about how they came to be."""
+    """The samples of one row as text, and remarks for the report."""
 
     samples: tuple[Rendered, ...]
     split: bool = False
-    """Each turn became its own sample."""
+    """Whether each turn became its own sample."""
     parted: bool = False
-    """The generation prompt is not what the template prints before an assistant's turn."""
+    """Whether the generation prompt differs from what the template prints before an assistant's turn."""
     endless: bool = False
-    """A turn ends without an end-of-turn token."""
+    """Whether a turn ends without an end-of-turn token."""
 
 
 def rendering_of(plain: Mapping[str, Any]) -> Rendering:
-    """A rendering that has come as JSON."""
+    """Return a rendering from its JSON values."""
     samples = tuple(
         Rendered(
             made["text"], None if made["spans"] is None else tuple((low, high) for low, high in made["spans"])
@@ -54,7 +54,7 @@ def rendering_of(plain: Mapping[str, Any]) -> Rendering:
 @dataclass(frozen=True, slots=True)
 class _Turn:
     text: str
-    """The chat up to and with this turn."""
+    """The chat up to and including this turn."""
     start: int
     stop: int
     parted: bool
@@ -66,7 +66,8 @@ def render_everything(chat: Chat, template: Renderer) -> Rendering:
 
 
 def render_turns(chat: Chat, template: Renderer, ends: Collection[str]) -> Rendering:
-    """`ends` are the texts of the tokens at which a turn can end."""
+    """Render a chat and find its supervised turns. `ends` are the texts of the tokens at which a turn can
+    end."""
     turns = [_render_turn(chat, at, template, ends) for at in chat.turns]
     whole = _render_whole(chat, turns, template, ends)
     if whole is not None:
@@ -84,9 +85,9 @@ def render_turns(chat: Chat, template: Renderer, ends: Collection[str]) -> Rende
 def _render_whole(
     chat: Chat, turns: Sequence[_Turn], template: Renderer, ends: Collection[str]
 ) -> Rendered | None:
-    """All turns in one text, or None if the template prints one of them differently there.
+    """Return all turns in one text, or None if the template prints one of them differently there.
 
-    The text is the whole chat's, unless what follows the last turn changes how a turn is printed.
+    The text is that of the whole chat, unless the messages after the last turn change how a turn is printed.
     """
     texts = [turns[-1].text]
     if chat.turns[-1] + 1 < len(chat.messages):
@@ -118,7 +119,7 @@ def _render_turn(chat: Chat, at: int, template: Renderer, ends: Collection[str])
 
 
 def _span_within(text: str, turn: _Turn, ends: Collection[str]) -> tuple[int, int] | None:
-    """Where a turn stands in a longer chat, or None if the template prints it differently there."""
+    """Return the span of a turn in a longer chat, or None if the template prints it differently there."""
     if text.startswith(turn.text):
         return turn.start, turn.stop
     # Phi-3 prints EOS after the last message only: the turn is the same up to its own end-of-turn token.
@@ -131,7 +132,7 @@ def _span_within(text: str, turn: _Turn, ends: Collection[str]) -> tuple[int, in
 
 
 def _common(one: str, other: str) -> int:
-    """How many characters two texts share from their beginning."""
+    """Return the length of the common prefix of two texts."""
     shared = 0
     for left, right in zip(one, other, strict=False):
         if left != right:

@@ -1,9 +1,9 @@
-"""Rows tokenised by several processes, where there are enough rows and cores.
+"""Tokenisation by several processes, if there are enough rows and cores.
 
 Most of the work holds the interpreter's lock (rows checked, offsets turned into masks), so threads would not
-help. A worker process imports no torch: it gets the tokenizer as the text that it is made of, and its chat
-templates run in a limited process of its own. A chunk that a worker could not make is made here, so whatever
-is wrong with a row is told in the same words.
+help. A worker process imports no torch: it gets the tokenizer as its serialised text, and its chat templates
+run in a limited process of its own. A chunk that a worker could not tokenise is tokenised here, so errors in
+rows are reported in the same words.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ FEWEST_CORES = 4
 MOST_WORKERS = 8
 PROGRAM = "import sys; sys.path[:] = {path!r}; from weftune.data.workers import serve; serve()"
 ALONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-"""Each worker has one core, also where its libraries would take all."""
+"""Environment variables that limit each worker to one core, since its libraries would use all."""
 
 Work = Callable[[Any, Any], Any]
-"""A function of a module: what all items share, and one item."""
+"""A module-level function of (the values that all items share, one item)."""
 
 
 def worker_count() -> int:
-    """Workers that this machine has cores for; 0 where they would not be faster."""
+    """Return the number of workers that this machine has cores for; 0 if they would not be faster."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(MOST_WORKERS, cores) if cores >= FEWEST_CORES else 0
 
 
 class Workers:
     def __init__(self, count: int) -> None:
-        """Processes are started by `start`, or as they are needed."""
+        """Create `count` workers. Their processes are started by `start`, or when they are needed."""
         self._count = count
         self.answers = False
-        """Whether a worker has answered: they take a moment to start."""
+        """Whether a worker has answered; they take a moment to start."""
         self._is_started = False
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="tokeniser")
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -56,22 +56,23 @@ class Workers:
             self._idle.put(worker)
 
     def start(self, work: Work, shared: Any) -> None:
-        """Start all of them, once, with what they need for this work, and go on meanwhile."""
+        """Start all workers once, with the values shared by this work, without waiting for them."""
         if not self._is_started:
             self._is_started = True
             known = _pickled((work.__module__, work.__qualname__, shared))
             for _ in range(self._count):
-                # An item that no work takes: the answer is that there is none.
+                # None is not a valid item for any work: the reply is empty.
                 self._threads.submit(self._asked, known, None)
 
     def each(self, work: Work, shared: Any, items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        """Every item, in order, with what `work` made of it; in this thread where a worker could not."""
+        """Yield every item, in order, with its result of `work`; computed in this thread if a worker
+        failed."""
         known = _pickled((work.__module__, work.__qualname__, shared))
         waiting: deque[tuple[Any, Future[Any]]] = deque()
         try:
             for item in items:
                 waiting.append((item, self._threads.submit(self._asked, known, item)))
-                # Enough to keep all of them busy, and no more rows in memory than that.
+                # Enough to keep all workers busy without holding more rows in memory.
                 if len(waiting) > 2 * self._count:
                     yield _made(work, shared, *waiting.popleft())
             while waiting:
@@ -98,7 +99,7 @@ class Workers:
 
 
 def _pickled(value: Any) -> bytes:
-    """Empty where that cannot be: rows from Python can hold anything."""
+    """Return the pickled value; empty if it cannot be pickled, since rows from Python can hold anything."""
     try:
         return pickle.dumps(value)
     except Exception:
@@ -114,10 +115,10 @@ class _Worker:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._told = b""
-        """The digest of what the process was last told that items share."""
+        """Digest of the shared values last sent to the process."""
 
     def ask(self, known: bytes, payload: bytes) -> bytes:
-        """What the process made of an item; empty where it could not, or was lost."""
+        """Return the process's pickled result for an item; empty if it failed or died."""
         process = self._started()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -152,11 +153,11 @@ class _Worker:
 
 _LOCK = threading.Lock()
 _WORKERS: dict[int, Workers] = {}
-"""Of this process, not of one that it is a fork of."""
+"""Maps a process id to its workers, so that a forked process does not use its parent's."""
 
 
 def workers_here(count: int) -> Workers:
-    """Started once, and used for all tables until `end_workers`."""
+    """Return this process's workers, which are created once and used for all tables until `end_workers`."""
     with _LOCK:
         if os.getpid() not in _WORKERS:
             _WORKERS[os.getpid()] = Workers(count)
@@ -164,7 +165,7 @@ def workers_here(count: int) -> Workers:
 
 
 def workers_answer() -> bool:
-    """Whether workers of this process have been started, and are there."""
+    """Return whether workers of this process have been started and have answered."""
     workers = _WORKERS.get(os.getpid())
     return workers is not None and workers.answers
 
@@ -180,10 +181,10 @@ atexit.register(end_workers)
 
 
 def serve() -> None:
-    """A worker's own side: answer until whoever asks is gone; an empty answer where an item has none."""
+    """Answer requests inside a worker until the caller is gone; the reply is empty if an item fails."""
     import signal
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both, and the other one decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both, and the parent decides
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     work: Work | None = None
     shared: Any = None

@@ -1,6 +1,6 @@
 """A job's course in a window, from its samples and its spec: its global batches, evaluations and saves.
 
-Without torch, so that `weftune plan` makes the same courses as a run.
+This module does not import torch, so that `weftune plan` computes the same courses as a run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from weftune.plan.window.rounds import Course
 DEFAULT_SAVE_EVERY = 0.1
 LEAST_SAVE_EVERY = 25
 LEAST_SAVE_SECONDS = 30.0
-"""What a kill may cost a job that does not say: a share of its steps, but not fewer than these, nor less time
-than that."""
+"""Default of `save_every`, the most training that a kill may cost a job: a share of its steps, but no fewer
+steps than LEAST_SAVE_EVERY and no less time than LEAST_SAVE_SECONDS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Curriculum:
     save_at: frozenset[int]
 
     def course(self, step: int, rounds: int, begins: bool, limit: int | None = None) -> Course:
-        """The job's part of a window that starts after `step`; a `limit` is a step that it may not pass. One
-        that `begins` is evaluated where it stands."""
+        """Return the job's part of a window that starts after `step`; a `limit` is a step that it may not
+        pass. A job that `begins` is evaluated at its current step."""
         last = min(step + rounds, self.steps if limit is None else limit)
         return Course(
             job=self.job,
@@ -69,7 +69,7 @@ def curriculum(spec: JobSpec, data: Prepared, max_steps: int | None = None) -> C
 
 
 def cut_data(spec: JobSpec, context: int) -> DataSpec:
-    """The job's data with samples so short that they fit into the base's context behind its adapter's
+    """Return the job's data with samples cut so that they fit into the base's context behind the adapter's
     virtual tokens."""
     if not (before := spec.adapter.positions_before):
         return spec.data
@@ -77,7 +77,7 @@ def cut_data(spec: JobSpec, context: int) -> DataSpec:
 
 
 def longest_sample(data: Prepared) -> int:
-    """Tokens, held-out samples counted."""
+    """Return the number of tokens of the longest sample, held-out samples included."""
     return int(max(some.lengths.max() for some in (data.train, data.evaluation) if some is not None))
 
 
@@ -85,24 +85,25 @@ def _placed(samples: Samples, chosen: np.ndarray) -> tuple[PlacedSample, ...]:
     lengths = samples.lengths[chosen].tolist()
     supervised = samples.supervised[chosen].tolist()
     offsets = accumulate(lengths, initial=0)
-    # There is one offset more, behind the last sample.
+    # `offsets` has one more element: the end of the last sample.
     return tuple(map(PlacedSample, chosen.tolist(), lengths, offsets, supervised))
 
 
 def save_interval(spec: JobSpec, steps: int) -> int:
-    """Steps: as many as a kill may cost the job at most, or LEAST_SAVE_SECONDS where it does not say."""
+    """Return the steps between two checkpoints, the most that a kill may cost the job. A job without
+    `save_every` may lose LEAST_SAVE_SECONDS of training instead, if that is more."""
     if spec.save_every is None:
         return max(in_steps(DEFAULT_SAVE_EVERY, steps), LEAST_SAVE_EVERY)
     return max(1, in_steps(spec.save_every, steps))
 
 
 def _saves(spec: JobSpec, steps: int) -> frozenset[int]:
-    """The steps after which a job is saved: each interval and in the middle of each.
+    """Return the steps after which a job is saved: after each interval and in the middle of each.
 
-    A checkpoint is written while training goes on and is whole when the next one is due: so what is not in a
-    whole one is never more than two halves of an interval. None is written after the last step, where the
-    adapter itself is, and at the start only where that is another's adapter, which may be gone when the job
-    is to go on.
+    A checkpoint is written while training continues and is complete when the next one is due, so the steps
+    that are in no complete checkpoint are never more than two halves of an interval. None is written after
+    the last step, where the adapter itself is written, and one at the start only if the job starts from
+    another adapter, which may be gone when the job resumes.
     """
     interval = save_interval(spec, steps)
     wholes = range(0, steps, interval)
@@ -112,7 +113,8 @@ def _saves(spec: JobSpec, steps: int) -> frozenset[int]:
 
 
 def _evaluations(every: float | None, steps: int) -> frozenset[int]:
-    """Step 0, every so many steps, and the last."""
+    """Return the steps at which a job is evaluated: step 0, every interval, and the last step. None evaluates
+    at the first and the last step only."""
     if every is None:
         return frozenset({0, steps})
     return frozenset({*range(0, steps, max(1, in_steps(every, steps))), steps})

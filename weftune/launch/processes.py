@@ -1,6 +1,7 @@
-"""Processes of one run on this machine: forked, logged, signalled, and what their ends mean.
+"""Processes of one run on this machine: how they are forked, logged and signalled, and what their exit codes
+mean.
 
-They are forked from a server that has imported what training needs: a restart costs no imports.
+They are forked from a server that has imported what training needs, so a restart costs no imports.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from weftune.jobs.store.folder import WORKER_LOGS
 from weftune.run.workers.heartbeat import LOST
 
 CRASHED = 70
-"""The exit code of a process that met a bug of ours."""
+"""Exit code of a process that met a bug in Weftune."""
 INTERRUPTED = 128 + signal.SIGINT
-"""The exit code of one that was interrupted, and has saved what there was to save."""
+"""Exit code of a process that was interrupted and has saved what there was to save."""
 PIDS = "pids"
-"""The file beside the logs that says which process is which."""
+"""File beside the logs that maps the number of each process to its id."""
 PRELOADED = [
     "weftune.launch.workers",
     "weftune.launch.split",
@@ -46,12 +47,12 @@ THREADS = "OMP_NUM_THREADS"
 
 
 def forks(neighbours: int) -> Any:
-    """Where new processes come from, each one of so many on this machine."""
+    """Return the context that forks new processes, each of which is one of `neighbours` on this machine."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     if THREADS in os.environ:
         return context
-    # Some of torch's libraries count their threads once, when they are loaded, and hear of nothing later: on
+    # Some of torch's libraries count their threads once, when they are loaded, and ignore later changes: on
     # ARM the products of a linear would take all cores in each of the processes.
     os.environ[THREADS] = str(_threads(neighbours))
     try:
@@ -66,7 +67,8 @@ def _threads(neighbours: int) -> int:
 
 
 def log_folder(output: Path) -> Path | None:
-    """None where nothing can be written; whoever trains will say so better."""
+    """Return the folder of the logs. None if nothing can be written; the process that trains reports that
+    better."""
     try:
         (output / WORKER_LOGS).mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -88,9 +90,9 @@ def how_ended(code: int) -> str:
 
 @contextmanager
 def signals_to(processes: Callable[[], Iterable[Any]]) -> Iterator[threading.Event]:
-    """Hand Ctrl-C and SIGTERM on to these processes, which finish their windows and save.
+    """Forward Ctrl-C and SIGTERM to these processes, which finish their windows and save.
 
-    Inside, the yielded event says whether there was one. Only the main thread hears of signals.
+    The yielded event is set when there was a signal. Only the main thread receives signals.
     """
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -114,20 +116,20 @@ def signals_to(processes: Callable[[], Iterable[Any]]) -> Iterator[threading.Eve
 def be_process(
     main: Callable[[Connection], object], connection: Connection, log: Path | None, neighbours: int | None
 ) -> None:
-    """In the new process: run `main` and end with its exit code. It is one of so many on this machine; None
-    where the user has said how many threads each has."""
-    # Out of the terminal's foreground: Ctrl-C reaches the launcher alone, which hands it on.
+    """Run `main` in the new process and exit with its code. The process is one of `neighbours` on this
+    machine; None if the user has set the number of threads of each."""
+    # Leave the terminal's foreground: Ctrl-C reaches only the launcher, which forwards it.
     os.setpgrp()
     if log is not None:
         _write_to(log)
     if neighbours is not None:
-        # The server's, which is no wish of the user's.
+        # This is the value of the server, not a setting of the user.
         os.environ.pop(THREADS, None)
         torch.set_num_threads(_threads(neighbours))
     code = _exit_code(partial(main, connection))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of the transport may still hold a connection to a worker that has gone.
+    # Threads of the transport may still hold a connection to a worker that is gone.
     os._exit(code)
 
 

@@ -1,7 +1,7 @@
 """Training in shares: every device holds the base and trains its own jobs, and nothing is exchanged.
 
 The jobs are divided by predicted time. Each share is a process with a store of its own; when all have ended,
-what they recorded is gathered into the one store of the output.
+their records are gathered into the one store of the output.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ from weftune.trainer.train import trainer_for
 from weftune.trainer.trainer import Options, Result, Trainer
 
 SILENT_AFTER = 30.0
-"""Seconds without a sign of life after which a share counts as lost: long, for nobody waits for it, and what
-holds the interpreter's lock holds its signs back."""
+"""Seconds without a sign of life after which a share counts as lost: long, since no other process waits for
+it, and code that holds the interpreter's lock delays its signs."""
 MISTAKEN = 2
-"""The exit code of a share that met a mistake of the user's."""
+"""Exit code of a share that met a mistake of the user's."""
 SAMPLED = 16
-"""Global batches of a job that stand for all of them, spread over its steps."""
+"""Number of global batches that represent all of a job's, spread over its steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mistaken:
-    """A share ended by a mistake of the user's."""
+    """A message that a share was ended by a mistake of the user's."""
 
     share: int
     sentence: str
@@ -72,13 +72,13 @@ class Mistaken:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """How a run in shares ended."""
+    """The outcome of a run in shares."""
 
     output: Path
     results: dict[str, Result]
     interrupted: bool
     mistaken: bool
-    """Whether a share met a mistake of the user's, which was told when it did."""
+    """Whether a share met a mistake of the user's, which was reported when it did."""
 
 
 def train_shares(
@@ -111,7 +111,7 @@ def train_shares(
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """A base on devices that are all alike."""
+    """A base on identical devices."""
 
     shape: ModelShape
     devices: tuple[str, ...]
@@ -123,7 +123,7 @@ class Hosts:
 
     @property
     def budget(self) -> int:
-        """Bytes for each share; processes on the CPU have one memory among them."""
+        """Bytes for each share; processes on the CPU share one memory."""
         given = self.options.memory
         if given is None and self.options.deterministic:
             given = steady_budget_bytes(self.device)
@@ -131,7 +131,7 @@ class Hosts:
         return whole if self.device.type == "cuda" else whole // len(self.devices)
 
     def check(self, ready: Sequence[Ready], view: View) -> frozenset[str]:
-        """The jobs that fit a device; PlanError where none does."""
+        """Return the jobs that fit on a device; raise PlanError if none does."""
         here = devices_here(self.device, None)
         memory = MemoryModel(self.shape, self.budget, here.taken, fused=here.fused)
         refused = too_large([job.shape for job in ready], memory)
@@ -149,7 +149,8 @@ class Hosts:
         return frozenset(job.name for job in ready if job.name not in refused)
 
     def cost(self) -> CostModel:
-        """From a profile of the device, else its data sheet; where there is neither, proportions only."""
+        """Return the time model: from a profile of the device, else from its data sheet, else in proportions
+        only."""
         profile = find_profile(key_here(self.shape, self.device))
         if profile is not None:
             return cost_of(profile, self.shape)
@@ -197,8 +198,8 @@ def _serve(
 def _supervised(
     members: Sequence[Supervised], output: Path, view: View, resume: str
 ) -> tuple[list[TeamEnd], dict[int, str]]:
-    """Run every share in a process, started again by itself when it is lost: how each ended, and why the jobs
-    of some have not. `resume` is the line that resumes the run."""
+    """Run every share in a process, which is restarted when it is lost. Return how each share ended, and for
+    some shares why their jobs have not. `resume` is the line that resumes the run."""
     troubles: dict[int, str] = {}
     told: set[str] = set()
 
@@ -212,7 +213,7 @@ def _supervised(
         if isinstance(message, Mistaken):
             troubles[message.share] = message.sentence
             message = message.sentence
-        # Once: all shares say the same of what concerns them all.
+        # Shown once: all shares send the same sentence about what concerns them all.
         if message not in told:
             told.add(message)
             view.note(message)
@@ -230,7 +231,8 @@ def _only(member: Supervised, _attempt: int) -> list[Supervised]:
 def divide(
     ready: Sequence[Ready], cost: CostModel, hosts: Hosts, output: Path, fits: frozenset[str]
 ) -> list[DeviceShare]:
-    """As many shares as have jobs. Whoever fits nowhere takes no time: its share will only say so."""
+    """Divide the jobs into shares and return those that have jobs. A job that fits nowhere takes no time: its
+    share will only report that."""
     capacity = hosts.options.capacity or most_tokens(hosts.device)
     seconds = {}
     for job in ready:
@@ -242,7 +244,7 @@ def divide(
 
 
 def work_left(job: Ready, progress: Progress) -> JobWork:
-    """What a job has to do from there on."""
+    """Return the remaining work of a job after `progress`."""
     left = job.recipe.steps - progress.step
     count = min(SAMPLED, left)
     spread = [progress.step + number * left // count for number in range(count)]
@@ -257,7 +259,7 @@ def work_left(job: Ready, progress: Progress) -> JobWork:
 
 
 def _members(run: RunSpec, trainer: Trainer, shares: Sequence[DeviceShare], hosts: Hosts) -> list[Supervised]:
-    """A process for each share, with its own jobs only."""
+    """Return a process for each share, with its own jobs only."""
     memory = hosts.budget if hosts.device.type == "cpu" else hosts.options.memory
     options = replace(hosts.options, memory=memory, resume=True, restart=(), retry=())
     found = []
@@ -273,14 +275,14 @@ def _members(run: RunSpec, trainer: Trainer, shares: Sequence[DeviceShare], host
 
 
 class ToldByShare:
-    """The view of a share: the process that started it shows what it says."""
+    """The view of a share: it sends everything to the process that started the share, which shows it."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._one_at_a_time = threading.Lock()
 
     def live(self) -> None:
-        """Give signs of life, for ever."""
+        """Send signs of life forever."""
         while True:
             self.send(None)
             time.sleep(EVERY)
@@ -305,7 +307,7 @@ class ToldByShare:
 def be_share(
     run: RunSpec, output: Path, max_steps: int | None, options: Options, connection: Connection
 ) -> None:
-    """In the new process."""
+    """Train one share in the new process."""
     told = ToldByShare(connection)
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     threading.Thread(target=told.live, daemon=True).start()
@@ -326,7 +328,8 @@ def be_share(
 
 
 def _end_with_launcher() -> None:
-    """Nobody would gather what an orphan records, and a resumed run would meet it at work on its jobs."""
+    """End this process together with the launcher: no process would gather the records of an orphan, and a
+    resumed run would find it still training its jobs."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None, "a share is never the first process"
     wait([launcher.sentinel])

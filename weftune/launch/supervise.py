@@ -1,11 +1,12 @@
-"""The supervisor of a run's processes: it starts them in teams, watches them, and starts a team again when
-one of its members is lost.
+"""The supervisor of a run's processes: it starts them in teams, watches them, and restarts a team when one of
+its members is lost.
 
-The workers that have a base together are one team: none can go on without the others. Shares of the jobs are
-teams of one: the others go on. Torch's elastic agent would restart all of a group whatever happened; takes
-every exit code but 0 for a failure, where a user's mistake or an interruption must not be tried again; sends
-SIGTERM to all workers at once, where the first finishes the step for all; and starts every attempt from
-scratch, with seconds of imports. What torchrun starts is served all the same, by its environment variables.
+The workers that hold a base together are one team: none can continue without the others. Shares of the jobs
+are teams of one: the others continue. Torch's elastic agent would restart all of a group whatever happened;
+takes every exit code but 0 for a failure, although a user's mistake or an interruption must not be retried;
+sends SIGTERM to all workers at once, although the first finishes the step for all; and starts every attempt
+from scratch, with seconds of imports. Workers that torchrun starts are supported all the same, by its
+environment variables.
 """
 
 from __future__ import annotations
@@ -36,39 +37,40 @@ from weftune.launch.processes import (
 from weftune.run.workers.heartbeat import LOST
 
 RESTARTS = 3
-"""How often a team is started again after one of its members was lost."""
+"""Number of times that a team is restarted after one of its members was lost."""
 EVERY = 1.0
-"""Seconds between two looks at members that say nothing."""
+"""Seconds between two checks of members that send nothing."""
 GRACE = 15.0
 """Seconds that the other members of a team have to end after the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """A process to be started. What it runs may tell the launcher something; None is a sign of life."""
+    """A process to be started. `main` may send messages to the launcher; None is a sign of life."""
 
     name: str
     main: Callable[[Connection], object]
     prints: bool = False
-    """Whether it prints where the launcher does, and not to a log of its own."""
+    """Whether the process prints where the launcher does, and not to a log of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Team:
-    """Processes that are lost and started again together. The team ends with its first member, which alone
-    hears of Ctrl-C and SIGTERM."""
+    """Processes that are lost and restarted together. The team ends with its first member, the only one that
+    receives Ctrl-C and SIGTERM."""
 
     members: Callable[[int], Sequence[Supervised]]
-    """By how often it has been started before."""
+    """Function that maps the number of earlier starts to the members of the team."""
     named: str = "it"
-    """In the sentence that says what is started again."""
+    """Name of the team in the sentence that reports a restart."""
     silent_after: float | None = None
-    """Seconds without a word after which a member is lost; None where members look after one another."""
+    """Seconds without a message after which a member is lost. None if members watch one another."""
 
 
 @dataclass(frozen=True, slots=True)
 class TeamEnd:
-    """The exit code of a team's first member; LOST, and who was lost and how, where it was given up."""
+    """The end of a team: the exit code of its first member, or LOST if the team was given up, with the member
+    that was lost and how."""
 
     code: int
     loss: str = ""
@@ -80,14 +82,14 @@ class _Process:
     process: Any
     connection: Connection
     code: int | None = None
-    """Its exit code, when it has ended and all that it said was heard."""
+    """Exit code of the process, set when it has ended and all of its messages were read."""
     heard: float = field(default_factory=time.monotonic)
-    """When it last gave a sign of life."""
+    """Time of the last sign of life."""
 
 
 class Supervisor:
-    """Made once for a run. `say` takes sentences for the user, `hear` what members tell. `resume` is the line
-    that resumes the run."""
+    """The supervisor of a run, created once. `say` receives sentences for the user, `hear` the messages of
+    members. `resume` is the line that resumes the run."""
 
     def __init__(
         self,
@@ -106,7 +108,7 @@ class Supervisor:
         self._asked = threading.Event()
 
     def run(self) -> list[TeamEnd]:
-        """How every team ended, when all have."""
+        """Run all teams to their end and return how each ended."""
         numbers = range(len(self._teams))
         with signals_to(self._leaders) as self._asked:
             try:
@@ -131,15 +133,15 @@ class Supervisor:
         self._processes[number] = [start(member, self._logs, neighbours) for member in members]
         write_pids(self._logs, [one.process for processes in self._processes for one in processes])
         if self._asked.is_set():
-            # It may have been started just as somebody asked to stop.
+            # It may have been started just as the user asked to stop.
             os.kill(self._processes[number][0].process.pid, signal.SIGINT)
 
     def _listen(self, processes: Sequence[_Process]) -> None:
-        """Wait until somebody says something or ends."""
+        """Wait until a process sends something or ends."""
         alive = [one for one in processes if one.code is None]
         wait([source for one in alive for source in (one.process.sentinel, one.connection)], timeout=EVERY)
         for one in alive:
-            # Asked before its messages are read: what it said last is then among them.
+            # Read before its messages, so that these include its last one.
             code = one.process.exitcode
             self._read(one)
             one.code = code
@@ -161,7 +163,7 @@ class Supervisor:
         if first.code is not None and (first.code < 0 or first.code in (LOST, CRASHED)):
             lost.append(first)
         if lost:
-            # Of several not one that only lost another.
+            # If several are lost, one that did not merely lose another is reported.
             self._lose(number, min(lost, key=lambda one: one.code == LOST))
         elif first.code is not None:
             for one in others:
@@ -171,7 +173,8 @@ class Supervisor:
             self._end_silent(number)
 
     def _end_silent(self, number: int) -> None:
-        """A member that says nothing any more is lost, too: it ends now, and is judged when it has."""
+        """Kill members that no longer send anything: they are lost, too, and are handled when they have
+        ended."""
         patience = self._teams[number].silent_after or math.inf
         for one in self._processes[number]:
             if one.code is None and time.monotonic() - one.heard > patience:
@@ -196,7 +199,7 @@ class Supervisor:
 
 
 def start(member: Supervised, logs: Path | None, neighbours: int) -> _Process:
-    """Start a process, one of so many on this machine."""
+    """Start a process, one of `neighbours` on this machine."""
     context, told = forks(neighbours), THREADS in os.environ
     ours, theirs = context.Pipe(duplex=False)
     own = logs / f"{member.name.replace(' ', '-')}.log" if logs else Path(os.devnull)
@@ -208,7 +211,7 @@ def start(member: Supervised, logs: Path | None, neighbours: int) -> _Process:
 
 
 def end(processes: Sequence[_Process]) -> None:
-    """End those that have not ended by themselves."""
+    """End the processes that have not ended by themselves."""
     for one in processes:
         one.process.kill()
         one.process.join()

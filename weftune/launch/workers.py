@@ -1,6 +1,6 @@
-"""The processes that have a base together, a stage of it each or stages that take turns.
+"""The processes that hold a base together, each with one stage of it or with stages that take turns.
 
-Workers are told who they are by the environment, in torchrun's words, so that it does not matter who started
+Workers learn their rank from the environment variables of torchrun, so that it does not matter what started
 them.
 """
 
@@ -46,9 +46,10 @@ from weftune.run.workers.worker import serve
 
 @contextmanager
 def joined(place: WorkerPlace, device: str | None) -> Iterator[Staff | None]:
-    """Meet the other workers. The first gets them as its staff; any other has obeyed when this is entered."""
+    """Connect to the other workers. Yield them as the staff of the first worker; any other worker serves it
+    first, and then None is yielded."""
     if place.worker > 0:
-        # Only the first worker hears of an interruption; the others end when it says so.
+        # Only the first worker handles an interruption; the others end when it tells them to.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
     require_secret(place)
@@ -78,7 +79,7 @@ def _part(heartbeat: Heartbeat) -> None:
 
 
 def _leading(staff: Staff) -> Iterator[Staff]:
-    """However the run ends, unless by a bug or by force, the others are sent home."""
+    """Yield the staff, and dismiss the other workers however the run ends, unless by a bug or by force."""
     try:
         yield staff
     except (UserError, typer.Exit):
@@ -102,11 +103,12 @@ def _connected(place: WorkerPlace, device: str | None) -> tuple[Wires, torch.dev
 
 
 Main = Callable[[], object]
-"""What a worker runs, with its command line in `sys.argv`."""
+"""Function that a worker runs, with its command line in `sys.argv`."""
 
 
 def launch(main: Main, first: Sequence[str], again: Sequence[str], workers: int, output: Path) -> int:
-    """Run `weftune FIRST` in so many processes, `weftune AGAIN` after a loss. The first one's exit code."""
+    """Run `weftune FIRST` in `workers` processes, and `weftune AGAIN` after a loss. Return the exit code of
+    the first process."""
 
     def members(attempt: int) -> list[Supervised]:
         stores[:] = [loopback_store()]
@@ -125,8 +127,8 @@ def launch(main: Main, first: Sequence[str], again: Sequence[str], workers: int,
 
 
 def environment(worker: int, workers: int, port: int, started: float) -> dict[str, str]:
-    """As torchrun would set it, with the store in the launcher; the command was `started` so many seconds
-    after 1970."""
+    """Return the variables that torchrun would set, with the store in the launcher; `started` is the start of
+    the command in seconds since 1970."""
     return {
         COMMAND_STARTED: str(started),
         "RANK": str(worker),
@@ -140,7 +142,7 @@ def environment(worker: int, workers: int, port: int, started: float) -> dict[st
 
 
 def be_worker(main: Main, words: list[str], variables: dict[str, str], _: Connection) -> None:
-    """In the new process: what `python -m weftune WORDS` does there."""
+    """Do in the new process what `python -m weftune WORDS` does."""
     os.environ.update(variables)
     sys.argv = ["weftune", *words]
     main()

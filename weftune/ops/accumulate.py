@@ -1,4 +1,4 @@
-"""A trained weight for autograd whose gradient is accumulated in a vector of ours."""
+"""A trained weight for autograd whose gradient is accumulated in a given vector."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def accumulated(weight: Tensor, total: Tensor, anchor: Tensor) -> Tensor:
-    """The weight, to compute with; its gradient is added to `total` instead of `.grad`.
+    """Return the weight for a computation; its gradient is added to `total` instead of `.grad`.
 
     `anchor` is a scalar that requires a gradient and gets none: it makes autograd record the computation.
     """

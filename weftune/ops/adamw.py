@@ -19,13 +19,13 @@ from torch.optim.adamw import adamw
 from weftune.ops.triton.at_hand import kernels_at_hand
 
 BETAS, EPS = (0.9, 0.999), 1e-8
-"""Torch's own."""
+"""Torch's defaults."""
 BLOCK = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class AdamState:
-    """A job's flat vectors: fp32 (or float64) but for the weights, which have the base's dtype."""
+    """A job's flat vectors: fp32 (or float64), except the weights, which have the base's dtype."""
 
     master: Tensor
     exp_avg: Tensor
@@ -45,7 +45,7 @@ class AdamState:
             mine.copy_(theirs)
 
     def within(self, start: int, stop: int) -> AdamState:
-        """The state of the parameters `start` to `stop`."""
+        """Return the state of the parameters `start` to `stop`."""
         return AdamState(
             master=self.master[start:stop],
             exp_avg=self.exp_avg[start:stop],
@@ -70,25 +70,25 @@ class Update:
 
     state: AdamState
     step: int
-    """Counted from 1."""
+    """Step number, counted from 1."""
     learning_rate: float
     weight_decay: float
     factor: float
-    """The gradient is multiplied by this: below 1 where it is clipped."""
+    """Factor of the gradient, below 1 if it is clipped."""
     betas: tuple[float, float] = BETAS
     eps: float = EPS
     rates: tuple[RateRun, ...] = ()
-    """All parameters in order, where not all learn at the job's own rate."""
+    """Runs that cover all parameters in order. Empty if all learn at the job's own rate."""
 
     def on(self, state: AdamState, start: int) -> Update:
-        """The same step of some of the parameters, from `start` on: those that are in `state`."""
+        """Return this step for the parameters in `state`, which begin at parameter `start`."""
         stop = start + state.master.numel()
         cut = (RateRun(max(start, run.start), min(stop, run.stop), run.rate) for run in self.rates)
         runs = (RateRun(run.start - start, run.stop - start, run.rate) for run in cut if run.start < run.stop)
         return replace(self, state=state, rates=tuple(runs))
 
     def runs(self) -> list[Update]:
-        """The step as steps of parameters that learn at the same rate."""
+        """Return the step as one update per run of parameters that learn at the same rate."""
         if not self.rates:
             return [self]
         assert self.rates[-1].stop == self.state.master.numel(), "the rates are those of another vector"
@@ -104,15 +104,15 @@ class Update:
 
 
 def gradient_norms(states: Sequence[AdamState]) -> Tensor:
-    """The norm of each job's gradient, in float64 [J]."""
+    """Return the norm of each job's gradient, in float64 [J]."""
     if not kernels_at_hand(states[0].gradient):
         return torch.stack([state.gradient.norm().double() for state in states])
     return square_sums([state.gradient for state in states]).sqrt()
 
 
 def square_sums(vectors: Sequence[Tensor]) -> Tensor:
-    """The sum of squares of each vector, in float64 [J]: precise enough that sums over parts give the norm of
-    the whole. Only where kernels are available."""
+    """Return the sum of squares of each vector, in float64 [J]: precise enough that sums over parts give the
+    norm of the whole. Requires kernels."""
     from weftune.ops.triton import adamw as kernels
 
     device, blocks = vectors[0].device, max(-(-vector.numel() // BLOCK) for vector in vectors)
@@ -131,7 +131,7 @@ def square_sums(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def update(updates: Sequence[Update], factor_J: Tensor | None = None) -> Tensor:
-    """Apply every step; returns which jobs' weights are finite afterwards, bool [J].
+    """Apply every step and return whether each job's weights are finite afterwards, bool [J].
 
     On a GPU the factors may stay on the device: `factor_J` replaces those of the updates, and a job whose
     factor is below 0 makes no step; only its gradient is zeroed.
@@ -158,7 +158,7 @@ def update(updates: Sequence[Update], factor_J: Tensor | None = None) -> Tensor:
 
 
 def _update_runs(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor:
-    """The same where jobs have several learning rates: each of their runs is updated like a job."""
+    """Apply steps of jobs with several learning rates: each of their runs is updated like a job."""
     runs = [one.runs() for one in updates]
     counts = torch.tensor([len(each) for each in runs])
     flat = [run for each in runs for run in each]
@@ -167,7 +167,7 @@ def _update_runs(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor:
     if not kernels_at_hand(flat[0].state.gradient):
         finite = update(flat, factor_J)
     else:
-        # Kernels want vectors that start at 16 bytes; a run behind one of an odd size does not.
+        # Kernels need vectors aligned to 16 bytes; a run after one of an odd size is not.
         aligned = [
             run if _starts_aligned(run.state) else replace(run, state=run.state.clone()) for run in flat
         ]
@@ -210,8 +210,8 @@ def _update_by_torch(one: Update) -> Tensor:
 
 
 def _numbers(one: Update) -> tuple[float, ...]:
-    """In the order of the kernel's table. 1 − β is made here: from a β in float32, that of 0.999 would be off
-    by 5e-5."""
+    """Return the numbers in the order of the kernel's table. 1 − β is computed here: from β = 0.999 in
+    float32 it would be off by 5e-5."""
     beta1, beta2 = one.betas
     return (
         one.factor,

@@ -1,4 +1,4 @@
-"""The matrix of a quantised weight, written by one kernel: to the bits that plain torch gives it.
+"""The matrix of a quantised weight, written by one kernel with the same bits as plain torch.
 
 Shapes: K inputs, N outputs.
 """
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 NF4_WORDS = 512
-"""Words of a program, with eight values each: a divisor of the 2048 that share a maximum of maxima."""
+"""Words per program, with eight values each: a divisor of the 2048 that share a maximum of maxima."""
 ROWS_BLOCK = 4096
 WARPS = 4
 
 Write = Callable[[Mapping[str, Tensor], Tensor], None]
-"""(the tensors of a weight by name, out_NK): writes the matrix, which lies in memory row by row."""
+"""(tensors of a weight by name, out_NK): a function that writes the matrix, which is contiguous."""
 
 
 def write_nf4(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
@@ -43,7 +43,7 @@ def write_nf4(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
 
 
 def write_rows(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
-    """Of int8 and fp8: codes · a scale a row."""
+    """Write the matrix of an int8 or fp8 weight: codes · scale per row."""
     from weftune.ops.triton.dequantise import write_rows
 
     assert out_NK.is_contiguous()
@@ -60,4 +60,4 @@ def write_rows(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
 
 
 KERNELS: Mapping[str, Write] = {"nf4": write_nf4, "int8": write_rows, "fp8": write_rows}
-"""By the name of the format."""
+"""Maps the name of a format to the function that writes its matrix."""

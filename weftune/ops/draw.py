@@ -1,7 +1,7 @@
 """Uniform numbers as a pure function of (seed, site, parameter, index), the same bits on every device.
 
 Each index is hashed by the 32-bit finaliser of MurmurHash3 (`dropout.mixed`), and the top 24 bits are the
-number. So any part can be drawn by itself, in any order, where it is wanted.
+number. So any part can be drawn by itself, in any order and on any device.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from weftune.core.batch import to_device
 from weftune.ops.dropout import STRIDE, mix, mixed, signed, step_key
 
 CPU_CHUNK, CHUNK = 1 << 16, 1 << 20
-"""Values drawn at a time: what is made on the way stays in a CPU's cache, elsewhere within 8 MiB a tensor."""
+"""Values drawn at a time: intermediate tensors stay in a CPU's cache, elsewhere within 8 MiB each."""
 
 
 def parameter_key(seed: int, site: str, parameter: str) -> int:
-    """The part of the counter that a job, a site and one of its parameters fix; no dropout has step 0."""
+    """Return the part of the counter given by a job, a site and one of its parameters. Step 0 keeps it apart
+    from dropout keys."""
     of_site = mix(step_key(seed, 0) ^ zlib.crc32(site.encode()))
     return mix(of_site ^ zlib.crc32(parameter.encode()))
 
@@ -28,10 +29,10 @@ def parameter_key(seed: int, site: str, parameter: str) -> int:
 def fill_uniform(
     value: Tensor, key: int, bound: float, start: int = 0, drawn_on: torch.device | None = None
 ) -> None:
-    """Numbers between −bound and bound for every element of `value`, whose first is number `start`.
+    """Fill `value` with numbers between −bound and bound; its first element is number `start`.
 
-    Made in float64, so that a parameter of any dtype starts from the same numbers; on the device `drawn_on`,
-    if it is not the parameter's own.
+    They are drawn in float64, so that a parameter of any dtype starts from the same numbers, on the device
+    `drawn_on` if given, else on the parameter's own.
     """
     flat, device = value.view(-1), drawn_on or value.device
     assert start + len(flat) < 1 << 31, "a parameter has fewer than 2³¹ elements"
@@ -44,8 +45,8 @@ def fill_uniform(
 def fill_uniform_alike(
     values: Sequence[Tensor], keys: Sequence[int], bound: float, drawn_on: torch.device | None = None
 ) -> None:
-    """`fill_uniform` for values of one size: a few launches for many of them instead of many for each, which
-    take longer than the numbers where an adapter has hundreds of small matrices."""
+    """Apply `fill_uniform` to values of one size with a few launches for many of them. With hundreds of small
+    matrices per adapter, many launches for each would take longer than the numbers."""
     device, size = drawn_on or values[0].device, values[0].numel()
     many = max(1, _chunk(device) // size)
     if many == 1:
@@ -60,14 +61,13 @@ def fill_uniform_alike(
 
 
 def fill_normal(value: Tensor, key: int) -> None:
-    """Standard normal numbers, for small parameters: drawn by torch on the host, whatever device keeps
-    them."""
+    """Fill a small parameter with standard normal numbers, drawn by torch on the host whatever its device."""
     generator = torch.Generator().manual_seed(key)
     value.copy_(torch.randn(value.shape, generator=generator, dtype=torch.float64))
 
 
 def draw_integers(count: int, below: int, key: int) -> Tensor:
-    """So many whole numbers from 0 up to `below`, drawn by torch on the host."""
+    """Return `count` integers from 0 up to `below`, exclusive, drawn by torch on the host."""
     return torch.randint(below, (count,), generator=torch.Generator().manual_seed(key))
 
 
@@ -76,7 +76,7 @@ def _chunk(device: torch.device) -> int:
 
 
 def _drawn(start: int, size: int, key: int | Tensor, bound: float, device: torch.device) -> Tensor:
-    """The numbers from `start` on, in float64; with keys [P, 1] those of each, [P, size]."""
+    """Return the numbers from `start` on, in float64; with keys [P, 1], one row per key, [P, size]."""
     count = torch.arange(start + 1, start + 1 + size, dtype=torch.int32, device=device)
     bits = mixed(count * signed(STRIDE) ^ key)
     # Shifted arithmetically, the top 24 bits are a whole number from −2²³ up to 2²³.

@@ -1,10 +1,10 @@
 """Dropout as a pure function of (job seed, step, site, token index, feature).
 
 Row and feature are each hashed by the 32-bit finaliser of MurmurHash3 (fmix32) to an odd number, and the bits
-of a value are the product of the two: one multiplication, where a hash of its own would take a dozen passes.
+of a value are the product of the two: one multiplication, while a hash per value would take a dozen passes.
 The bits do not depend on other jobs, packing, splitting or recomputation, and a GPU kernel can compute them.
-int32 arithmetic wraps, as the hash needs it; shifts are made logical with a mask. On a CPU the vectors are
-hashed by numpy, whose calls are the cheaper ones, and whose integers can be unsigned.
+int32 arithmetic wraps, as the hash requires; shifts are made logical with a mask. On a CPU the vectors are
+hashed by numpy, whose calls are cheaper and whose integers can be unsigned.
 
 Shapes: T rows, K features.
 """
@@ -24,28 +24,28 @@ STRIDE = 0x9E3779B9
 CHUNK = 1 << 17
 """Values drawn at a time on a CPU, so that their products stay in its cache."""
 FEW = 1 << 14
-"""So many values are drawn by numpy on a CPU: torch would not share them out to its threads."""
+"""Maximum number of values drawn by numpy on a CPU: torch would not distribute so few to its threads."""
 
 
 def key(seed: int, step: int, site: str) -> int:
-    """The part of the counter that a job, a step and a site fix."""
+    """Return the part of the counter given by a job, a step and a site."""
     return mix(step_key(seed, step) ^ zlib.crc32(site.encode()))
 
 
 def step_key(seed: int, step: int) -> int:
-    """The part of it that all sites share."""
+    """Return the part of the counter that all sites share."""
     mixed = mix(seed & 0xFFFFFFFF)
     mixed = mix(mixed ^ (seed >> 32 & 0xFFFFFFFF))
     return mix(mixed ^ (step & 0xFFFFFFFF))
 
 
 def threshold(probability: float) -> int:
-    """A value is kept if its bits, read as a signed integer, reach this."""
+    """Return the threshold: a value is kept if its bits, read as a signed integer, are at least this."""
     return min(round(probability * (1 << 32)), (1 << 32) - 1) - (1 << 31)
 
 
 def mix(value: int) -> int:
-    """fmix32 on a Python integer."""
+    """Return fmix32 of a Python integer."""
     value ^= value >> 16
     value = value * FIRST & 0xFFFFFFFF
     value ^= value >> 13
@@ -54,9 +54,9 @@ def mix(value: int) -> int:
 
 
 def kept_TK(key_of_site: int, token_index_T: Tensor, features: int, probability: float) -> Tensor:
-    """Which values survive a drop with `probability`: bool [T, K].
+    """Return the mask of values that are kept when dropping with `probability`, bool [T, K].
 
-    The features' factors hang on the key too, so that no two features are alike at every step.
+    The features' factors depend on the key too, so that no two features have the same mask at every step.
     """
     draw = _kept_on_cpu if token_index_T.device.type == "cpu" else _kept_by_torch
     return draw(key_of_site, token_index_T, features, threshold(probability))
@@ -87,7 +87,7 @@ def _kept_on_cpu(key_of_site: int, token_index_T: Tensor, features: int, least: 
 
 
 def _odd_unsigned(value: np.ndarray) -> np.ndarray:
-    """`odd` of unsigned integers."""
+    """Return `odd` of unsigned integers."""
     value = value ^ (value >> 16)
     value *= np.uint32(FIRST)
     value ^= value >> 13
@@ -98,22 +98,24 @@ def _odd_unsigned(value: np.ndarray) -> np.ndarray:
 
 
 def odd(value: Tensor) -> Tensor:
-    """fmix32 of an int32 tensor with its lowest bit set: a factor that loses nothing of the other one."""
+    """Return fmix32 of an int32 tensor with its lowest bit set: an odd factor loses no bits of the other
+    one."""
     return mixed(value) | 1
 
 
 def mixed(value: Tensor) -> Tensor:
-    """fmix32 of an int32 tensor."""
+    """Return fmix32 of an int32 tensor."""
     value = _folded(value, 16) * signed(FIRST)
     value = _folded(value, 13) * signed(SECOND)
     return _folded(value, 16)
 
 
 def _folded(value: Tensor, places: int) -> Tensor:
-    """value ^ value >>> places. torch shifts int32 arithmetically: the copied sign bits are masked off."""
+    """Return value ^ value >>> places. torch shifts int32 arithmetically, so the copied sign bits are masked
+    off."""
     return value ^ ((value >> places) & (1 << 32 - places) - 1)
 
 
 def signed(value: int) -> int:
-    """The int32 that has these 32 bits."""
+    """Return the int32 that has these 32 bits."""
     return value - (1 << 32) if value >= 1 << 31 else value

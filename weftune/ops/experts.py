@@ -2,8 +2,8 @@
 for a CPU. `ops/lora/experts.py` has the kernels of a GPU.
 
 Choices (a token and one of its experts) are sorted by expert, those of one expert by token. So every expert's
-rows lie together, and so do a job's at every expert once the others' are left out: rows are multiplied in
-groups, and no product ever reads another job's rows.
+rows are contiguous, and so are a job's rows at every expert once the other jobs' are left out: rows are
+multiplied in groups, and no product ever reads another job's rows.
 
 Shapes: T tokens, k experts of a token, S = T · k choices, s choices of one job, E experts, D hidden width,
 K inputs, N outputs of a linear, r ranks.
@@ -19,18 +19,18 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 ALIGNED = 8
-"""Values of 16 bits that a row's width must be a multiple of, where the device groups products."""
+"""Number of 16-bit values that a row's width must be a multiple of for grouped products."""
 GROUPING = (8, 0)
-"""The compute capability of GPUs that group products."""
+"""Minimum compute capability of GPUs that group products."""
 
 
 Tokens = tuple[int, int]
-"""Start and stop."""
+"""Start and stop of a range of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """What a job adds to the outputs of its tokens, `start` to `stop`: scale · xAᵀB, by expert."""
+    """A job's addition to the outputs of its tokens, `start` to `stop`: scale · xAᵀB per expert."""
 
     start: int
     stop: int
@@ -51,7 +51,7 @@ class ExpertLinear:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Sorted choices: which expert has which rows."""
+    """Sorted choices: the rows of each expert."""
 
     experts_S: Tensor
     stops_E: Tensor
@@ -62,11 +62,11 @@ class Groups:
         return cls(experts_S, torch.searchsorted(experts_S, every, right=True, out_int32=True))
 
     def product(self, x_SK: Tensor, w_ENK: Tensor) -> Tensor:
-        """Every row times its expert's matrix, transposed."""
+        """Return every row times its expert's matrix, transposed."""
         return grouped_product(x_SK, w_ENK.transpose(1, 2), self.stops_E)
 
     def low_rank(self, x_SK: Tensor, part: ExpertPart) -> Tensor:
-        """scale · xAᵀB."""
+        """Return scale · xAᵀB."""
         s_Sr = self.product(x_SK, part.a_ErK)
         return part.scale * self.product(s_Sr, part.b_ErN.transpose(1, 2))
 
@@ -76,7 +76,7 @@ class OwnRows:
     """The choices of one job's tokens."""
 
     places_s: Tensor
-    """Where they are among all, in their order."""
+    """Positions of the job's choices among all sorted choices, in order."""
     groups: Groups
 
 
@@ -99,7 +99,7 @@ class Routes:
         return cls(Groups.of(experts_S, count), count, order_S, places_S.view(chosen_Tk.shape))
 
     def rows(self, x_TD: Tensor) -> Tensor:
-        """The tokens, once for every choice, sorted."""
+        """Return the tokens, once for every choice, sorted."""
         return x_TD[self.order_S // self.places_Tk.shape[1]]
 
     def own(self, tokens: Tokens) -> OwnRows:
@@ -116,7 +116,7 @@ class Routes:
         return y_SN
 
     def gathered(self, y_SD: Tensor, weights_Tk: Tensor) -> Tensor:
-        """For every token the weighted sum over its experts."""
+        """Return the weighted sum over the experts of every token."""
         return (y_SD[self.places_Tk] * weights_Tk[..., None]).sum(dim=1).to(y_SD.dtype)
 
 
@@ -128,7 +128,7 @@ def experts_output(
     down: ExpertLinear,
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Σ over a token's experts of weight · down(activation(gate) ⊙ up)."""
+    """Return Σ over a token's experts of weight · down(activation(gate) ⊙ up)."""
     routes = Routes.of(chosen_Tk, len(down.weight_ENK))
     own = {tokens: routes.own(tokens) for tokens in {part.tokens for part in (*gate_up.parts, *down.parts)}}
     gate, up = routes.linear(routes.rows(x_TD), gate_up, own).chunk(2, dim=-1)
@@ -143,7 +143,7 @@ def experts_output_reference(
     down: ExpertLinear,
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """The same, token by token."""
+    """Compute `experts_output` token by token, as a reference."""
 
     def expert(token: int, number: int) -> Tensor:
         gate, up = _one_output(x_TD[token], token, number, gate_up).chunk(2)
@@ -166,7 +166,7 @@ def _one_output(x_K: Tensor, token: int, expert: int, linear: ExpertLinear) -> T
 
 
 def grouped_product(x_SK: Tensor, w_EKN: Tensor, stops_E: Tensor) -> Tensor:
-    """Every row times its expert's matrix. By one kernel for all experts where the device has it."""
+    """Return every row times its expert's matrix. Uses one kernel for all experts if the device has it."""
     if has_kernel(w_EKN):
         return grouped_mm(x_SK, w_EKN, offs=stops_E)
     rows = stops_E.diff(prepend=stops_E.new_zeros(1)).tolist()
@@ -175,8 +175,8 @@ def grouped_product(x_SK: Tensor, w_EKN: Tensor, stops_E: Tensor) -> Tensor:
 
 
 def has_kernel(w_EKN: Tensor) -> bool:
-    """For frozen matrices: of those that are trained it would leave the gradient unwritten where an expert
-    has no rows."""
+    """Return whether one kernel handles all experts. It must not be used for trained matrices: it would leave
+    the gradient of an expert without rows unwritten."""
     if not w_EKN.is_cuda or w_EKN.dtype is not torch.bfloat16 or w_EKN.requires_grad:
         return False
     aligned = all(width % ALIGNED == 0 for width in w_EKN.shape[1:])

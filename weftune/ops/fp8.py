@@ -1,6 +1,6 @@
 """Products of 8-bit floats on the fp8 tensor cores of a GPU; `core.coded` has what they compute.
 
-torch's product with a scale a row rounds to bfloat16, which is right only where nothing is added to it; its
+torch's product with a scale per row rounds to bfloat16, which is right only if nothing is added to it; its
 product with one scale for all gives float32, and the scales are multiplied in afterwards.
 
 Shapes: T rows, M columns that are summed over, L rows of the frozen operand.
@@ -16,13 +16,13 @@ from weftune.core.coded import CODES, multiply_codes
 from weftune.ops.triton.at_hand import kernels_at_hand
 
 VALUES = 1 << 14
-"""Of a program that rounds rows: 64 for each of its threads. It takes whole rows, wider ones too."""
+"""Values per program that rounds rows: 64 per thread. It takes whole rows, even wider ones."""
 MULTIPLE = 16
-"""What the library's product wants the widths to be multiples of."""
+"""Multiple that the library's product requires of the widths."""
 
 
 def row_codes(x_TM: Tensor, scale_M: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`core.coded.row_codes`, by one kernel where there is one."""
+    """Compute `core.coded.row_codes`, by one kernel if there is one."""
     if x_TM.is_cuda and kernels_at_hand(x_TM):
         return launch_row_codes(x_TM, scale_M)
     return coded.row_codes(x_TM, scale_M)
@@ -55,11 +55,12 @@ def launch_row_codes(x_TM: Tensor, scale_M: Tensor | None) -> tuple[Tensor, Tens
 def multiply(
     left_TM: Tensor, codes_LM: Tensor, scale_M: Tensor | None, scale_L: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """`core.coded.MultiplyCodes` on a GPU."""
+    """Implement `core.coded.MultiplyCodes` on a GPU."""
     if left_TM.dtype is torch.float64 or not multiplied_by_library(codes_LM):
         return multiply_codes(left_TM, codes_LM, scale_M, scale_L, dtype)
     left_TM, scale_T = row_codes(left_TM, scale_M)
-    # Of sites that share their input the codes lie in one tensor, and some of its columns not side by side.
+    # Sites that share their input have their codes in one tensor, where a part of the columns is not
+    # contiguous.
     codes_LM = codes_LM.contiguous()
     if dtype is torch.bfloat16:
         scale_L = torch.ones(len(codes_LM), device=codes_LM.device) if scale_L is None else scale_L
@@ -71,7 +72,7 @@ def multiply(
 
 
 def codes_in_float32(left_TM: Tensor, codes_LM: Tensor) -> Tensor:
-    """left · codesᵀ as it is summed up, without the scales."""
+    """Return left · codesᵀ in float32, without the scales."""
     if not multiplied_by_library(codes_LM):
         return left_TM.float() @ codes_LM.float().T
     one = torch.ones((), device=left_TM.device)

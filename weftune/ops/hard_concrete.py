@@ -1,9 +1,9 @@
-"""A difference to a frozen weight behind hard-concrete gates, the relaxation of an L0 penalty.
+"""A difference to a frozen weight with hard-concrete gates, the relaxation of an L0 penalty.
 
 A gate is z = clip(σ(α + logit u) · (UPPER − LOWER) + LOWER, 0, 1) with u uniform in (0, 1). The noise u is a
 pure function of (job seed, step, site, element): it does not depend on other jobs, packing, splitting or
-recomputation. The product with the difference keeps nothing but its input for the backward, which makes the
-gates again: of what has the size of the weight, only one site's is held at a time.
+recomputation. The product with the difference keeps only its input for the backward, which recomputes the
+gates: tensors of the size of the weight are held for one site at a time.
 
 Shapes: L rows of one job, K inputs, N outputs.
 """
@@ -20,9 +20,9 @@ from weftune.ops.dropout import STRIDE, mixed, odd, signed
 
 LOWER, UPPER = -1.5, 1.5
 OPEN, SHUT = 1e4, -1e4
-"""An α whose gate is 1 or 0 whatever is drawn, and stays so whatever a step adds to it."""
+"""Values of α for which the gate is 1 or 0 whatever the noise, and stays so after any step."""
 BITS = 23
-"""Of a uniform number: as many as make (n + ½) / 2²³ exact in float32."""
+"""Bits of a uniform number: as many as keep (n + ½) / 2²³ exact in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +39,24 @@ class Gated:
     w_NK: Tensor
     alpha_NK: Tensor
     group: Tensor | None
-    """The parameter of the gate of the whole tensor, [1]."""
+    """Parameter of the gate of the whole tensor, [1]. None if there is no such gate."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnGates:
-    """How the gates of a pass are drawn, and what each open one costs."""
+    """The keys for drawing the gates of a pass, and the cost of each open gate."""
 
     key: int
-    """Of the elements' noise."""
+    """Key of the elements' noise."""
     group_key: int
     l0_weight: float
     bears: Tensor
-    """1 where the gradient of the penalty is added in this pass, else 0; a scalar."""
+    """Scalar: 1 if the gradient of the penalty is added in this pass, else 0."""
 
 
 def uniform(key: int, rows: int, columns: int, like: Tensor) -> Tensor:
-    """Numbers in (0, 1) in the dtype and on the device of `like`: [rows, columns], each a function of the key
-    and its place."""
+    """Return numbers in (0, 1) in the dtype and on the device of `like`: [rows, columns], each a function of
+    the key and its position."""
     row = odd(_numbers(rows, like) ^ signed(key))
     column = odd(_numbers(columns, like) * signed(STRIDE) ^ signed(key))
     bits = mixed(row[:, None] * column) & (1 << BITS) - 1
@@ -68,7 +68,7 @@ def _numbers(count: int, like: Tensor) -> Tensor:
 
 
 def gate(alpha: Tensor, u: Tensor | None = None) -> Gate:
-    """The gate for a noise; without one, as evaluation has it."""
+    """Return the gate for a noise, or the gate used in evaluation if there is none."""
     s = torch.sigmoid(alpha if u is None else alpha + torch.logit(u))
     stretched = s * (UPPER - LOWER) + LOWER
     inside = (stretched > 0) & (stretched < 1)
@@ -76,12 +76,13 @@ def gate(alpha: Tensor, u: Tensor | None = None) -> Gate:
 
 
 def open_share(alpha: Tensor) -> Tensor:
-    """The probability that a gate is not 0: UPPER = −LOWER leaves α as it is."""
+    """Return the probability that a gate is not 0. Since UPPER = −LOWER, it is σ(α)."""
     return torch.sigmoid(alpha)
 
 
 def settled(values: Gated, kept: int) -> Tensor:
-    """The difference with the gates as evaluation has them, and 0 but for the `kept` largest elements."""
+    """Return the difference with the gates of evaluation, with all but the `kept` largest elements set to
+    0."""
     wide = _wide(values.w_NK)
     whole = values.w_NK.to(wide) * gate(values.alpha_NK.to(wide)).z
     if values.group is not None:
@@ -93,7 +94,7 @@ def settled(values: Gated, kept: int) -> Tensor:
 
 
 def fix(values: Gated, kept: int) -> None:
-    """Let the difference be what it is in evaluation, and its gates stay open or shut from here on."""
+    """Set the difference to its value in evaluation, and fix its gates open or shut from here on."""
     whole = settled(values, kept)
     values.w_NK.copy_(whole)
     values.alpha_NK.copy_(torch.where(whole != 0, OPEN, SHUT))
@@ -104,8 +105,8 @@ def fix(values: Gated, kept: int) -> None:
 def difference_product(
     x_LK: Tensor, values: Gated, totals: Gated, drawn: DrawnGates | None, anchor: Tensor
 ) -> Tensor:
-    """x(z ⊙ w)ᵀ, with the gradients of w and of the gates added to `totals`. Where nothing is drawn, gates
-    are fixed, and w alone has a gradient. `anchor` is as in `ops.accumulate`."""
+    """Return x(z ⊙ w)ᵀ; the gradients of w and of the gates are added to `totals`. If `drawn` is None, gates
+    are fixed and only w has a gradient. `anchor` is as in `ops.accumulate`."""
     return _DifferenceProduct.apply(x_LK, anchor, values, totals, drawn)
 
 
@@ -141,7 +142,7 @@ class _DifferenceProduct(torch.autograd.Function):
 
 
 def _gates(values: Gated, drawn: DrawnGates | None) -> tuple[Gate, Gate]:
-    """Those of the elements, and that of all of them."""
+    """Return the gates of the elements and the gate of the whole tensor."""
     alpha_NK = values.alpha_NK.to(_wide(values.alpha_NK))
     one = alpha_NK.new_ones(1)
     if drawn is None:
@@ -155,7 +156,7 @@ def _gates(values: Gated, drawn: DrawnGates | None) -> tuple[Gate, Gate]:
 
 
 def _add_penalty(values: Gated, totals: Gated, drawn: DrawnGates) -> None:
-    """The gradient of l0_weight times the expected number of elements whose gates are not 0."""
+    """Add the gradient of l0_weight times the expected number of elements whose gates are not 0."""
     p_NK = open_share(values.alpha_NK.to(totals.alpha_NK.dtype))
     cost = drawn.l0_weight * drawn.bears.to(p_NK.dtype)
     if values.group is None or totals.group is None:
@@ -167,5 +168,5 @@ def _add_penalty(values: Gated, totals: Gated, drawn: DrawnGates) -> None:
 
 
 def _wide(value: Tensor) -> torch.dtype:
-    """At least float32."""
+    """Return the value's dtype, widened to at least float32."""
     return torch.promote_types(value.dtype, torch.float32)

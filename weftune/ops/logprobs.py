@@ -1,10 +1,10 @@
 """Log-probabilities of the target tokens without ever holding the logits of all rows.
 
-Rows are independent and the head is frozen, so the gradient of each row's log-probability with respect to
-its hidden state is made in the forward pass, chunk by chunk; the backward only scales it row by row.
+Rows are independent and the head is frozen, so the gradient of each row's log-probability with respect to its
+hidden state is computed in the forward pass, chunk by chunk; the backward only scales it row by row.
 
-Where a job has rows of its own in the place of some of the head's, their gradient is a product with the
-gradients of their own logits alone, which are kept.
+If a job replaces some of the head's rows by its own, their gradient is a product with the gradients of their
+logits only, which are kept.
 
 Shapes: S supervised rows, D hidden width, V vocabulary, n tokens with rows of a job's own.
 """
@@ -60,7 +60,7 @@ class _TargetLogprobs(torch.autograd.Function):
 
 
 class _OwnTargetLogprobs(torch.autograd.Function):
-    """The same with rows of the job's own, in plain torch."""
+    """Target log-probabilities for a job with head rows of its own, in plain torch."""
 
     @staticmethod
     def forward(
@@ -102,7 +102,7 @@ def _by_torch(h: Tensor, targets: Tensor, head: Head, wants_gradient: bool) -> t
 
 
 def _product_gradient(normalised: Tensor, logits: Tensor, targets: Tensor, head: Head) -> Tensor:
-    """d log p(target) / d hWᵀ = (onehot − softmax) through soft-cap and multiplier; in the place of
+    """Return d log p(target) / d hWᵀ = (onehot − softmax) through soft-cap and multiplier; overwrites
     `normalised`."""
     gradient = normalised.exp_().neg_()
     gradient[torch.arange(len(targets), device=targets.device), targets] += 1.0

@@ -1,6 +1,6 @@
-"""RMSNorm of packed rows, alone or beside what goes around it.
+"""RMSNorm of packed rows, alone or with its residual connection.
 
-The weight is frozen. A fused node keeps its input and one float a row.
+The weight is frozen. A fused node keeps its input and one float per row.
 
 Shapes: T rows, D width.
 """
@@ -16,28 +16,30 @@ from torch.autograd.function import once_differentiable
 from weftune.ops.triton.at_hand import kernels_at_hand, with_whole_rows
 
 TILE = 4096
-"""Values that a program holds at least. Rows narrower than this share one: a head norm has millions of
-rows of 64 or 128, and a program for each would cost more to start than to run."""
+"""Minimum number of values per program. Narrower rows share one: a head norm has millions of rows of 64 or
+128, and a program for each would cost more to start than to run."""
 VALUES_A_THREAD = 16
-"""Two 16-byte accesses a tensor in half precision: enough in flight to cover the wait for the row's mean."""
+"""Values per thread: two 16-byte accesses per tensor in half precision, enough in flight to cover the wait
+for the row's mean."""
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """x · rsqrt(mean x² + eps) · (weight + offset). Gemma's offset is 1."""
+    """Return x · rsqrt(mean x² + eps) · (weight + offset). Gemma's offset is 1."""
     if not kernels_at_hand(x_TD):
         return rms_norm_reference(x_TD, weight_D, eps, offset)
     return _RmsNorm.apply(x_TD, weight_D, eps, offset)
 
 
 def skip_rms_norm(h_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """(h, its RMSNorm): what goes around a branch and what goes into it; one backward for both."""
+    """Return (h, its RMSNorm): the residual connection and the input of a branch, with one backward for
+    both."""
     if not kernels_at_hand(h_TD):
         return h_TD, rms_norm_reference(h_TD, weight_D, eps, offset)
     return _SkipRmsNorm.apply(h_TD, weight_D, eps, offset)
 
 
 def rms_norm_onto(h_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """h + the RMSNorm of x: a branch whose output has a norm, with what goes around it."""
+    """Return h + the RMSNorm of x: the residual connection plus the normalised output of a branch."""
     if not kernels_at_hand(x_TD):
         return rms_norm_onto_reference(h_TD, x_TD, weight_D, eps, offset)
     return _RmsNormOnto.apply(h_TD, x_TD, weight_D, eps, offset)
@@ -174,7 +176,7 @@ def _backward(
 
 
 def _tile(width: int) -> tuple[int, int, int]:
-    """(rows a program, columns rounded up to a power of two, warps)."""
+    """Return (rows per program, columns rounded up to a power of two, warps)."""
     block = 1 << (width - 1).bit_length()
     rows = max(1, TILE // block)
     return rows, block, min(16, rows * block // (32 * VALUES_A_THREAD))

@@ -1,7 +1,7 @@
-"""Queries, keys and values parted from their stacked linear, with the rotary embedding on the first two.
+"""Queries, keys and values split from their stacked linear, with the rotary embedding on the first two.
 
-Rotation is undone by its transpose, so a fused node keeps nothing but the cosines and sines; where heads have
-a norm, also what that was given.
+Rotation is undone by its transpose, so a fused node keeps only the cosines and sines; if heads have a norm,
+also its input.
 
 Shapes: T rows, H heads of queries, G groups (heads of keys and of values), D width of a head,
 N = (H + 2G)·D, E rotary width (the first E columns of a head turn, the rest passes).
@@ -20,9 +20,9 @@ from weftune.ops.norm import rms_norm_reference
 from weftune.ops.triton.at_hand import kernels_at_hand, with_whole_rows
 
 TILE = 1024
-"""Values of each half that a program holds."""
+"""Values of each half per program."""
 WARPS = 4
-"""Eight values of each half a thread: one 16-byte access in half precision."""
+"""Warps per program: eight values of each half per thread, one 16-byte access in half precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,13 @@ class HeadNorms:
     k_D: Tensor
     eps: float
     offset: float = 0.0
-    """Added to the weights, as in `rms_norm`."""
+    """Offset added to the weights, as in `rms_norm`."""
 
 
 def rotary_split(
     qkv_TN: Tensor, cos_TE: Tensor, sin_TE: Tensor, heads: int, groups: int, norms: HeadNorms | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(q_THD, k_TGD, v_TGD), q and k rotated as Llama does: column i turns with column i + E/2."""
+    """Return (q_THD, k_TGD, v_TGD), with q and k rotated as in Llama: column i turns with column i + E/2."""
     rows, width = qkv_TN.shape[0], qkv_TN.shape[1] // (heads + 2 * groups)
     assert qkv_TN.shape[1] == (heads + 2 * groups) * width
     assert cos_TE.shape == sin_TE.shape == (rows, cos_TE.shape[1])
@@ -187,7 +187,7 @@ def _backward(
 
 
 def _tile(heads: int, width: int, half: int) -> tuple[int, int, int]:
-    """(heads a program, columns of a half and of the rest, each rounded up to a power of two)."""
+    """Return (heads per program, columns of a half and of the rest, each rounded up to a power of two)."""
     half_block = _power_of_two(half)
     chunk = max(1, min(TILE // half_block, _power_of_two(heads)))
     return chunk, half_block, _power_of_two(max(1, width - 2 * half))

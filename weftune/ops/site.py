@@ -1,7 +1,7 @@
 """The frozen product of a site whose jobs scale its input or its output: y = g_out ⊙ ((x ⊙ g_in)Wᵀ + …) + b.
 
 Every job scales its own rows only, so that no reduction ever mixes rows of two jobs: a NaN stays with its
-owner. Sums are kept in at least float32 and rounded once, by whoever asks.
+owner. Sums are kept in at least float32 and rounded once, by the caller.
 
 Shapes: T rows, L of them that belong to one job, R room for such rows, K inputs, N outputs, M columns of
 either.
@@ -32,16 +32,17 @@ class RowScale:
     stop: int
     values_M: Tensor
     scales_bias: bool = False
-    """At an output: whether the frozen bias is scaled, too."""
+    """Whether the frozen bias is scaled too, at an output."""
 
 
 def scaled_rows(x_TM: Tensor, scales: Sequence[RowScale]) -> Tensor:
-    """x with the rows of every scale multiplied by it; no two scales share a row."""
+    """Return x with the rows of every scale multiplied by it; no two scales share a row."""
     return _by_rows(x_TM, scales, lambda part, scale: part if scale is None else part * scale.values_M)
 
 
 def scaled_outputs(y_TN: Tensor, bias_N: Tensor | None, scales: Sequence[RowScale]) -> Tensor:
-    """The same, and the bias added: behind the scale, or before it where that scales the bias, too."""
+    """Return y with scaled rows and the bias added: after the scale, or before it if the scale includes the
+    bias."""
     if bias_N is None:
         return scaled_rows(y_TN, scales)
 
@@ -69,7 +70,7 @@ def _by_rows(
 
 
 def with_rows(y_TN: Tensor, made: Sequence[tuple[slice, Tensor]]) -> Tensor:
-    """y with other values in some of its rows."""
+    """Return y with other values in some of its rows."""
     parts, row = [], 0
     for rows, value_LN in sorted(made, key=lambda one: one[0].start):
         parts += [y_TN[row : rows.start], value_LN]
@@ -79,37 +80,38 @@ def with_rows(y_TN: Tensor, made: Sequence[tuple[slice, Tensor]]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GatheredRows:
-    """The rows of one job by their numbers, so that a captured pass finds them wherever they lie.
+    """The rows of one job by index, so that a captured pass finds them wherever they are.
 
-    There is room for R rows. Behind those of the job the same come again, and do not count.
+    There is room for R rows. After the job's rows, the same rows are repeated and do not count.
     """
 
     index_R: Tensor
     counts_R1: Tensor
-    """Whether a row counts."""
+    """Whether each row counts."""
     first_R: Tensor
-    """Where in this room the row stands that counts: its own place, or that of the row that it repeats."""
+    """Position of the row that counts: its own, or that of the row that it repeats."""
 
 
 @runtime_checkable
 class RowChange(Protocol):
-    """What a job makes of its rows, with a backward of its own: no graph of autograd is made for it."""
+    """A function that a job applies to its rows, with its own backward: autograd records no graph for it."""
 
     def __call__(self, y_LM: Tensor) -> Tensor:
-        """The same as autograd sees it."""
+        """Apply the change so that autograd records it."""
 
     def forward(self, y_LM: Tensor) -> Tensor: ...
 
     def backward(self, y_LM: Tensor, dy_LM: Tensor) -> Tensor:
-        """The gradient of y; those of the job's weights are added to their accumulators."""
+        """Return the gradient of y; those of the job's weights are added to their accumulators."""
 
 
 Change = tuple[slice | GatheredRows, slice, Callable[[Tensor], Tensor]]
-"""Rows, columns, and what becomes of them."""
+"""Rows, columns, and the function that is applied to them."""
 
 
 def zero_where_changed(residual_TN: Tensor, changes: Sequence[Change]) -> Tensor:
-    """The residual as y takes it before `changed_rows`; it gets its gradient there."""
+    """Return the residual that is added to y before `changed_rows`: detached, and zero where y is changed.
+    `changed_rows` passes its gradient."""
     residual_TN = residual_TN.detach().clone()
     for rows, columns, _ in changes:
         _zero(residual_TN[:, columns], rows)
@@ -119,10 +121,10 @@ def zero_where_changed(residual_TN: Tensor, changes: Sequence[Change]) -> Tensor
 def changed_rows(
     y_TN: Tensor, residual_TN: Tensor | None, changes: Sequence[Change], anchor: Tensor
 ) -> Tensor:
-    """y, which is overwritten, with f(y) + residual in the place of some of its rows and columns; elsewhere
-    the residual is in y already. `anchor`: see `ops.accumulate`.
+    """Overwrite y with f(y) + residual in some of its rows and columns, and return it; elsewhere y already
+    contains the residual. `anchor`: see `ops.accumulate`.
 
-    What a change computes is not kept but recomputed in the backward, and no more than its rows are copied.
+    The result of a change is not kept but recomputed in the backward, and only its rows are copied.
     """
     changed: Tensor = _Changed.apply(y_TN, residual_TN, changes, anchor)
     return changed
@@ -150,7 +152,7 @@ class _Changed(torch.autograd.Function):
         for own_LM, (rows, columns, change) in zip(ctx.saved_tensors, ctx.changes, strict=True):
             dy_LM = _taken(dy_TN[:, columns], rows)
             if isinstance(rows, GatheredRows):
-                # A gradient of zero gives one of zero: rows that come again add nothing to anybody.
+                # A gradient of zero gives zero: repeated rows add nothing to any gradient.
                 dy_LM = torch.where(rows.counts_R1, dy_LM, 0.0)
             back = change.backward if isinstance(change, RowChange) else partial(_through_autograd, change)
             before_LM = back(own_LM, dy_LM)
@@ -179,7 +181,7 @@ def _copied(x_TM: Tensor, rows: slice | GatheredRows) -> Tensor:
 
 
 def _put(x_TM: Tensor, rows: slice | GatheredRows, value_LM: Tensor) -> None:
-    """A row that comes again has the same value each time."""
+    """Write the rows; a repeated row has the same value each time."""
     if isinstance(rows, slice):
         x_TM[rows] = value_LM
     else:
@@ -194,7 +196,8 @@ def _zero(x_TM: Tensor, rows: slice | GatheredRows) -> None:
 
 
 def summed_product(x_TK: Tensor, weight: Weight) -> Tensor:
-    """xWᵀ as it is summed up: of 16-bit numbers in float32, so that what is added to it is not rounded."""
+    """Return xWᵀ in the dtype of its sum: float32 for 16-bit numbers, so that later additions are not
+    rounded."""
     if is_coded(weight):
         return coded_product(x_TK, weight, wide(x_TK.dtype))
     if x_TK.dtype in HALVES:

@@ -1,4 +1,5 @@
-"""The gated activation of a feed-forward block, gate and up side by side as their stacked linears give them.
+"""The gated activation of a feed-forward block, with gate and up side by side as their stacked linears return
+them.
 
 Shapes: T rows, I width of the activation, F = 2I.
 """
@@ -15,12 +16,12 @@ from weftune.ops.triton.at_hand import kernels_at_hand, with_whole_rows
 
 BLOCK = 1024
 WARPS = 4
-"""Eight values a thread: one 16-byte access a tensor in half precision. Up to five tensors are live at once;
-more values of each would cost the occupancy that keeps the memory busy."""
+"""Warps per program: eight values per thread, one 16-byte access per tensor in half precision. Up to five
+tensors are live at once; more values of each would cost the occupancy that keeps the memory busy."""
 
 
 def swiglu(gate_up_TF: Tensor) -> Tensor:
-    """silu(gate) · up, where gate is the first half of the columns."""
+    """Return silu(gate) · up, where gate is the first half of the columns."""
     assert gate_up_TF.shape[1] % 2 == 0
     if not kernels_at_hand(gate_up_TF):
         return swiglu_reference(gate_up_TF)
@@ -28,7 +29,7 @@ def swiglu(gate_up_TF: Tensor) -> Tensor:
 
 
 def geglu(gate_up_TF: Tensor) -> Tensor:
-    """gelu(gate) · up, with the tanh that approximates the error function, as Gemma has it."""
+    """Return gelu(gate) · up with the tanh approximation, as in Gemma."""
     assert gate_up_TF.shape[1] % 2 == 0
     if not kernels_at_hand(gate_up_TF):
         return geglu_reference(gate_up_TF)

@@ -20,18 +20,18 @@ _COLOURS = (
 )  # fmt: skip
 _DASHES = ("solid", "dash", "dot", "dashdot")
 MOST_CURVES = len(_COLOURS) * len(_DASHES)
-"""Of more jobs than there are pens only the first have curves: nobody could tell the others apart, and a page
-with thousands of them does not open."""
+"""Number of jobs that have curves, one per pen: more could not be told apart, and a page with thousands of
+them does not open."""
 
 _MOST_LEFT = 200
-"""Trials that left a sweep early and have a curve; all of them have the same pen."""
+"""Number of trials dropped from a sweep that have a curve; all of them have the same pen."""
 LEFT_PEN_COLOUR = "#9aa3b2"
 LEFT = "left"
 """The group of these curves, which one button of the legend shows and hides."""
 MOST_POINTS = 16_000
-"""Points of all curves of one chart together, about 200 kB."""
+"""Number of points of all curves of one chart together, about 200 kB."""
 _MOST_LEVELS = 3
-"""Bases whose losses are drawn: jobs with other validation rows have another base loss."""
+"""Number of base losses that are drawn: jobs with other validation rows have another base loss."""
 
 _FEWEST_WINDOWS = 3
 _MEASURED, _PREDICTED = Pen("#3b7ddd"), Pen("#8a94a6", "dash")
@@ -39,7 +39,7 @@ _MEASURED, _PREDICTED = Pen("#3b7ddd"), Pen("#8a94a6", "dash")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A figure with its title, and the words below it."""
+    """A figure with its title and the text below it."""
 
     name: str
     title: str
@@ -54,8 +54,8 @@ def pen(index: int) -> Pen:
 def draw_charts(
     jobs: Sequence[JobRecord], windows: Sequence[WindowLine], left: Collection[str] = ()
 ) -> tuple[Chart, ...]:
-    """All charts of the page that have something to show. `jobs` come in the order of the table, which fixes
-    their pens; `left` are the trials that left a sweep early, which have no pens of their own."""
+    """Draw all charts of the page that have something to show. `jobs` come in the order of the table, which
+    fixes their pens; `left` are the trials dropped from a sweep, which have no pens of their own."""
     drawn = [job for job in jobs if job.name not in left][:MOST_CURVES]
     others = [job for job in jobs if job.name in left][:_MOST_LEFT]
     charts = (
@@ -86,7 +86,7 @@ def _loss_chart(jobs: Sequence[JobRecord], left: Sequence[JobRecord]) -> Chart |
 
 
 def _validation_chart(jobs: Sequence[JobRecord], left: Sequence[JobRecord]) -> Chart | None:
-    """The losses after training has begun, with the base as a dashed line."""
+    """Draw the losses after training has begun, with the base as a dashed line."""
     curves = [[Point(line.step, line.loss) for line in job.evaluations] for job in jobs]
     bases = [(job, base) for job in jobs if (base := base_validation(job)) is not None]
     levels = _base_levels(bases)
@@ -135,7 +135,7 @@ def _accuracy_chart(jobs: Sequence[JobRecord], left: Sequence[JobRecord]) -> Cha
 
 
 def _base_levels(bases: Sequence[tuple[JobRecord, float]], digits: int = 3) -> list[ReferenceLine]:
-    """One line for each distinct loss of a base, named by its rows where there are several."""
+    """Return one line for each distinct loss of a base, named by its rows if there are several."""
     found: dict[str, tuple[JobRecord, float]] = {}
     for job, value in bases:
         found.setdefault(loss_text(value, digits), (job, value))
@@ -147,7 +147,7 @@ def _base_levels(bases: Sequence[tuple[JobRecord, float]], digits: int = 3) -> l
 
 
 def _throughput_chart(windows: Sequence[WindowLine]) -> Chart | None:
-    # Minutes of work rather than of the clock: a run that was stopped for a night has no gap.
+    # Minutes of work rather than of wall time: a run that was stopped for a night has no gap.
     ends = accumulate(window.seconds for window in windows)
     points = [
         Point(end / 60, window.tokens / window.seconds)
@@ -193,7 +193,7 @@ def _promise_chart(
     measured: Callable[[WindowLine], float | None],
     predicted: Callable[[WindowLine], float | None],
 ) -> Chart | None:
-    """Measured values and predicted ones, window by window. `names` are the chart's name, title and unit."""
+    """Draw measured and predicted values, window by window. `names` are the chart's name, title and unit."""
     name, title, unit = names
     happened = [Point(number, measured(window)) for number, window in enumerate(windows, start=1)]
     promised = [Point(number, predicted(window)) for number, window in enumerate(windows, start=1)]
@@ -226,7 +226,7 @@ def _job_series(jobs: Sequence[JobRecord], index: int, points: Sequence[Point]) 
 
 
 def _left_series(job: JobRecord, points: Sequence[Point]) -> Series:
-    """The curve of a trial that left its sweep: behind the others, and named by the pointer only."""
+    """Return the curve of a dropped trial: behind the others, and named by the pointer only."""
     return Series(name=job.name, points=points, pen=Pen(LEFT_PEN_COLOUR), width=1.2, opacity=0.6, group=LEFT)
 
 
@@ -235,7 +235,7 @@ def _left_words(left: Sequence[JobRecord]) -> str:
 
 
 def _thinned(series: Sequence[Series]) -> list[Series]:
-    """Few enough points for a page that opens at once; curves share the room."""
+    """Thin the curves so that the page opens at once; they share the limit on points."""
     limit = max(40, MOST_POINTS // max(1, len(series)))
     return [replace(one, points=thin(one.points, min(800, limit))) for one in series]
 
@@ -249,12 +249,12 @@ def _known(curves: Sequence[Sequence[Point]]) -> list[float]:
 
 
 def _has_line(curves: Sequence[Sequence[Point]]) -> bool:
-    """Whether a curve has two points or more: one point says nothing that the table does not."""
+    """Return whether a curve has two points or more: one point adds nothing to the table."""
     return any(len(_known([curve])) > 1 for curve in curves)
 
 
 def _shown_values(jobs: Sequence[JobRecord], curves: Sequence[Sequence[Point]]) -> list[float]:
-    """The values that the axis has to show. An exploded loss of a job that failed is drawn at the edge."""
+    """Return the values that the axis has to show. A diverged loss of a failed job is drawn at the edge."""
     every = _known(curves)
     healthy = _known([curve for job, curve in zip(jobs, curves, strict=True) if job.state not in ENDED_BADLY])
     return healthy if healthy and max(every) > 2 * max(healthy) else every

@@ -1,4 +1,4 @@
-"""Which jobs did best, and in which keys they differ."""
+"""Comparison of jobs: their order by result, and the keys in which they differ."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from weftune.report.read import EvalLine, JobRecord
 
 ENDED_BADLY = ("failed", "cancelled")
 MIN_ROWS, MIN_TOKENS = 20, 500
-"""Held-out rows and tokens from which on one adapter is called better than another. The loss of a single
-token varies by about 1, so the mean of 500 tokens is known to about 0.05; and the tokens of one row vary
-together, so that a handful of rows would say more about these rows than about the adapter."""
+"""Least numbers of held-out rows and tokens at which one adapter is called better than another. The loss of a
+single token varies by about 1, so the mean of 500 tokens is known to about 0.05; and the tokens of one row
+vary together, so that a handful of rows would say more about these rows than about the adapter."""
 
 
 def first_loss(job: JobRecord) -> float | None:
@@ -24,19 +24,19 @@ def last_loss(job: JobRecord) -> float | None:
 
 
 def first_validation(job: JobRecord) -> float | None:
-    """The validation loss at step 0, before any training."""
+    """Return the validation loss at step 0, before any training."""
     return next((line.loss for line in job.evaluations if line.step == 0), None)
 
 
 def base_validation(job: JobRecord) -> float | None:
-    """The validation loss of the base without an adapter. Runs that did not record it have step 0 instead,
-    which is the same for adapters that start as nothing."""
+    """Return the validation loss of the base without an adapter. Runs that did not record it use step 0,
+    which is equal for adapters that start at zero."""
     return job.base_loss if job.base_loss is not None else first_validation(job)
 
 
 def base_accuracy(job: JobRecord) -> float | None:
-    """The token accuracy of the base, which only an evaluation at step 0 knows: None for an adapter that does
-    not start as nothing."""
+    """Return the token accuracy of the base, known only from an evaluation at step 0: None for an adapter
+    that does not start at zero."""
     first = next((line for line in job.evaluations if line.step == 0), None)
     if first is None or first.loss is None or first.accuracy is None:
         return None
@@ -45,8 +45,8 @@ def base_accuracy(job: JobRecord) -> float | None:
 
 
 def kept_evaluation(job: JobRecord) -> EvalLine | None:
-    """The evaluation of the adapter in the job's folder: the best with `keep: best`, else the last. None if
-    the job was not evaluated after its first step: step 0 says nothing about training."""
+    """Return the evaluation of the adapter in the job's folder: the best with `keep: best`, else the last.
+    None if the job was not evaluated after its first step: step 0 says nothing about training."""
     known = [line for line in job.evaluations if line.loss is not None]
     if all(line.step == 0 for line in known):
         return None
@@ -55,7 +55,7 @@ def kept_evaluation(job: JobRecord) -> EvalLine | None:
 
 
 def kept_validation(job: JobRecord) -> float | None:
-    """The validation loss of the adapter in the job's folder."""
+    """Return the validation loss of the adapter in the job's folder."""
     kept = kept_evaluation(job)
     if kept is not None or job.evaluations:
         return None if kept is None else kept.loss
@@ -63,7 +63,7 @@ def kept_validation(job: JobRecord) -> float | None:
 
 
 def held_out_rows(job: JobRecord) -> int | None:
-    """The number of rows that the job is evaluated on; None if the folder does not say."""
+    """Return the number of rows that the job is evaluated on; None if the folder does not say."""
     rows = job.data.get("evaluation_samples")
     return rows if isinstance(rows, int) and not isinstance(rows, bool) and rows > 0 else None
 
@@ -73,13 +73,13 @@ def held_out_tokens(job: JobRecord) -> int | None:
 
 
 def is_enough(job: JobRecord) -> bool:
-    """Whether the job's held-out rows can tell a better adapter from a lucky one."""
+    """Return whether the job's held-out rows can tell a better adapter from a lucky one."""
     rows, tokens = held_out_rows(job), held_out_tokens(job)
     return (rows is None or rows >= MIN_ROWS) and (tokens is None or tokens >= MIN_TOKENS)
 
 
 def by_result(jobs: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
-    """Lowest validation loss first, then jobs without validation by training loss; those that failed last."""
+    """Sort by validation loss, then jobs without validation by training loss, then failed jobs."""
 
     def place(job: JobRecord) -> tuple[int, float]:
         validation, training = kept_validation(job), last_loss(job)
@@ -93,8 +93,8 @@ def by_result(jobs: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
 
 
 def validation_groups(jobs: Sequence[JobRecord]) -> tuple[tuple[JobRecord, ...], ...]:
-    """The jobs that have a result on held-out rows, best first; one group for each set of rows, since losses
-    on different rows cannot be compared."""
+    """Return the jobs that have a result on held-out rows, best first, in one group per set of rows, since
+    losses on different rows cannot be compared."""
     groups: dict[str, list[JobRecord]] = {}
     for job in by_result(jobs):
         if job.state not in ENDED_BADLY and kept_validation(job) is not None:
@@ -103,7 +103,7 @@ def validation_groups(jobs: Sequence[JobRecord]) -> tuple[tuple[JobRecord, ...],
 
 
 def best_jobs(jobs: Sequence[JobRecord]) -> Mapping[str, str]:
-    """The names of the best jobs, each with the rows it was measured on (empty where all share one set).
+    """Return the best jobs: name → the rows it was measured on (empty if all share one set).
 
     A job is best among at least two that share their held-out rows, if these are enough to tell
     (`MIN_ROWS`, `MIN_TOKENS`) and if it is better than the base.
@@ -117,13 +117,13 @@ def best_jobs(jobs: Sequence[JobRecord]) -> Mapping[str, str]:
 
 
 def is_worse(job: JobRecord) -> bool:
-    """Whether the job's adapter has a higher validation loss than the base."""
+    """Return whether the job's adapter has a higher validation loss than the base."""
     base, kept = base_validation(job), kept_validation(job)
     return base is not None and kept is not None and kept > base
 
 
 def validation_key(job: JobRecord) -> str:
-    """Equal for two jobs when they are evaluated on the same rows, tokenised alike."""
+    """Return a key that is equal for jobs evaluated on the same rows, tokenised alike."""
     held_out = {key: value for key, value in _section(job, "eval").items() if key != "every"}
     data = dict(_section(job, "data"))
     if held_out.get("path"):
@@ -133,7 +133,7 @@ def validation_key(job: JobRecord) -> str:
 
 
 def validation_rows(job: JobRecord) -> str:
-    """Where the validation rows come from, in one word or few."""
+    """Return a short name of the files that the validation rows come from."""
     path = _section(job, "eval").get("path") or _section(job, "data").get("path") or "validation"
     sources = path if isinstance(path, list | tuple) else [path]
     paths = [str(source.get("path", "")) if isinstance(source, dict) else str(source) for source in sources]
@@ -141,10 +141,10 @@ def validation_rows(job: JobRecord) -> str:
 
 
 def differing_keys(jobs: Sequence[JobRecord]) -> tuple[str, ...]:
-    """Dotted keys of the specs whose values are not the same in all jobs that have a spec."""
+    """Return the dotted keys whose values are not the same in all jobs that have a spec."""
     flats = [flat_spec(job) for job in jobs if job.spec]
     keys = dict.fromkeys(key for flat in flats for key in flat)
-    # A key that is absent says the same as one that is none: a job without `eval` has no `eval.path` either.
+    # An absent key means the same as None: a job without `eval` has no `eval.path` either.
     return tuple(key for key in keys if any(flat.get(key) != flats[0].get(key) for flat in flats))
 
 
@@ -153,7 +153,7 @@ def flat_spec(job: JobRecord) -> dict[str, Any]:
 
 
 def value_text(value: Any) -> str:
-    """A value as it would stand in the jobs file."""
+    """Format a value as in the jobs file."""
     if value is None:
         return "none"
     if isinstance(value, bool):

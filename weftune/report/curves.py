@@ -1,4 +1,4 @@
-"""Curves for people: smoothed, and thinned so that a long run still opens at once."""
+"""Smoothing of curves, and thinning so that the page of a long run still opens at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 POINTS = 800
-"""The most points of one curve on the page: about the pixels of a chart."""
+"""Maximum number of points of one curve on the page: about the pixels of a chart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Point:
 
 
 def smooth(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Exponential means over about a twentieth of the curve, from both sides, so that the mean does not lag.
+    """Smooth by exponential means over about a twentieth of the curve, from both sides to avoid a lag.
 
     A gap stays a gap.
     """
@@ -31,7 +31,7 @@ def smooth(points: Sequence[Point]) -> tuple[Point, ...]:
 
 
 def _running_mean(values: Sequence[float | None], keep: float) -> list[float]:
-    """Weights fall by `keep` a step into the past; dividing by their sum leaves the start unbiased."""
+    """Return means with weights that fall by `keep` per step into the past, normalised to avoid bias."""
     mean = weight = 0.0
     means = []
     for value in values:
@@ -43,7 +43,7 @@ def _running_mean(values: Sequence[float | None], keep: float) -> list[float]:
 
 
 def thin(points: Sequence[Point], limit: int = POINTS) -> tuple[Point, ...]:
-    """At most about `limit` points: of each stretch its lowest and its highest, so no spike is lost."""
+    """Return about `limit` points at most: the lowest and highest of each stretch, so no spike is lost."""
     if len(points) <= limit:
         return tuple(points)
     stretch = -(-2 * len(points) // limit)

@@ -24,14 +24,14 @@ from weftune.report.terminal import STATE_STYLES
 from weftune.report.words import NOTHING, change_text, loss_text, printable
 
 Way = tuple[float | None, float | None]
-"""Where a loss began and where it ended."""
+"""First and last value of a loss."""
 
 
 def final_table(run: Run, width: int = 80) -> Group:
-    """Every job, best result first: what it reached, where it lies; below, why some failed and how to go on.
+    """Return all jobs, best result first, with their folders; below, why some failed and how to resume.
 
-    Paths that would not fit beside the numbers in `width` columns stand in lines of their own. Of a sweep's
-    trials only the best are told.
+    Paths that do not fit beside the numbers in `width` columns have lines of their own. Of a sweep's trials
+    only the best are shown.
     """
     trials = run.trials
     jobs = tuple(job for job in by_result(run.jobs) if job.name not in trials)
@@ -57,7 +57,7 @@ def _jobs(run: Run, jobs: tuple[JobRecord, ...], width: int) -> list[RenderableT
 
 
 def _reasons(run: Run, jobs: tuple[JobRecord, ...]) -> list[Text]:
-    """What is wrong with results, why jobs did not finish, and for failed ones the command that helps."""
+    """Return warnings about results, why jobs did not finish, and the command that helps with failed ones."""
     lines = [_long(f"{job.name}: {job.warning}", style="red") for job in jobs if job.warning]
     for job in jobs:
         if job.reason:
@@ -68,7 +68,7 @@ def _reasons(run: Run, jobs: tuple[JobRecord, ...]) -> list[Text]:
 
 
 def _long(text: str, style: str = "") -> Text:
-    """A line that only the terminal breaks: a command with line breaks in it cannot be pasted."""
+    """Return a line that only the terminal wraps: a command with line breaks cannot be pasted."""
     return Text(printable(text), style=style, no_wrap=True, overflow="ignore")
 
 
@@ -101,27 +101,27 @@ def _table(run: Run, jobs: tuple[JobRecord, ...], with_paths: bool) -> Table:
 
 
 def _losses(job: JobRecord) -> Way:
-    """The first training loss and the last; of a job with one step only the first."""
+    """Return the first and the last training loss; the last is None for a job with one step."""
     many = sum(line.loss is not None for line in job.losses) > 1
     return first_loss(job), last_loss(job) if many else None
 
 
 def _way(first: float | None, last: float | None) -> str:
-    """From the first loss to the last, or the one that there is."""
+    """Format the first and the last loss, or the one that is known."""
     if first is None or last is None:
         return loss_text(first if last is None else last, 3)
     return f"{loss_text(first, 3)} → {loss_text(last, 3)}"
 
 
 def _change(losses: Way, validation: Way) -> Text:
-    """By the validation loss where the job has one, else by the training loss; red for the worse."""
+    """Format the change of the validation loss if there is one, else of the training loss; red if worse."""
     first, last = losses if validation == (None, None) else validation
     is_worse = first is not None and last is not None and last > first
     return Text(change_text(first, last), style="red" if is_worse else "")
 
 
 def _place(output: Path, job: JobRecord) -> str:
-    """The job's folder as one would type it here."""
+    """Return the job's folder, relative to the current directory if it is inside."""
     folder = output / printable(job.name)
     here = Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)

@@ -19,9 +19,10 @@ from weftune.report.template import render
 from weftune.report.words import plural
 
 TICKS_PER_WINDOW = 1_000_000
-"""Starts and lengths are whole numbers of this part of the drawn time."""
+"""Ticks in the drawn time; starts and lengths are whole numbers of ticks."""
 MOST_BYTES = 400_000
-"""Of a timeline's data; of a longer one the first actions are drawn. A page has two timelines at most."""
+"""Maximum bytes of a timeline's data; of a longer one the first actions are drawn. A page has at most two
+timelines."""
 _LONGEST_TEXT = 160
 COLOURS = {
     "forward": "#3b7ddd",
@@ -46,14 +47,14 @@ class Bar:
     start: float
     stop: float
     text: str
-    """What the pointer shows; not escaped."""
+    """Text that the pointer shows; not escaped."""
     microbatch: int = -1
-    """-1: none, or not known."""
+    """Number of the microbatch; -1 if there is none or it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GanttView:
-    """What the template of the page is filled with."""
+    """Values that fill the template of the page."""
 
     title: str
     facts: tuple[str, ...]
@@ -62,11 +63,11 @@ class GanttView:
     words: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    """One for each device: its name, and the share of time of each kind of action."""
+    """One row per device: its name, and the share of time of each kind of action."""
 
 
 def gantt_page(timeline: Timeline, program: Program, title: str) -> str:
-    """One self-contained HTML page."""
+    """Return the timeline as one self-contained HTML page."""
     drawn = timeline_data(_bars(timeline, program), rows(timeline), timeline.makespan, program)
     return render("gantt.html.jinja", gantt_view(timeline, program, title, drawn), {"gantt": drawn})
 
@@ -100,7 +101,7 @@ def gantt_view(timeline: Timeline, program: Program, title: str, drawn: Mapping[
 
 
 def _device_rows(timeline: Timeline, kinds: Sequence[str]) -> list[tuple[str, ...]]:
-    """For each device the share of the window in which it computes, and the share of each kind of action."""
+    """Return for each device the share of time in which it computes, and that of each kind of action."""
     seconds: dict[tuple[int, str], float] = {}
     for one in timeline.events:
         key = one.device, kind_of(one.action)
@@ -129,8 +130,8 @@ def _share_text(share: float) -> str:
 def timeline_data(
     bars: Sequence[Bar], lanes: Sequence[str], seconds: float, program: Program | None = None
 ) -> dict[str, Any]:
-    """The timeline for the script, small enough for a page. `seconds` is the time that is drawn; with a
-    `program`, bars show whose tokens they hold."""
+    """Return the timeline's data for the script, small enough for a page. `seconds` is the drawn time; with a
+    `program`, bars show which jobs' tokens they hold."""
     ordered = sorted((bar for bar in bars if bar.stop > bar.start), key=lambda bar: bar.start)
     count = len(ordered)
     while True:
@@ -173,7 +174,7 @@ def _data(
 
 
 def _segments(program: Program, number: int, jobs: Mapping[str, int]) -> list[int]:
-    """Job and tokens of each segment, one after the other; neighbours of one job together."""
+    """Return job and tokens of each segment as a flat list; adjacent segments of one job are merged."""
     found: list[int] = []
     for job, group in groupby(program.microbatches[number].segments, key=lambda one: one.job):
         found += (jobs[job], sum(one.tokens for one in group))
@@ -189,7 +190,7 @@ def _cut(text: str) -> str:
 
 
 def _is_main(lane: str) -> bool:
-    """Whether the lane computes; others are drawn narrower, below."""
+    """Return whether the lane computes; other lanes are drawn narrower, below it."""
     return not lane.endswith(tuple(f" {other}" for other in Lane if other is not Lane.compute))
 
 
@@ -208,7 +209,7 @@ def _bars(timeline: Timeline, program: Program) -> list[Bar]:
 
 
 def _short(action: Action) -> str:
-    """Without the segments, which the script adds from the microbatch."""
+    """Describe an action without its segments, which the script adds from the microbatch."""
     if isinstance(action, Forward | Backward | Evaluate | Send | Recv):
         return f"microbatch {action.microbatch}, stage {action.stage}"
     return str(action)
@@ -218,7 +219,7 @@ def _short(action: Action) -> str:
 
 
 def headline(timeline: Timeline, title: str) -> str:
-    """One device has no bubbles to speak of."""
+    """Return the title with the seconds; bubbles are given only for several devices."""
     text = f"{title}: {timeline.makespan:.3g} s"
     if timeline.devices == 1:
         return text
@@ -227,7 +228,7 @@ def headline(timeline: Timeline, title: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JobStrip:
-    """The part of a pass that is one job's."""
+    """The part of a pass that belongs to one job."""
 
     row: str
     job: str
@@ -236,7 +237,7 @@ class JobStrip:
 
 
 def job_strips(timeline: Timeline, program: Program) -> list[JobStrip]:
-    """Every pass shared out among the jobs in it, by their tokens."""
+    """Divide every pass among the jobs in it, in proportion to their tokens."""
     strips = []
     for event in timeline.events:
         if not isinstance(event.action, Forward | Backward | Evaluate) or event.stop <= event.start:
@@ -251,7 +252,7 @@ def job_strips(timeline: Timeline, program: Program) -> list[JobStrip]:
 
 
 def job_colours(program: Program) -> dict[str, str]:
-    """A colour for every job, in the order in which they first train: hues a golden angle apart."""
+    """Return a colour for every job, in the order in which they first train: hues a golden angle apart."""
     names = dict.fromkeys(one.job for microbatch in program.microbatches for one in microbatch.segments)
     return {name: _hue(number) for number, name in enumerate(names)}
 
@@ -263,7 +264,7 @@ def _hue(number: int) -> str:
 
 
 def rows(timeline: Timeline) -> list[str]:
-    """Every lane in which anything happens, device by device."""
+    """Return every lane that has an event, device by device."""
     used = {(one.device, one.lane) for one in timeline.events}
     return [
         row(device, lane) for device in range(timeline.devices) for lane in Lane if (device, lane) in used
@@ -294,7 +295,7 @@ def kind_of(action: Action) -> str:
 
 
 def about(action: Action, program: Program) -> str:
-    """What the pointer shows; names of jobs come from outside."""
+    """Return the text that the pointer shows; names of jobs in it are user input."""
     if not isinstance(action, Forward | Backward | Evaluate | Send | Recv):
         return str(action)
     microbatch = program.microbatches[action.microbatch]

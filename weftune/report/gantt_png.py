@@ -1,4 +1,4 @@
-"""The same Gantt chart as a PNG picture, drawn bar by bar: it needs Pillow and no browser."""
+"""The Gantt chart as a PNG picture, drawn bar by bar: it needs Pillow and no browser."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 1800
 LEFT, RIGHT, TOP, BOTTOM = 190, 30, 90, 60
 ROW, GAP, FOOT = 40, 6, 10
 LINE = 26
-"""Between two lines of the legend of jobs."""
+"""Pixels between two lines of the legend of jobs."""
 TICKS = 8
 INK, PALE, PAPER = "#1c2430", "#d5dae1", "#ffffff"
 
@@ -36,7 +36,7 @@ def require_pillow() -> None:
 
 
 def gantt_png(timeline: Timeline, program: Program, title: str) -> bytes:
-    """One picture; lanes in which nothing happens are left out. The foot of a pass shows whose it is."""
+    """Draw one picture, without lanes that have no events. The foot of a pass shows its jobs."""
     from PIL import Image, ImageDraw
 
     lanes = rows(timeline)
@@ -86,7 +86,7 @@ class _Entry:
 
 
 def _legend(colours: Mapping[str, str]) -> list[_Entry]:
-    """The jobs below the picture, as many on a line as it holds."""
+    """Place the jobs below the picture, as many on a line as fit."""
     entries, line, across = [], 0, LEFT
     for job in colours:
         text = f"job {job}"
@@ -108,7 +108,7 @@ def _axis(pen: ImageDraw, makespan: float, height: int) -> None:
 
 
 def ticks(makespan: float) -> Iterator[float]:
-    """Round numbers from 0 on: 1, 2 or 5 times a power of ten apart."""
+    """Yield round numbers from 0 on, 1, 2 or 5 times a power of ten apart."""
     if makespan <= 0:
         return
     rough = makespan / TICKS
@@ -120,7 +120,7 @@ def ticks(makespan: float) -> Iterator[float]:
 
 def _bar(pen: ImageDraw, event: Event, makespan: float, top: int) -> None:
     left, right = _across(event.start, makespan), _across(event.stop, makespan)
-    # A bar of no width would vanish, and a rim would be all that is seen of a narrow one.
+    # A bar of no width would vanish, and a rim would hide a narrow one.
     rim = PAPER if right - left >= 4 else None
     box = (left, top + GAP // 2, max(right, left + 1), top + ROW - GAP // 2)
     pen.rectangle(box, fill=COLOURS[kind_of(event.action)], outline=rim)

@@ -1,4 +1,4 @@
-"""Metrics to TensorBoard, Weights & Biases or MLflow: one run a job, grouped by the output folder's name."""
+"""Metrics for TensorBoard, Weights & Biases or MLflow: one run per job, grouped by the output's name."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Spec = Mapping[str, Any]
 
 _NOT_METRICS = ("job", "step", "time")
 _LONGEST_PARAMETER = 500
-"""What MLflow takes."""
+"""Maximum length of a parameter in MLflow."""
 
 
 class JobLogger(Protocol):
-    """Where the lines of one job go."""
+    """A destination for the metrics of one job."""
 
     def log(self, step: int, time: float, values: Mapping[str, float]) -> None: ...
 
@@ -33,7 +33,7 @@ class JobLogger(Protocol):
 
 
 class Loggers:
-    """All loggers of a run. One that breaks is dropped with a note: training goes on without it."""
+    """All loggers of a run. One that fails is dropped with a note, and training continues without it."""
 
     def __init__(
         self, openers: Mapping[str, Callable[[str, Spec], JobLogger]], jobs: Mapping[str, Spec]
@@ -44,7 +44,7 @@ class Loggers:
         self.notes: list[str] = []
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Take one line of metrics.jsonl; values that are not finite numbers are left out."""
+        """Log one line of metrics.jsonl; values that are not finite numbers are omitted."""
         if not self._openers:
             return
         values = {
@@ -70,13 +70,13 @@ class Loggers:
         try:
             action()
         except Exception as error:
-            # A tracker is a spectator: whatever goes wrong there must not cost a job its training.
+            # A tracker only observes: its errors must not stop training.
             if self._openers.pop(name, None) is not None:
                 self.notes.append(f"{name} was given up: {type(error).__name__}: {error}")
 
 
 def open_loggers(names: Sequence[str], output: Path, jobs: Mapping[str, Spec]) -> Loggers:
-    """Loggers by their names in `report_to`. `jobs` are the resolved specs by job name."""
+    """Open the loggers named in `report_to`. `jobs` maps job name → resolved spec."""
     makers = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
     check_trackers(names)
     return Loggers({name: makers[name](output) for name in names}, jobs)
@@ -98,7 +98,7 @@ def _tensorboard(output: Path) -> Callable[[str, Spec], JobLogger]:
 
 
 class TensorboardLogger:
-    """Event files written with tensorboard's own writer, since torch's would bring torch in here."""
+    """A logger that writes event files with tensorboard's own writer, since torch's would import torch."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -111,7 +111,7 @@ class TensorboardLogger:
 
     def log(self, step: int, time: float, values: Mapping[str, float]) -> None:
         if self._fresh:
-            # Steps that a killed run had logged beyond its checkpoint come again: the old ones are void.
+            # Steps that a killed run had logged beyond its checkpoint are repeated: the old ones are void.
             start = self._session(status=self._session.START)
             self._writer.add_event(self._event(wall_time=time, step=step, session_log=start))
             self._fresh = False
@@ -127,7 +127,7 @@ def _wandb(output: Path) -> Callable[[str, Spec], JobLogger]:
 
 
 def _log_in_to_wandb() -> None:
-    """Before the run and not at its first line: wandb may ask for a key, and a mistake is told at once."""
+    """Log in before the run starts: wandb may ask for a key, and errors are reported at once."""
     import wandb
 
     try:
@@ -138,7 +138,7 @@ def _log_in_to_wandb() -> None:
 
 
 class WandbLogger:
-    """A run whose id follows from folder and job, so that a resumed job continues its run."""
+    """A logger whose run id is derived from folder and job, so that a resumed job continues its run."""
 
     def __init__(self, output: Path, job: str, spec: Spec) -> None:
         import wandb
@@ -174,7 +174,8 @@ def _mlflow(output: Path) -> Callable[[str, Spec], JobLogger]:
 
 
 class MlflowLogger:
-    """A run in the experiment named after the output folder; without a tracking server, in its mlflow.db."""
+    """A logger whose runs are in the experiment named after the output folder; without a tracking server they
+    are in its mlflow.db."""
 
     def __init__(self, client: MlflowClient, experiment: str, job: str, spec: Spec) -> None:
         self._client = client

@@ -14,8 +14,8 @@ from weftune.report.view import in_order, page_view
 
 
 def write_report(output: Path, run: Run | None = None) -> Path:
-    """Draw `report.html` of an output folder anew, and return its path; `run` is the folder where it was read
-    already."""
+    """Write `report.html` of an output folder and return its path. `run` is the folder's content if it was
+    already read."""
     run = run or read_run(output)
     target = output / "report.html"
     draft = output / "report.html.tmp"

@@ -1,7 +1,7 @@
 """Predictions beside measurements, window by window, and their errors.
 
-Only windows count whose jobs or lengths differ from the window before: the others repeat what was just seen.
-Windows with a first pass of its kind, which may compile kernels or capture a graph, are counted separately.
+Only windows whose jobs or lengths differ from the window before are counted: the others repeat it. Windows
+with the first pass of a kind, which may compile kernels or capture a graph, are counted separately.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ COLUMNS = (
 )
 
 FEWEST, WORST = 4, 0.25
-"""A headline about predictions needs so many windows, and a mean error of at most this share."""
+"""Least number of windows and largest mean error for a headline about predictions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """Mean distances from what was measured, as shares of it."""
+    """Mean relative errors of the predictions."""
 
     windows: int
     seconds: float | None
@@ -43,9 +43,9 @@ class Errors:
 class Promises:
     changed: Errors
     unsettled: Errors
-    """Of those that changed, the windows in which something was compiled or captured."""
+    """Errors of the changed windows in which something was compiled or captured."""
     first: WindowLine | None
-    """Predicted before this run had measured anything."""
+    """The first window, predicted before this run had measured anything."""
 
 
 def tally(windows: Sequence[WindowLine]) -> Promises:
@@ -58,7 +58,7 @@ def tally(windows: Sequence[WindowLine]) -> Promises:
 
 
 def seconds_off(window: WindowLine) -> float | None:
-    """Below 0 where the window took longer than predicted."""
+    """Return the relative error of the predicted time; negative if the window took longer than predicted."""
     return _off(window.predicted_seconds, window.seconds)
 
 
@@ -67,7 +67,7 @@ def peak_off(window: WindowLine) -> float | None:
 
 
 def rows(windows: Sequence[WindowLine]) -> list[tuple[str, ...]]:
-    """One for each window, under `COLUMNS`."""
+    """Return one row per window, with the columns `COLUMNS`."""
     return [
         (
             str(number),
@@ -86,9 +86,9 @@ def rows(windows: Sequence[WindowLine]) -> list[tuple[str, ...]]:
 
 
 def headline(windows: Sequence[WindowLine]) -> str | None:
-    """How good predictions were, where enough windows were predicted well enough to say so in one line.
+    """Return one line about the errors; None unless enough windows were predicted well enough.
 
-    On a busy machine windows take as long as its other work lets them, which is no news about predictions.
+    On a busy machine the time of a window depends on other work, which says nothing about predictions.
     """
     found = tally(windows).changed
     if found.windows < FEWEST or found.seconds is None or found.seconds > WORST:
@@ -99,7 +99,7 @@ def headline(windows: Sequence[WindowLine]) -> str | None:
 
 
 def sentences(windows: Sequence[WindowLine]) -> list[str]:
-    """For the reader of the table: how far predictions were off, and what the first was made from."""
+    """Return sentences for the table: the errors of predictions, and the source of the first one."""
     found = tally(windows)
     told = []
     if found.changed.seconds is not None:

@@ -1,4 +1,4 @@
-"""The files of an output folder -> records. What a killed run left torn is skipped, never fatal."""
+"""Reading the files of an output folder. Lines that a killed run left incomplete are skipped, never fatal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StepLine:
 
     step: int
     loss: float | None
-    """None where it was not finite."""
+    """Loss of the step. None if it was not finite."""
     tokens: int
     time: float
 
@@ -38,19 +38,19 @@ class EvalLine:
     loss: float | None
     time: float
     tokens: int = 0
-    """Held-out tokens that the loss is the mean of; 0 if the folder does not say."""
+    """Number of held-out tokens that the loss is averaged over; 0 if the folder does not say."""
     accuracy: float | None = None
-    """The share of these tokens that the model would have chosen itself."""
+    """Share of these tokens that the model itself would have chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowLine:
-    """One executed window: what was measured beside what was predicted."""
+    """One executed window, with measured and predicted values."""
 
     tokens: int
     microbatches: int
     shared: int
-    """Microbatches that hold two jobs or more."""
+    """Number of microbatches that hold two or more jobs."""
     seconds: float
     predicted_seconds: float | None
     peak_bytes: float | None
@@ -59,9 +59,9 @@ class WindowLine:
     changed: bool = True
     """Whether its jobs or the lengths of its samples differ from the window before."""
     unsettled: int = 0
-    """Passes in which kernels were compiled or a graph captured."""
+    """Number of passes in which kernels were compiled or a graph captured."""
     source: str = ""
-    """Where the predicted time comes from."""
+    """Source of the predicted time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class JobRecord:
     base_loss: float | None = None
     """Validation loss of the base without an adapter; None if the run did not record it."""
     warning: str = ""
-    """What is wrong with the result, such as an adapter that is worse than the base; empty if nothing is."""
+    """Problem with the result, such as an adapter that is worse than the base; empty if there is none."""
     spec: Mapping[str, Any] = field(default_factory=dict)
     """The resolved spec; empty for a job that never started."""
     base: Mapping[str, Any] = field(default_factory=dict)
@@ -106,10 +106,10 @@ class Run:
     jobs: tuple[JobRecord, ...]
     windows: tuple[WindowLine, ...]
     wall_times: tuple[WallTime, ...] = ()
-    """Of every process that trained into the folder."""
+    """Wall time of every process that trained into the folder."""
     sweeps: tuple[SweepRecord, ...] = ()
     command: str | None = None
-    """As in the status: the shell command that resumes the run."""
+    """Shell command that resumes the run, as recorded in the status."""
 
     @property
     def trials(self) -> frozenset[str]:
@@ -118,7 +118,7 @@ class Run:
 
     @property
     def left(self) -> frozenset[str]:
-        """The trials that left their sweep before their end: nothing is wrong with them."""
+        """The trials that were dropped from their sweep before their end; this is not a failure."""
         return frozenset(
             trial.name for sweep in self.sweeps for trial in sweep.trials if trial.state == "left"
         )
@@ -132,7 +132,7 @@ class _Curves:
     evaluations: dict[int, EvalLine] = field(default_factory=dict)
 
     def add_step(self, line: StepLine) -> None:
-        # A resumed or restarted job writes its steps again: what it wrote beyond that point no longer holds.
+        # A resumed or restarted job writes its steps again: lines beyond that point are obsolete.
         if self.losses and line.step <= max(self.losses):
             self.losses = {step: kept for step, kept in self.losses.items() if step < line.step}
             self.evaluations = {step: kept for step, kept in self.evaluations.items() if step < line.step}
@@ -183,7 +183,7 @@ def read_run(output: Path) -> Run:
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
-    """The JSON objects of a file; lines that a kill left torn are counted in `notes`, but for the last."""
+    """Return the JSON objects of a file; incomplete lines other than the last are counted in `notes`."""
     if not path.exists():
         return []
     texts = [text for text in path.read_text(encoding="utf-8", errors="replace").split("\n") if text.strip()]
@@ -206,7 +206,8 @@ def _read_lines(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
 
 
 def _metrics(output: Path, shares: Sequence[RunStatus], notes: list[str]) -> list[Mapping[str, Any]]:
-    """Of a job that a share trains only what the share says: that holds what came before it too."""
+    """Return all lines of metrics. For a job that a share trains, only the share's lines count: they include
+    those from before the share."""
     owned = frozenset(name for share in shares for name in share.jobs)
     own = [line for line in _read_lines(output / METRICS, notes) if str(line.get("job")) not in owned]
     return [
@@ -233,7 +234,7 @@ def _read_curves(lines: list[Mapping[str, Any]]) -> dict[str, _Curves]:
         job = curves.setdefault(str(line["job"]), _Curves())
         step, moment = _count(line["step"]), _number(line.get("time")) or 0.0
         if RUNG_LOSS in line or BASE_LOSS in line:
-            # These are losses of other weights than those that are trained: no points of their curve.
+            # These are losses of other weights than the trained ones, so they are no points of the curve.
             continue
         if "eval_loss" in line:
             evaluation = EvalLine(
@@ -295,7 +296,7 @@ def _read_job_file(output: Path, name: str, notes: list[str]) -> Mapping[str, An
     from weftune.core.plain_yaml import load_yaml
 
     path = output / name / "job.yaml"
-    # Names come from files: one that climbs out of the folder reads nothing.
+    # Names come from files: one that points outside the folder reads nothing.
     if path.parent.parent != output or name in ("", ".", "..") or not path.is_file():
         return {}
     try:
@@ -313,7 +314,7 @@ def _read_sweeps(output: Path, notes: list[str]) -> tuple[SweepRecord, ...]:
         except DamagedSweep as error:
             notes.append(f"{path.parent.name}/{SWEEP_FILE} cannot be used ({error.complaint}).")
             continue
-        # The folder's name is what its paths are made of.
+        # Paths are built from the folder's name.
         if record is not None and record.name == path.parent.name:
             found.append(record)
     return tuple(found)
@@ -336,7 +337,7 @@ def _window(line: Mapping[str, Any]) -> WindowLine:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number or None: `json` reads NaN and 1e400 without complaint."""
+    """Return a finite number or None: `json` accepts NaN and 1e400."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)

@@ -1,4 +1,4 @@
-"""How to use a finished adapter, and how to go on with an unfinished one: lines to copy."""
+"""Code and commands to copy: how to use a finished adapter, and how to resume an unfinished one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from weftune.report.read import JobRecord, Run
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """What to do about a job that has no finished adapter, and the command."""
+    """A remedy for a job that has no finished adapter, and its command."""
 
     words: str
     command: str
 
 
 def base_spec(job: JobRecord, run: Run) -> BaseSpec | None:
-    """The base as the job was trained on it; None if the folder does not say which base that was."""
+    """Return the base that the job was trained on; None if the folder does not say which."""
     model = job.base.get("model") or run.base
     if not model:
         return None
@@ -38,7 +38,7 @@ def base_spec(job: JobRecord, run: Run) -> BaseSpec | None:
 
 
 def load_snippet(base: BaseSpec, folder: Path) -> str:
-    """Python that loads the adapter in `folder` with PEFT onto the base that it was trained on."""
+    """Return Python that loads the adapter in `folder` with PEFT onto the base that it was trained on."""
     name = base.published_name
     arguments = [repr(name)]
     if name.endswith(".gguf"):
@@ -67,7 +67,11 @@ def load_snippet(base: BaseSpec, folder: Path) -> str:
 
 
 def _quantisation_lines(base: BaseSpec, folder: Path) -> list[str]:
-    """For nf4 the same format by bitsandbytes; for formats that transformers cannot load, what differs."""
+    """Return lines for a quantised base.
+
+    For nf4, bitsandbytes makes the same format; for formats that transformers cannot load, comments say what
+    differs.
+    """
     if base.quantize is None:
         return []
     if base.quantize == "nf4":
@@ -91,7 +95,7 @@ def _quantisation_lines(base: BaseSpec, folder: Path) -> list[str]:
 
 
 def _in_wrapper(folder: Path) -> bool:
-    """Whether the adapter is for the text tower of a model that sees images too."""
+    """Return whether the adapter is for the text tower of a model that also takes images."""
     try:
         targets = read_config(folder).get("target_modules")
     except AdapterError:
@@ -100,13 +104,13 @@ def _in_wrapper(folder: Path) -> bool:
 
 
 def generate_command(folder: Path) -> str:
-    """The shell command that lets the base and the adapter answer side by side."""
+    """Return the shell command that shows the answers of base and adapter side by side."""
     return f'weftune generate {shlex.quote(str(folder))} "your prompt" --against-base'
 
 
 def remedies(job: JobRecord, command: str | None = None) -> tuple[Remedy, ...]:
-    """How to go on with a job, best first; nothing for one that has succeeded. `command` is what the run's
-    status records."""
+    """Return the remedies for a job, best first; none for one that has succeeded. `command` is the one
+    that the run's status records."""
     resumed, anew = resume_line(command), resume_line(command, restart=[job.name])
     if job.state == "succeeded":
         return ()
@@ -133,6 +137,6 @@ def _diverged(reason: str) -> bool:
 
 
 def _lower(learning_rate: Any) -> str:
-    """A tenth of the job's own learning rate."""
+    """Return a tenth of the job's own learning rate."""
     known = isinstance(learning_rate, int | float) and learning_rate > 0
     return f"{learning_rate / 10:g}" if known else "1e-5"

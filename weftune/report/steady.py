@@ -1,4 +1,4 @@
-"""Standard output that cannot end a run: a closed pipe or a full disk is said once, then forgotten."""
+"""Standard output that cannot end a run: a closed pipe or a full disk is reported once, then ignored."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import IO, Any, cast
 
 
 def steady_output() -> IO[str]:
-    """Standard output, to print to while training."""
+    """Return standard output, to print to while training."""
     return cast("IO[str]", _Steady(sys.stdout))
 
 
 class _Steady:
-    """Hands everything to the stream below; a write that fails is the last that anybody sees."""
+    """A wrapper that passes everything to a stream; after a write that fails, output is discarded."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -36,7 +36,7 @@ class _Steady:
         return getattr(self._stream, name)
 
     def _give_up(self, error: Exception) -> None:
-        """Later writes go nowhere, the interpreter's own flush at its end among them."""
+        """Redirect later writes to the null device, including the interpreter's own flush at exit."""
         if isinstance(error, UnicodeError):
             raise error
         with suppress(OSError, ValueError):

@@ -1,6 +1,6 @@
 """Charts as HTML and SVG that fit any width without a script.
 
-The plot is an SVG that is stretched to its box; its lines keep their width, and dots are lines of no length
+The plot is an SVG that is stretched to its box; its lines keep their width, and dots are lines of zero length
 with round ends. Ticks and labels are HTML beside it, placed in percent, so that text is never stretched. The
 page's script only adds what follows the pointer.
 """
@@ -17,9 +17,9 @@ from markupsafe import Markup
 from weftune.report.curves import Point
 
 UNITS = 1000
-"""The width and the height of a plot in its own coordinates."""
+"""Width and height of a plot in its own coordinates."""
 LOG_RATIO = 10
-"""An axis is logarithmic if the largest value is more than so many times the median: on a linear axis the
+"""An axis is logarithmic if the largest value is more than this multiple of the median: on a linear axis the
 other values would share a tenth of the height."""
 MAX_TICKS = 6
 DASHES = {"solid": "", "dash": "6 4", "dot": "2 3", "dashdot": "7 3 2 3"}
@@ -27,7 +27,7 @@ DASHES = {"solid": "", "dash": "6 4", "dot": "2 3", "dashdot": "7 3 2 3"}
 
 @dataclass(frozen=True, slots=True)
 class Pen:
-    """How a line is drawn."""
+    """Colour and dashes of a line."""
 
     colour: str
     dash: str = "solid"
@@ -50,7 +50,7 @@ class Axis:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Where a value lies, from 0 to 1; values outside the range lie at its nearer end."""
+        """Return the position of a value, from 0 to 1; values outside the range are at the nearer end."""
         if self.log:
             value, low, high = (math.log(max(one, 1e-300)) for one in (value, self.low, self.high))
         else:
@@ -72,9 +72,9 @@ class Series:
     group: str = ""
     """Series of one group are shown and hidden together by a button of the legend."""
     tips: Sequence[str] = ()
-    """What the pointer shows at each point instead of its numbers."""
+    """Text that the pointer shows at each point instead of its numbers."""
     silent: bool = False
-    """Whether the pointer passes over it."""
+    """Whether the pointer ignores the series."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +95,14 @@ class Figure:
     """Whether the names of the series stand above the plot."""
     height: int = 260
     unit: str = ""
-    """Stands behind a value that the pointer shows."""
+    """Unit after a value that the pointer shows."""
 
 
 # -- axes -----------------------------------------------------------------------------------------------
 
 
 def value_axis(label: str, values: Iterable[float], *, from_zero: bool = False, margin: float = 0.05) -> Axis:
-    """An axis for measured values: logarithmic where one outlier would flatten the others."""
+    """Return an axis for measured values: logarithmic if an outlier would flatten the others."""
     known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(known), max(known)
     if low > 0 and high > LOG_RATIO * median(known):
@@ -130,13 +130,13 @@ def log_axis(label: str, low: float, high: float) -> Axis:
 
 
 def count_axis(label: str, low: float, high: float) -> Axis:
-    """An axis of whole numbers, such as steps."""
+    """Return an axis of whole numbers, such as steps."""
     ticks = tuple((tick, f"{tick:,.0f}") for tick in round_ticks(low, high) if tick == int(tick))
     return Axis(label=label, low=low, high=high if high > low else low + 1, ticks=ticks)
 
 
 def round_ticks(low: float, high: float) -> list[float]:
-    """Round numbers between both ends: 1, 2 or 5 times a power of ten apart."""
+    """Return round numbers between both ends, 1, 2 or 5 times a power of ten apart."""
     if not high > low:
         return [low]
     rough = (high - low) / (MAX_TICKS - 1)
@@ -156,9 +156,9 @@ def number_label(value: float) -> str:
 
 
 def figure_html(figure: Figure) -> Markup:
-    """The chart as one HTML element."""
+    """Return the chart as one HTML element."""
     x, y = figure.x, figure.y
-    # The widest label of the vertical axis decides how much room stands left of the plot.
+    # The widest label of the vertical axis determines the space left of the plot.
     room = max((len(text) for _, text in y.ticks), default=1)
     parts = [
         Markup('<div class="plot" style="--height: {}px; --room: {}ch" data-unit="{}" {}>').format(
@@ -182,7 +182,7 @@ def figure_html(figure: Figure) -> Markup:
 
 
 def _ranges(figure: Figure) -> Markup:
-    """Both axes for the script, which turns places of the plot into numbers again."""
+    """Return both axes for the script, which converts positions in the plot back to numbers."""
     pairs = (("x", figure.x), ("y", figure.y))
     return Markup(" ").join(
         Markup('data-{0}="{1:.9g} {2:.9g} {3}" data-{0}-label="{4}"').format(
@@ -204,7 +204,7 @@ def _legend(figure: Figure) -> Markup:
 
 
 def pen_html(pen: Pen, dots: bool = False) -> Markup:
-    """A sample of a line for legends and tables."""
+    """Return a sample of a line for legends and tables."""
     if dots:
         return Markup(
             '<svg class="pen dot" viewBox="0 0 10 10" aria-hidden="true">'
@@ -272,7 +272,7 @@ def _series(figure: Figure, series: Series) -> Markup:
 
 
 def _path(places: Sequence[tuple[str, str] | None]) -> str:
-    """Moves and lines; a gap begins a new line."""
+    """Return the moves and lines of an SVG path; a gap begins a new line."""
     text, pen_down = [], False
     for place in places:
         if place is not None:
@@ -286,7 +286,7 @@ def _along(place: float) -> str:
 
 
 def _down(place: float) -> str:
-    """The vertical coordinate, 0 at the top. Two decimals keep four digits of a value that is read back."""
+    """Return the vertical coordinate, 0 at the top. Two decimals keep four digits of a value read back."""
     return f"{UNITS * (1 - place):.2f}".rstrip("0").rstrip(".")
 
 
@@ -297,14 +297,14 @@ def _down(place: float) -> str:
 class ParallelAxis:
     name: str
     ticks: tuple[tuple[float, str], ...]
-    """Places from 0 to 1, and what stands there."""
+    """Position of each tick, from 0 to 1, and its label."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Parallel coordinates: a line leads through its place, from 0 to 1, on each axis.
+    """Parallel coordinates: a line passes through its position, from 0 to 1, on each axis.
 
-    The points of a series have the number of the axis as x and the place on it as y.
+    The points of a series have the number of the axis as x and the position on it as y.
     """
 
     axes: Sequence[ParallelAxis]
@@ -312,7 +312,7 @@ class Parallel:
 
 
 def parallel_html(chart: Parallel) -> Markup:
-    """The chart twice: its axes side by side for wide screens, one below the other for narrow ones."""
+    """Return the chart twice: axes side by side for wide screens, one below the other for narrow ones."""
     return _parallel(chart, upright=True) + _parallel(chart, upright=False)
 
 

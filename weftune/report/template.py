@@ -1,4 +1,4 @@
-"""Templates -> self-contained HTML pages.
+"""Self-contained HTML pages, rendered from templates.
 
 User-given text reaches a page in two ways only: escaped by markupsafe (in the template and in charts), and as
 JSON in data blocks that no browser executes. The content security policy allows the page's own script by its
@@ -39,7 +39,7 @@ def render(template: str, view: object, timelines: Mapping[str, Any]) -> str:
 
 
 def chart_page(title: str, figure: Figure) -> str:
-    """A page with one chart and no script."""
+    """Return a page with one chart and no script."""
     from markupsafe import Markup
 
     text = Markup(
@@ -50,21 +50,21 @@ def chart_page(title: str, figure: Figure) -> str:
 
 
 def _part(name: str) -> str:
-    """One of the files beside this one, without the newline at its end."""
+    """Return the content of a file beside this one, without the newline at its end."""
     return files("weftune.report").joinpath(name).read_text(encoding="utf-8").strip()
 
 
 def _data_block(value: object) -> str:
-    """JSON that can stand inside a script element: nothing in it can end the element or open a comment."""
+    """Return JSON for use inside a script element: nothing in it can end the element or open a comment."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _policy(scripts: Sequence[str]) -> str:
-    """Nothing may be fetched, and only the page's own scripts run.
+    """Return a content security policy: nothing may be fetched, and only the page's own scripts run.
 
-    Styles are free because charts place their labels with style attributes; with nothing to fetch from, a
-    style can carry nothing out.
+    Inline styles are allowed because charts place their labels with style attributes; since nothing may be
+    fetched, a style cannot send data out.
     """
     return "; ".join(
         (

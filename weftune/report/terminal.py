@@ -1,4 +1,4 @@
-"""What training shows in the terminal: a live table, or plain lines where there is no terminal."""
+"""The terminal output of training: a live table, or plain lines if there is no terminal."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ STATE_STYLES = {
     "cancelled": "yellow",
 }
 TRIAL_STYLES = {"waiting": "dim", "resting": "yellow", "dropped": "dim", "finished": "green"}
-"""What trials of a sweep are called where a job has another word."""
+"""Styles of the states that only trials of a sweep have."""
 
 _REMEMBERED_SECONDS = 60.0
-"""A pace is measured over this: long enough to span windows, short enough to follow who comes and goes."""
+"""Seconds over which a pace is measured: long enough to span windows, short enough to follow changes."""
 _APART_SECONDS = 0.25
 _REDRAW_SECONDS = 0.1
 _DRAW_SHARE = 0.05
-"""Of the time that may be spent drawing: a frame with many rows takes longer than a small job."""
+"""Share of the time that may be spent drawing: a frame with many rows takes longer than a small job."""
 _MANY = 64
-"""Without a terminal, more jobs than these are told of together; one by one they would fill a log, and slow
-training down."""
+"""Number of jobs above which, without a terminal, lines are about all jobs together; single lines would fill
+a log and slow down training."""
 _TOGETHER_SECONDS = 10.0
-"""Between two lines about all jobs."""
+"""Seconds between two lines about all jobs."""
 _STOPPED = ("failed", "paused", "cancelled")
 _REASONS = 4
 _FRAME_LINES = _REASONS + 4
-"""Lines of the live view that are not rows of jobs."""
+"""Number of lines of the live view that are not rows of jobs."""
 _LEADERS = 3
 _SWEEP_LINES = 3
-"""Lines about each sweep."""
+"""Number of lines about each sweep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRow:
-    """Where a job stands."""
+    """The progress of a job."""
 
     name: str
     state: str = "queued"
@@ -63,7 +63,7 @@ class JobRow:
     loss: float | None = None
     eval_loss: float | None = None
     tokens: int = 0
-    """Trained since the job began."""
+    """Number of tokens trained since the job began."""
     reason: str = ""
 
 
@@ -75,15 +75,15 @@ class Moment:
 
 
 class Pace:
-    """How fast something goes, from what happened in the last minute."""
+    """The speed of a job or of the run, measured over the last minute."""
 
     def __init__(self) -> None:
         self._moments: deque[Moment] = deque()
         self._burst = float("-inf")
-        """When the burst began whose end is the last moment."""
+        """Start of the burst that ends with the last moment."""
 
     def add(self, moment: Moment) -> None:
-        # Jobs report in bursts, and a burst is not speed: of each only its end is remembered.
+        # Jobs report in bursts, which say nothing about speed: only the end of each is kept.
         if moment.time - self._burst < _APART_SECONDS:
             self._moments.pop()
         else:
@@ -108,7 +108,7 @@ class Pace:
 
 
 class LiveView:
-    """Follows the jobs of a run; the trainer calls `update` whenever a job has moved."""
+    """A live view of the jobs of a run; the trainer calls `update` whenever a job has made progress."""
 
     def __init__(
         self, console: Console, jobs: Sequence[JobRow], clock: Callable[[], float] = time.monotonic
@@ -118,16 +118,16 @@ class LiveView:
         self._rows = {row.name: row for row in jobs}
         self._sweeps: dict[str, SweepRecord] = {}
         self._trials: dict[str, str] = {}
-        """Of the sweeps: trial → its state there."""
+        """Trial → its state in its sweep."""
         self._started = clock()
         self._next_draw = self._started + _REDRAW_SECONDS
         self._next_line = self._started + _TOGETHER_SECONDS
         self._paces = {row.name: Pace() for row in jobs}
         self._overall = Pace()
         self._steps, self._tokens = sum(row.step for row in jobs), sum(row.tokens for row in jobs)
-        """Of all jobs; kept, since thousands of them report."""
+        """Steps and tokens of all jobs, as running sums, since thousands of jobs may report."""
         self._lock = RLock()
-        """Rows change in the trainer's thread and are drawn in rich's, too, which keeps the clock going."""
+        """Lock of the rows: the trainer changes them, and rich's thread draws them to update the clock."""
         self._live = (
             Live(console=console, get_renderable=self._frame, refresh_per_second=1)
             if _can_redraw(console)
@@ -151,9 +151,9 @@ class LiveView:
             self._live.stop()
 
     def update(self, row: JobRow) -> None:
-        """A job has moved; one that is not known yet has joined."""
+        """Show the new progress of a job; a job that is not known yet is added."""
         with self._lock:
-            # What a job had done before it joined is no speed.
+            # Progress from before the job joined does not count as speed.
             before = self._rows.get(row.name) or JobRow(name=row.name, step=row.step, tokens=row.tokens)
             pace = self._paces.setdefault(row.name, Pace())
             self._rows[row.name] = row
@@ -168,7 +168,7 @@ class LiveView:
             self._draw()
 
     def sweep(self, record: SweepRecord) -> None:
-        """A sweep has moved: its trials' states, its rungs or its winners."""
+        """Show the new state of a sweep: its trials' states, its rungs or its winners."""
         with self._lock:
             before = self._sweeps.get(record.name)
             self._sweeps[record.name] = record
@@ -180,7 +180,7 @@ class LiveView:
             self._draw()
 
     def _tell(self, before: JobRow, row: JobRow, pace: Pace) -> None:
-        """A line about the job where it is worth one; of many jobs, about all of them once in a while."""
+        """Print a line about the job if it is worth one; with many jobs, one about all at intervals."""
         if len(self._rows) <= _MANY and row.name not in self._trials:
             if _worth_a_line(before, row):
                 self._print(_line(row, pace))
@@ -192,11 +192,11 @@ class LiveView:
             self._next_line = self._clock() + _TOGETHER_SECONDS
 
     def _left(self, row: JobRow) -> bool:
-        """Whether it left its sweep early, which is no news: its rung has been told of."""
+        """Return whether the trial was dropped from its sweep, which the line about its rung reports."""
         return self._trials.get(row.name) == "left"
 
     def note(self, text: str) -> None:
-        """A sentence for the user, above the table."""
+        """Print a sentence for the user above the table."""
         self._print(text)
 
     def _print(self, text: str) -> None:
@@ -213,7 +213,7 @@ class LiveView:
         self._next_draw = drawn + max(_REDRAW_SECONDS, (drawn - began) / _DRAW_SHARE)
 
     def _frame(self) -> Group:
-        """All that is live, as it stands now."""
+        """Return the current content of the live view."""
         with self._lock:
             rows = [self._in_its_words(row) for row in self._rows.values()]
             leading = {trial.name for record in self._sweeps.values() for trial in leaders(record, _LEADERS)}
@@ -233,7 +233,7 @@ class LiveView:
             return Group(*lines, *table, *more, *_reasons([*told, *failed]), self._overall_line(rows))
 
     def _as_seated(self, record: SweepRecord) -> SweepRecord:
-        """With those as running who have come aboard since it was recorded."""
+        """Return the record with trials as running that were admitted since it was recorded."""
         trials = tuple(
             replace(trial, state="running")
             if trial.state == "waiting"
@@ -245,7 +245,7 @@ class LiveView:
         return replace(record, trials=trials)
 
     def _in_its_words(self, row: JobRow) -> JobRow:
-        """A trial with the state that it has in its sweep, where that says more."""
+        """Return the row with a trial's state in its sweep, if that says more."""
         state = trial_state_text(self._trials.get(row.name, ""))
         if state in TRIAL_STYLES and row.state in ("queued", "cancelled", "succeeded"):
             return replace(row, state=state)
@@ -275,7 +275,7 @@ class LiveView:
 
 
 def _can_redraw(console: Console) -> bool:
-    """In a terminal, or in a notebook that has the widgets which rich draws in; elsewhere there are lines."""
+    """Return whether a live view works: in a terminal, or a notebook with the widgets that rich needs."""
     if console.is_jupyter:
         return find_spec("ipywidgets") is not None
     return console.is_terminal and not console.is_dumb_terminal
@@ -284,8 +284,8 @@ def _can_redraw(console: Console) -> bool:
 def _most_telling(
     rows: Sequence[JobRow], room: int, trials: Collection[str] = (), leading: Collection[str] = ()
 ) -> list[JobRow]:
-    """The rows that fit, running jobs before queued and ended ones, in the order of the jobs file. Where not
-    all fit, of a sweep's trials those that lead and those aboard: the rest is summed up above."""
+    """Return the rows that fit, running jobs before queued and ended ones, in the order of the jobs file. If
+    not all fit, only the leading and running trials of a sweep are shown: the rest is summarised above."""
     if len(rows) <= max(room, 3):
         return list(rows)
     importance = {"running": 0, "failed": 1, "paused": 1, "queued": 2}
@@ -328,7 +328,7 @@ def _style(state: str) -> str:
 
 
 def _sweep_lines(record: SweepRecord) -> list[str]:
-    """Seats, rungs and leaders of a sweep, a line each."""
+    """Return one line each about the trials' states, the rungs and the leaders of a sweep."""
     words = {"running": "aboard"}
     seats = " · ".join(
         f"{count} {words.get(state) or trial_state_text(state)}" for state, count in counts(record).items()
@@ -343,12 +343,12 @@ def _sweep_lines(record: SweepRecord) -> list[str]:
 
 
 def _told_of(record: SweepRecord) -> tuple[object, ...]:
-    """What is worth a line when it changes."""
+    """Return the values of a sweep whose change deserves a line."""
     return len(record.decisions), record.best
 
 
 def _reasons(rows: Sequence[JobRow]) -> list[Text]:
-    """Why jobs failed, stopped or wait, those that will not go on by themselves first, one line each."""
+    """Return a line per job that failed, stopped or waits; those that will not resume unaided come first."""
     stopped = ("failed", "paused")
     told = sorted((row for row in rows if row.reason), key=lambda row: row.state not in stopped)[:_REASONS]
     return [
@@ -358,7 +358,7 @@ def _reasons(rows: Sequence[JobRow]) -> list[Text]:
 
 
 def _worth_a_line(before: JobRow, row: JobRow) -> bool:
-    """A change of state, an evaluation, or another tenth of the run."""
+    """Return whether the state or the validation loss changed, or another tenth of the run is done."""
     tenths = 10 * row.step // max(row.steps, 1), 10 * before.step // max(row.steps, 1)
     return row.state != before.state or row.eval_loss != before.eval_loss or tenths[0] > tenths[1]
 

@@ -1,4 +1,4 @@
-"""A pipeline's last window as predicted and as measured: kept in the output, drawn one above the other."""
+"""Predicted and measured timelines of a pipeline's last window: stored in the output, drawn on the page."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from weftune.report.gantt import COLOURS, Bar, about, kind_of, timeline_data
 
 TIMELINES = "timelines.json"
 MOST_BARS = 2000
-"""Of a longer window the first are kept."""
+"""Maximum number of bars; of a longer window the first ones are kept."""
 COLUMNS = ("worker", "bubbles foreseen", "measured", "in the steady part foreseen", "measured")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """One timeline, as far as the page shows it."""
+    """The part of a timeline that the page shows."""
 
     seconds: float
     bubbles: tuple[float, ...]
-    """For each worker, the share of the window in which it does not compute."""
+    """Share of the window in which each worker does not compute."""
     steady: tuple[float, ...]
-    """The same from when all workers have begun until one has no Forward left."""
+    """Share of idle time of each worker, from when all workers have begun until one has no Forward left."""
     bars: tuple[Bar, ...]
 
 
@@ -38,7 +38,7 @@ class Timelines:
 
 
 def drawn(timeline: Timeline, program: Program) -> Drawn:
-    """What workers compute; what they exchange runs beside it, and is in the trace."""
+    """Return the bars of the workers' computation; transfers run beside it and are in the trace only."""
     computed = sorted(
         (one for one in timeline.events if one.lane is Lane.compute and one.stop > one.start),
         key=lambda one: one.start,
@@ -67,7 +67,7 @@ def write_timelines(output: Path, timelines: Timelines) -> None:
 
 
 def read_timelines(output: Path) -> Timelines | None:
-    """None where there is none, or where it cannot be read: a page without the charts is better than none."""
+    """Read the timelines. Return None if there are none or they cannot be read: the page can do without."""
     try:
         found = json.loads((output / TIMELINES).read_text(encoding="utf-8"))
         return Timelines(foreseen=_read(found["foreseen"]), measured=_read(found["measured"]))
@@ -112,7 +112,7 @@ class TimelineChart:
 
 
 def timeline_charts(timelines: Timelines) -> tuple[TimelineChart, ...]:
-    """Foreseen above, measured below, on one scale."""
+    """Return the predicted and the measured timeline, on one scale."""
     both = (timelines.foreseen, timelines.measured)
     longest = max(one.seconds for one in both)
     workers = len(timelines.measured.bubbles)
@@ -131,7 +131,7 @@ def _chart(name: str, title: str, shown: Drawn, longest: float, workers: int) ->
 
 
 def bubble_rows(timelines: Timelines) -> list[tuple[str, ...]]:
-    """One for each worker, under `COLUMNS`."""
+    """Return one row per worker, with the columns `COLUMNS`."""
     foreseen, measured = timelines.foreseen, timelines.measured
     columns: Sequence[Sequence[float]] = (
         foreseen.bubbles,

@@ -1,4 +1,4 @@
-"""What the page leads with: which adapter is best, how it does against the base, and on how many rows."""
+"""Verdicts at the top of the page: the best adapter, its change against the base, and on how many rows."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from weftune.report.sweeps.standing import leaders
 from weftune.report.words import loss_text, plural
 
 _MOST_GROUPS = 4
-"""Sets of held-out rows that have a verdict of their own; of more, those with the most jobs."""
+"""Number of sets of held-out rows that have a verdict of their own: those with the most jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunVerdict:
-    """One sentence about a set of jobs that can be compared, in the parts that the page sets apart."""
+    """One sentence about a set of jobs that can be compared, in the parts that the page formats apart."""
 
     lead: str
     change: str = ""
-    """How far the loss lies below or above the base."""
+    """Difference of the loss from the base."""
     tone: str = ""
-    """good or worse, for the change; bad where there is no result."""
+    """`good` or `worse` for the change; `bad` if there is no result."""
     losses: str = ""
     basis: str = ""
-    """The rows and tokens that it rests on."""
+    """Rows and tokens that the verdict is based on."""
     caution: str = ""
 
 
 def verdicts(run: Run) -> tuple[RunVerdict, ...]:
-    """One for each sweep and for each set of held-out rows; one in all where nothing was evaluated."""
+    """Return one verdict per sweep and per set of held-out rows; a single one if nothing was evaluated."""
     trials = run.trials
     plain = [job for job in run.jobs if job.name not in trials]
     groups = sorted(validation_groups(plain), key=len, reverse=True)
@@ -109,7 +109,7 @@ def _about(job: JobRecord, lead: str, rivals: int, rows_name: str) -> RunVerdict
 
 
 def basis_text(job: JobRecord) -> str:
-    """The held-out rows and tokens of a job."""
+    """Format the numbers of held-out rows and tokens of a job."""
     rows, tokens = held_out_rows(job), held_out_tokens(job)
     words = [plural(rows, "held-out row")] if rows else []
     words += [plural(tokens, "token" if rows else "held-out token")] if tokens else []
@@ -122,7 +122,7 @@ def _too_few(rivals: int) -> str:
 
 
 def _no_verdict(run: Run) -> RunVerdict:
-    """Nothing was evaluated after training had begun."""
+    """Return the verdict for a run in which nothing was evaluated after training had begun."""
     jobs = run.jobs
     if jobs and all(job.state in ENDED_BADLY for job in jobs):
         states = " or ".join(sorted({job.state for job in jobs}))

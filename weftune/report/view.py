@@ -1,4 +1,4 @@
-"""What the page's template is filled with: records of finished text, still unescaped."""
+"""Values for the page's template: records of finished text, still unescaped."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ from weftune.report.words import (
 _LONGEST_VALUE = 72
 _MOST_WINDOWS = 200
 _MOST_ROWS = 500
-"""Jobs in the table; a page with more of them would not open at once."""
+"""Number of jobs in the table; a page with more of them would not open at once."""
 _MOST_DETAILS = 200
-"""Jobs whose commands are on the page; of more only the first, and those that want something of the user."""
+"""Number of jobs whose commands are on the page: the first ones, and those that need action by the user."""
 _MOST_RUNS = 5
-"""Of a folder that was resumed more often the last runs are told."""
+"""Number of runs that are shown; of a folder that was resumed more often, the last ones."""
 _CURVES = ("loss", "validation", "accuracy")
 """The charts about what was learned; the others are about time and memory."""
 _STOPPED = ("failed", "cancelled", "paused", "interrupted")
 _LEAST_SAVED = 0.05
-"""Less than this share of the run is within what a time model can tell."""
+"""Least share of the run that counts as saved: a smaller one is within the error of the time model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +75,11 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One cell of the table: shortened for the eye, whole on hover."""
+    """One cell of the table: shortened in the table, complete on hover."""
 
     key: str
     pieces: tuple[str, ...]
-    """Lines may break between them."""
+    """Parts of the text; lines may break between them."""
     whole: str
 
     @property
@@ -89,13 +89,13 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number:
-    """One measured number of a job: as text, as it sorts, and what stands below it."""
+    """One measured number of a job: its text, its value for sorting, and the detail below it."""
 
     text: str = ""
     value: float | None = None
     detail: str = ""
     tone: str = ""
-    """good or worse, for the text."""
+    """`good` or `worse`, for the colour of the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class JobView:
     index: int
     name: str
     pieces: tuple[str, ...]
-    """The name; lines may break between its pieces."""
+    """Parts of the name; lines may break between them."""
     pen: Pen
     badge: str
     state: str
@@ -125,12 +125,12 @@ class JobView:
     snippet: str
     command: str
     stopped: bool
-    """Ended or waiting without an adapter: told at the top of the page."""
+    """Whether it ended or waits without an adapter; such jobs are listed at the top of the page."""
     remedies: tuple[Remedy, ...]
     trial: bool
-    """Whether it belongs to a sweep, whose table it stands in."""
+    """Whether it belongs to a sweep; then it is in the sweep's table."""
     left: bool
-    """Whether it left that sweep early: there is nothing to use, and nothing to do."""
+    """Whether it was dropped from that sweep: there is no adapter to use, and nothing to do."""
 
     @property
     def drawn(self) -> bool:
@@ -139,28 +139,28 @@ class JobView:
 
     @property
     def detailed(self) -> bool:
-        """Whether the page says how to use it, or how it goes on."""
+        """Whether the page says how to use it, or how to resume it."""
         if self.left or (self.trial and self.state == "failed"):
-            # Its sweep has decided without it, and takes it in no more.
+            # The sweep has decided without it, and does not admit it again.
             return False
         return self.stopped or self.index < _MOST_DETAILS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EffortView:
-    """Time and memory, predicted beside measured, window by window."""
+    """Predicted and measured time and memory, window by window."""
 
     charts: tuple[Chart, ...]
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     words: tuple[str, ...]
     wall: tuple[WallBar, ...]
-    """How the wall time of each run into the folder was spent."""
+    """Wall time by phase of each run into the folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineView:
-    """The last window of a pipeline as foreseen and as measured."""
+    """The last window of a pipeline, predicted and measured."""
 
     charts: tuple[TimelineChart, ...]
     columns: tuple[str, ...]
@@ -174,26 +174,26 @@ class PageView:
     title: str
     facts: tuple[str, ...]
     sections: tuple[tuple[str, str], ...]
-    """Of every section its anchor and its title, to jump to."""
+    """Anchor and title of every section, for links."""
     verdicts: tuple[RunVerdict, ...]
     tiles: tuple[Tile, ...]
     keys: tuple[str, ...]
-    """In which the jobs differ; each has a column."""
+    """Keys in which the jobs differ; each has a column."""
     numbers: tuple[tuple[str, str], ...]
     """The attribute of `JobView` and the heading of each column of numbers that at least one job has."""
     jobs: tuple[JobView, ...]
-    """All of them, in the order of their pens."""
+    """All jobs, in the order of their pens."""
     table: tuple[JobView, ...]
-    """The jobs of the table: those that are no trials of a sweep."""
+    """The jobs of the table: all that are not trials of a sweep."""
     sweeps: tuple[SweepView, ...]
     left_colour: str
-    """Of the curves of trials that left a sweep early."""
+    """Colour of the curves of trials dropped from a sweep."""
     table_words: str
     notes: tuple[str, ...]
     charts: tuple[Chart, ...]
     effort: EffortView
     pipeline: PipelineView | None
-    """None where one device ran it all."""
+    """Timelines of the pipeline. None if there are none, as on one device."""
 
     @property
     def usable(self) -> tuple[JobView, ...]:
@@ -201,12 +201,12 @@ class PageView:
 
     @property
     def unfinished(self) -> tuple[JobView, ...]:
-        """Jobs without a finished adapter that the page says how to go on with."""
+        """Jobs without a finished adapter for which the page says how to resume."""
         return tuple(job for job in self.jobs if job.detailed and not job.snippet)
 
 
 def in_order(run: Run) -> tuple[JobRecord, ...]:
-    """The jobs by result, then the trials of sweeps by theirs, last those that left early."""
+    """Return the jobs by result, then the trials of sweeps by result, then the dropped trials."""
     places = {
         trial.name: (1 + (trial.state == "left"), number)
         for number, trial in enumerate(trial for sweep in run.sweeps for trial in ranked(sweep))
@@ -217,7 +217,7 @@ def in_order(run: Run) -> tuple[JobRecord, ...]:
 def page_view(
     run: Run, jobs: Sequence[JobRecord], charts: tuple[Chart, ...], timelines: Timelines | None = None
 ) -> PageView:
-    """`jobs` in the order of the table, as `in_order` has them."""
+    """Return the values of the whole page. `jobs` come in the order of the table, as from `in_order`."""
     trials, left = run.trials, run.left
     plain = [job for job in jobs if job.name not in trials]
     best = best_jobs(plain)
@@ -261,7 +261,7 @@ _NUMBERS = (
 
 
 def _sections(view: PageView) -> tuple[tuple[str, str], ...]:
-    """Only the sections that the page has."""
+    """Return anchor and title of the sections that the page has."""
     found = [(f"sweep-{at}", f"Sweep {sweep.name}") for at, sweep in enumerate(view.sweeps)]
     others = (
         (bool(view.table), "jobs", "Jobs"),
@@ -275,7 +275,7 @@ def _sections(view: PageView) -> tuple[tuple[str, str], ...]:
 
 
 def _facts(run: Run) -> tuple[str, ...]:
-    """Model, quantisation, dtype, device and start, as far as they are known."""
+    """Return model, quantisation, dtype, device and start, as far as they are known."""
     bases = [base for job in run.jobs if job.base and (base := base_spec(job, run)) is not None]
     formats = sorted({base.quantize for base in bases if base.quantize})
     name = bases[0].published_name if bases else run.base
@@ -369,7 +369,7 @@ def _jobs_tile(run: Run) -> Tile:
 
 
 def _saved_tile(run: Run) -> tuple[Tile, ...]:
-    """Minutes saved against one after another, where the time model that says so has shown to be right."""
+    """Return the minutes saved against one job after another, if the time model has proved accurate."""
     if run.seconds is None or run.solo_seconds is None or headline(run.windows) is None:
         return ()
     saved = run.solo_seconds - run.seconds
@@ -430,7 +430,7 @@ def _loss_number(job: JobRecord) -> Number:
 
 
 def _validation_number(job: JobRecord) -> Number:
-    """The loss of the kept adapter, or of the base where only that was evaluated."""
+    """Return the loss of the kept adapter, or of the base if only that was evaluated."""
     kept, base = kept_validation(job), base_validation(job)
     if kept is not None:
         return Number(text=loss_text(kept), value=kept, detail=_validation_detail(job))
@@ -461,7 +461,7 @@ def _accuracy_number(job: JobRecord) -> Number:
 
 
 def _validation_detail(job: JobRecord) -> str:
-    """Where the best validation loss lies, when it is not the last one."""
+    """Return the step of the best validation loss, if it is not the last one."""
     known = [line for line in job.evaluations if line.loss is not None]
     best = next((line for line in known if line.step == job.best_step), None)
     if best is None or best is known[-1]:
@@ -470,7 +470,7 @@ def _validation_detail(job: JobRecord) -> str:
 
 
 def _setting_columns(jobs: Sequence[JobRecord], keys: Sequence[str]) -> dict[str, list[Value]]:
-    """Key → the values of all jobs, without keys whose values look all the same."""
+    """Return key → the values of all jobs, without keys whose values all look the same."""
     specs = [flat_spec(job) for job in jobs]
     columns = {key: _column(key, [spec.get(key) for spec in specs]) for key in keys}
     return {key: column for key, column in columns.items() if len({one.whole for one in column}) > 1}

@@ -1,4 +1,4 @@
-"""How the wall time of a run was spent: in one sentence, and kept in the output folder."""
+"""The wall time of a run by phase: as a sentence, as a bar, and stored in the output folder."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ COLOURS = (
     "#8a94a6", "#0e9db5", "#9456d6", "#d9a441", "#e8710a", "#a3673f",
     "#d9528f", "#3b7ddd", "#1e9e6a", "#8a8f1a", "#5b6f9d", "#c3c9d3",
 )  # fmt: skip
-"""One for each phase, in their order."""
+"""One colour per phase, in their order."""
 LEAST = 0.05
-"""Phases of fewer seconds are not told."""
+"""Seconds below which a phase is not shown."""
 
 
 def label(phase: Phase) -> str:
@@ -50,7 +50,7 @@ class WallBar:
 
 
 def wall_bar(wall: WallTime) -> WallBar:
-    """The phases in their order. The run itself draws the page before it ends, so its last phase may lack."""
+    """Return the phases in order. The run draws the page before it ends, so its last phase may be missing."""
     drawn_early = "" if wall.phases[Phase.REPORT] else ", until this page was drawn"
     told = [phase for phase in Phase if wall.phases[phase] >= LEAST]
     whole = max(wall.seconds, sum(wall.phases[phase] for phase in told), 1e-9)
@@ -63,13 +63,13 @@ def wall_bar(wall: WallTime) -> WallBar:
 
 
 def keep_wall_time(output: Path, wall: WallTime) -> None:
-    """Add a run to those that the output records; one that is recorded already is replaced."""
+    """Add a run to those that the output records; a run that is already recorded is replaced."""
     earlier = [one for one in read_wall_times(output) if one.started != wall.started]
     replace_json(output / WALL_TIME, {"format": FORMAT, "runs": [_plain(one) for one in (*earlier, wall)]})
 
 
 def read_wall_times(output: Path) -> list[WallTime]:
-    """The runs that wrote to the output, the earliest first; none where the file cannot be read."""
+    """Return the runs that wrote to the output, the earliest first; empty if the file cannot be read."""
     try:
         runs: Any = json.loads((output / WALL_TIME).read_bytes())["runs"]
         return [_wall_time(run) for run in runs]

@@ -1,4 +1,4 @@
-"""Numbers as people read them, the same on the page and in the terminal."""
+"""Formatting of numbers and names, shared by the page and the terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import PurePath
 from urllib.parse import quote
 
 NOTHING = "–"
-"""Stands where there is no number."""
+"""Placeholder for a missing number."""
 
 
 def loss_text(loss: float | None, digits: int = 4) -> str:
@@ -18,7 +18,7 @@ def loss_text(loss: float | None, digits: int = 4) -> str:
 
 
 def change_text(first: float | None, last: float | None) -> str:
-    """How much smaller or larger `last` is, in percent of `first`."""
+    """Format the change from `first` to `last`, in percent of `first`."""
     if first is None or last is None or first == 0:
         return NOTHING
     return f"{100 * (last - first) / abs(first):+.1f} %".replace("-", "−")
@@ -29,7 +29,7 @@ def accuracy_text(share: float) -> str:
 
 
 def points_text(first: float, last: float) -> str:
-    """How much a share has risen or fallen, in percentage points."""
+    """Format the change of a share in percentage points."""
     return f"{100 * (last - first):+.1f} points".replace("-", "−")
 
 
@@ -42,7 +42,7 @@ def duration_text(seconds: float | None) -> str:
 
 
 def minutes_text(seconds: float) -> str:
-    """Minutes with the digits that matter: 0.42, 4.2, 42."""
+    """Format minutes with about two significant digits: 0.42, 4.2, 42."""
     minutes = seconds / 60
     digits = 2 if abs(minutes) < 1 else 1 if abs(minutes) < 10 else 0
     return f"{minutes:,.{digits}f}"
@@ -59,18 +59,18 @@ def rate_text(tokens_per_second: float | None) -> str:
 
 
 def link_to(*parts: str) -> str:
-    """A relative link to a file or folder below the page; names come from outside and cannot leave it."""
+    """Return a relative link to a file or folder below the page; quoted names cannot leave it."""
     return "/".join((".", *(quote(part, safe="") for part in parts)))
 
 
 def printable(text: str) -> str:
-    """One line without control characters: names and reasons come from outside."""
+    """Return one line without control characters: names and reasons are user input."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def trial_state_text(state: str) -> str:
-    """The word for the state of a trial. In sweep.json a trial that was dropped has the state `left`, a word
-    that would also be read as time that is left."""
+    """Return the word for the state of a trial. In sweep.json a dropped trial has the state `left`, a word
+    that could also be read as remaining time."""
     return "dropped" if state == "left" else state
 
 
@@ -79,7 +79,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def short_paths(paths: Sequence[str]) -> Mapping[str, str]:
-    """Each path by the fewest of its last parts that tell it from the others."""
+    """Return path → its shortest tail of parts that distinguishes it from the others."""
     parts = {path: PurePath(path).parts for path in paths}
     for count in range(1, max(map(len, parts.values()), default=0) + 1):
         tails = {path: "/".join(some[-count:]) for path, some in parts.items()}
@@ -89,7 +89,7 @@ def short_paths(paths: Sequence[str]) -> Mapping[str, str]:
 
 
 def breakable(text: str) -> tuple[str, ...]:
-    """The text in pieces between which a line may break, besides at spaces.
+    """Split a text into pieces between which a line may break, besides at spaces.
 
     Paths and names break behind slashes, underscores and hyphens; in a list of names the spaces are
     enough.

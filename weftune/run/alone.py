@@ -34,8 +34,8 @@ class _Asked:
 
 class Alone:
     def __init__(self, roster: Roster, adapters: AdapterState, runs_behind: bool) -> None:
-        """`runs_behind`: the device works asynchronously, so durations are read later, not right after a
-        pass."""
+        """`runs_behind` means that the device works asynchronously, so durations are read later, not right
+        after a pass."""
         self._roster, self._adapters, self._runs_behind = roster, adapters, runs_behind
         self._program = NOTHING_TO_DO
         self._evaluations = Evaluations(NOTHING_TO_DO)
@@ -43,8 +43,7 @@ class Alone:
         """Passes since the last Steps that have not been reported yet."""
         self._asked: _Asked | None = None
         self._made: set[str] = set()
-        """The kinds of passes and Steps seen so far. The first of each kind also pays for setting things
-        up."""
+        """Kinds of passes and Steps seen so far. The first of each kind includes setup time."""
 
     @property
     def shortage(self) -> str:
@@ -58,7 +57,7 @@ class Alone:
         pass
 
     def alive(self, plan: MicrobatchPlan) -> MicrobatchPlan:
-        """The microbatch without dead jobs: no other worker depends on their rows."""
+        """Return the microbatch without dead jobs: no other worker depends on their rows."""
         return plan.without(self._roster.dead)
 
     def receive(self, action: Recv) -> Tensor:
@@ -83,7 +82,7 @@ class Alone:
             self._timed = []
 
     def _again(self, kind: str) -> bool:
-        """Whether this kind was seen before."""
+        """Return whether this kind was seen before."""
         before = kind in self._made
         self._made.add(kind)
         return before
@@ -126,7 +125,7 @@ class Alone:
     # -- Steps -------------------------------------------------------------------------------------------
 
     def step(self, steps: Sequence[Step]) -> Iterator[Event]:
-        """Consecutive Steps are made together."""
+        """Make consecutive Steps together."""
         if self._adapters.heard_first:
             yield from self.settle()
         alive = [step for step in steps if step.job not in self._roster.dead]
@@ -152,7 +151,7 @@ class Alone:
     def settle(self) -> Iterator[Event]:
         if (asked := self._asked) is None:
             return
-        # If that finds no memory, they are still asked for.
+        # If this runs out of memory, the Steps are still pending.
         outcomes = asked.underway.outcomes()
         self._asked = None
         yield from self._report_passes(asked.timed)
@@ -171,7 +170,7 @@ class Alone:
                 yield Stepped(job, one.training.progress.step, outcome)
 
     def ends_early(self) -> bool:
-        """Unfinished global batches are dropped."""
+        """Drop unfinished global batches and end the window here."""
         self._timed = []
         self._adapters.abandon()
         return True

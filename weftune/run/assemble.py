@@ -1,4 +1,4 @@
-"""Builds an executor from its parts, as the worker's layout says."""
+"""Construction of an executor from its parts, according to the worker's layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from weftune.run.stream.weights import ResidentWeights, StreamedWeights
 from weftune.run.training.roster import Roster
 
 Agrees = Callable[[Roster, AdapterState, ActionTimer], Agreement]
-"""Builds one worker's side of the agreement with the others."""
+"""A function that builds one worker's side of the agreement with the others."""
 
 
 def resident_executor(
@@ -42,9 +42,9 @@ def resident_executor(
     at_once: bool = True,
     make: Make = update,
 ) -> Executor:
-    """An executor for a base that stays on its device, or for the one stage of it that this worker has.
-    Passes are captured as CUDA graphs where possible, if `graphs`; where that pays, unless `at_once`. `make`
-    applies the updates of adapters whose master weights and moments are in host memory."""
+    """Return an executor for a base that stays on its device, or for the one stage of it that this worker
+    has. If `graphs`, passes are captured as CUDA graphs where possible; unless `at_once`, only where that
+    pays. `make` applies the updates of adapters whose master weights and moments are in host memory."""
     part = part or one_device(base.shape.layers).on(0)
     adapted = AdaptedBase(base, route)
     stages = {part.own[0]: base}
@@ -74,12 +74,12 @@ def streamed_executor(
     make: Make = update,
     pool: Pool | None = None,
 ) -> Executor:
-    """An executor for stages that take turns on a device. `make` applies the updates of adapters that travel.
-    Passes are captured as CUDA graphs where possible, if `graphs`, in `pool` if one is given."""
+    """Return an executor for stages that take turns on a device. `make` applies the updates of adapters that
+    travel. If `graphs`, passes are captured as CUDA graphs where possible, in `pool` if one is given."""
     base, part = streamed.whole, streamed.part
     adapted = AdaptedBase(base, route)
     streamed.refuse_copies()
-    # Loading and weaving leave holes behind; what stays must not settle in them.
+    # Loading and adapting leave fragmented memory; long-lived tensors must not be placed in the gaps.
     release(base.device)
     stages = {stage: stage_view(base, part.held(stage)) for stage in part.own}
     roster, timer = Roster(), ActionTimer(base.device)

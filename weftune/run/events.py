@@ -31,7 +31,7 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class SaveDue:
-    """The Program asks for a checkpoint of this job now."""
+    """The Program requests a checkpoint of this job now."""
 
     job: str
     step: int
@@ -39,7 +39,7 @@ class SaveDue:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A job is dead for the reason given; the others go on."""
+    """A job is dead for the reason given; the others continue."""
 
     job: str
     reason: str
@@ -55,7 +55,7 @@ class Passed:
 
 @dataclass(frozen=True, slots=True)
 class StepsMade:
-    """Steps that were made together: how many jobs and parameters, and how long they took."""
+    """Steps that were made together: the numbers of jobs and parameters, and the duration."""
 
     time: StateTime
 

@@ -1,8 +1,9 @@
-"""Runs one worker's list of a Program, action by action, and reports what happened. It decides nothing.
+"""The executor, which runs one worker's list of a Program, action by action, and reports events. It decides
+nothing.
 
-There is one executor for all layouts: what differs is which parts were handed to it (`assemble.py`). The
-forward of a stage is kept for its backward in a pipeline and at the last stage of all, whose backward follows
-at once; where stages take turns it is recomputed from its input.
+There is one executor for all layouts; only its parts differ (`assemble.py`). The forward of a stage is kept
+for its backward in a pipeline and at the last stage of the model, whose backward follows at once; if stages
+take turns, it is recomputed from its input.
 
 Shapes: T rows of a microbatch, D hidden width.
 """
@@ -109,7 +110,7 @@ class Executor:
 
     @property
     def home(self) -> torch.device:
-        """The device that keeps the training state of jobs aboard."""
+        """Device that keeps the training state of attached jobs."""
         return self.adapters.home
 
     @property
@@ -119,7 +120,7 @@ class Executor:
 
     @property
     def captures(self) -> int | None:
-        """How many CUDA graphs have been captured so far; None where passes are not captured."""
+        """Number of CUDA graphs captured so far. None if passes are not captured."""
         return self.passes.captures
 
     def attach(self, training: Training) -> None:
@@ -138,38 +139,38 @@ class Executor:
         self.aboard[job].note_evaluation(loss, keep_best, min_delta, counts)
 
     def show_mean(self, job: str) -> None:
-        """Between windows: let passes read the mean of the job's last weights, as a sweep's rung judges it.
-        It makes no step until `show_master`."""
+        """Make passes read the mean of the job's last weights, which a sweep's rung evaluates. Called between
+        windows; the job makes no step until `show_master`."""
         self.adapters.show(job, self.aboard[job].judged)
 
     def show_master(self, job: str) -> None:
-        """Between windows: let passes read the job's own weights again."""
+        """Make passes read the job's own weights again. Called between windows."""
         self.adapters.show(job, self.aboard[job].master)
 
     def save(self, job: str, folder: Path) -> None:
-        """Take a snapshot of the job's current state. A checkpoint of it is written while training goes
-        on."""
+        """Take a snapshot of the job's current state. A checkpoint of it is written while training
+        continues."""
         self.writer.save(folder, self.snapshot(job))
 
     def snapshot(self, job: str) -> Snapshot:
-        """The job's current state, copied to host memory."""
+        """Return the job's current state, copied to host memory."""
         with self._adapted.on_stream():
             return self.writer.snapshots.take(self.aboard[job])
 
     def save_now(self, job: str, folder: Path) -> None:
-        """The same between windows. With one process there is no difference."""
+        """Save a checkpoint between windows. With one process this is the same as `save`."""
         self.save(job, folder)
 
     def unsaved(self) -> list[Unsaved]:
-        """Checkpoints that could not be written, and have not been told of yet."""
+        """Return checkpoints that could not be written and have not been reported yet."""
         return self.writer.unsaved()
 
     def finish_saves(self, job: str) -> None:
-        """Wait until the job's checkpoints are written, or cannot be."""
+        """Wait until the job's checkpoints are written or have failed."""
         self.writer.wait(job)
 
     def unweave(self) -> None:
-        """Leave the base as it was found, and nothing unwritten."""
+        """Restore the base and finish all writes."""
         self.writer.close()
         self.passes.abandon()
         self._adapted.unweave()
@@ -216,7 +217,7 @@ class Executor:
                 yield from self._end(action)
 
     def _guarded(self, events: Iterator[Event]) -> Iterator[Event]:
-        """The events of an action. Where memory does not suffice for it, everything unfinished is dropped."""
+        """Yield the events of an action. If memory does not suffice for it, drop everything unfinished."""
         shortage = ""
         try:
             yield from events
@@ -225,17 +226,17 @@ class Executor:
                 raise
             shortage = str(error) or "out of memory"
         if shortage:
-            # Out here, where no traceback holds the tensors of the pass that failed any longer.
+            # Outside the handler, where no traceback holds the tensors of the failed pass any longer.
             yield from self._drop()
             self.agreement.fall_short(shortage)
 
     def _under_way(self) -> bool:
-        """Whether a global batch or a round is unfinished. Stages are where the next plan expects them only
-        at the end of a round."""
+        """Return whether a global batch or a round is unfinished. Only at the end of a round are the stages
+        where the next plan expects them."""
         return bool(self._in_flight) or self._roster.inside_a_step()
 
     def _end(self, action: Action) -> Iterator[Event]:
-        """Report that an action ran, and release a microbatch that has made all its visits here."""
+        """Report that an action ran, and release a microbatch that has finished all its visits here."""
         span = self._timer.stop()
         passed: TimedPass | None = None
         if isinstance(action, Compute) and (flight := self._in_flight.get(action.microbatch)) is not None:
@@ -249,7 +250,7 @@ class Executor:
         return action in (Backward(number, own[0]), Evaluate(number, own[-1]))
 
     def _drop(self) -> Iterator[Event]:
-        """Drop everything unfinished, except Steps that were already asked for."""
+        """Drop everything unfinished, except Steps that were already requested."""
         yield from self.agreement.settle()
         self._in_flight.clear()
         self._next = None
@@ -291,11 +292,11 @@ class Executor:
     def _forward(self, visit: StageVisit, window: _OpenWindow) -> None:
         plan = window.program.microbatches[visit.microbatch]
         flight = self._microbatch(visit, window, evaluates=False)
-        # Not before: what is laid out is laid out while what the first part of Steps needs comes.
+        # Not earlier: the microbatch is laid out while the data of the first Steps is still being copied.
         self._use(visit.stage, plan, returning=False)
         if flight is not None:
             self._pass_forward(flight, visit, window.program)
-        # Behind the pass, so that the device has work while the host asks.
+        # After the pass, so that the device has work while the host launches these requests.
         self.adapters.ask_ahead(visit.stage, plan.jobs)
 
     def _pass_forward(self, flight: _InFlight, visit: StageVisit, program: Program) -> None:
@@ -360,11 +361,11 @@ class Executor:
 
     @property
     def _last(self) -> int:
-        """The last stage of the model, whichever worker has it."""
+        """Last stage of the model, whichever worker has it."""
         return len(self.part.stages) - 1
 
     def _own_before(self, stage: int) -> int:
-        """The stage of this worker whose backward comes next, or -1."""
+        """Return the stage of this worker whose backward comes next, or -1."""
         at = self.part.own.index(stage)
         return self.part.own[at - 1] if at else -1
 
@@ -381,7 +382,8 @@ class Executor:
     # -- rows --------------------------------------------------------------------------------------------
 
     def _microbatch(self, visit: StageVisit, window: _OpenWindow, evaluates: bool) -> _InFlight | None:
-        """The state of a microbatch, created at its first visit here; None if all its jobs are dead."""
+        """Return the state of a microbatch, created at its first visit here, or None if all its jobs are
+        dead."""
         if visit.stage == self.part.own[0]:
             plan = self.agreement.alive(window.program.microbatches[visit.microbatch])
             if plan.segments:
@@ -410,7 +412,7 @@ class Executor:
                 self._next = plan, lay(window.fetch(plan, False), plan.rows, self.base.device)
 
     def _refuse(self, program: Program) -> None:
-        """Refuse a Program that was planned for devices or streams that do not exist here."""
+        """Raise PlanError for a Program that was planned for devices or streams that do not exist here."""
         layout = self.part.layout
         if len(program.devices) != layout.workers * layout.replicas:
             raise PlanError(
@@ -453,8 +455,8 @@ class _OpenWindow:
 
 
 def rows_at_once(program: Program, worker: int = 0) -> int:
-    """The largest number of rows that are in flight on a worker: between their first Forward and their last
-    Backward."""
+    """Return the largest number of rows that are in flight on a worker: between their first Forward and their
+    last Backward."""
     actions = program.devices[worker]
     first = min((one.stage for one in actions if isinstance(one, Forward)), default=0)
     rows = most = 0

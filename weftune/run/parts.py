@@ -1,5 +1,5 @@
-"""Protocols of the parts of an executor. Each has several implementations, and the executor never asks which
-it has."""
+"""Protocols of the parts of an executor. Each has several implementations, and the executor never checks
+which it has."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from weftune.run.training.state import Training
 from weftune.run.training.steps import Due, Outcome, StepsUnderway, Sums
 
 Fetch = Callable[[MicrobatchPlan, bool], Microbatch]
-"""Lays out planned samples as tensors: of the training rows, or (True) of the held-out rows."""
+"""A function that lays out planned samples as tensors: of the training rows, or (True) of the held-out
+rows."""
 
 
 class Weights(Protocol):
@@ -156,32 +157,33 @@ class TimedPass:
 
 
 class Agreement(Protocol):
-    """Decides what is computed and which Steps are made, and who is told: this worker alone, or together with
-    others."""
+    """The decisions about what is computed, which Steps are made and which events are reported, by this
+    worker alone or together with others."""
 
     @property
     def shortage(self) -> str:
-        """Why this worker computes nothing more in this window; empty while it does."""
+        """Reason why this worker computes nothing more in this window; empty while it does."""
 
     def begin_window(self, program: Program) -> None: ...
 
     def alive(self, plan: MicrobatchPlan) -> MicrobatchPlan:
-        """The part of a microbatch that is computed."""
+        """Return the part of a microbatch that is computed."""
 
     def receive(self, action: Recv) -> Tensor: ...
 
     def send(self, action: Send, tensor_TD: Tensor | None) -> None:
-        """Send a tensor to another worker; zeros where it was never computed, since the plan fixes what is
+        """Send a tensor to another worker; zeros if it was never computed, since the plan fixes what is
         sent."""
 
     def ran(self, action: Action, span: DeviceSpan, passed: TimedPass | None) -> Iterator[Event]:
-        """An action ran here; with it a microbatch may have finished its visits to the stages here."""
+        """Report that an action ran here; with it a microbatch may have finished its visits to the stages
+        here."""
 
     def evaluate(self, stage: int, plan: MicrobatchPlan) -> Iterator[Event]:
-        """A microbatch of held-out samples arrives at a stage."""
+        """Handle a microbatch of held-out samples that arrives at a stage."""
 
     def evaluated(self, segments: Sequence[Segment], sums: Sequence[EvaluationSums]) -> Iterator[Event]:
-        """A microbatch of held-out samples has passed the last stage."""
+        """Handle a microbatch of held-out samples that has passed the last stage."""
 
     def reduce(self, action: Reduce) -> None: ...
 
@@ -190,21 +192,22 @@ class Agreement(Protocol):
     def save(self, job: str, step: int) -> Iterator[Event]: ...
 
     def settle(self) -> Iterator[Event]:
-        """Wait for the Steps that were asked for, and report them."""
+        """Wait for the requested Steps, and report them."""
 
     def fall_short(self, why: str) -> None:
-        """A pass did not fit into memory, and everything unfinished here has been dropped."""
+        """Handle a pass that did not fit into memory; everything unfinished here has been dropped."""
 
     def ends_early(self) -> bool:
-        """Compute nothing more, since somebody cannot wait for the window's end. True if the window ends
+        """Compute nothing more, since a stop cannot wait for the window's end. Return True if the window ends
         here, False if other workers still wait for tensors from here."""
 
     def end_window(self, waited: Waited) -> None:
-        """`waited` is how long the device has waited for weights since it began."""
+        """End a window. `waited` is the time that the device has waited for weights since it began."""
 
 
 def delivered(program: Program, microbatches: Mapping[int, Microbatch]) -> Fetch:
-    """A `Fetch` over microbatches that another worker has laid out, by their numbers in the Program."""
+    """Return a `Fetch` over microbatches that another worker has laid out, by their numbers in the
+    Program."""
     evaluated = {
         action.microbatch for actions in program.devices for action in actions if isinstance(action, Evaluate)
     }

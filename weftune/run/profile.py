@@ -1,6 +1,6 @@
-"""Measures the time and the memory peak of passes over a shallow base, and of Steps, on this device. Passes
-are the executor's own, so routes and captured graphs are those of training. Two bases of the same widths and
-different depths separate the cost of a layer from the rest; weights are random."""
+"""Measurement of the time and the memory peak of passes over a shallow base, and of Steps, on this device.
+Passes are the executor's own, so routes and captured graphs are those of training. Two bases of the same
+widths and different depths separate the cost of a layer from the rest; weights are random."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ from weftune.run.training.state import new_training
 DEPTHS = (1, 4)
 RANKS = (8, 64)
 REPEATS = {"cpu": 3, "cuda": 5}
-"""Passes measured for each case. On a GPU two more come before them: one compiles, one captures."""
+"""Number of measured passes per case. On a GPU two more precede them: one compiles, one captures."""
 RECIPE = Recipe(steps=10**9, learning_rate=1e-6, schedule="constant")
 
 Watch = Callable[[int, int], None]
-"""Is told how many cases are done, of how many."""
+"""A callback that receives the number of finished cases and their total."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileCase:
-    """A pass to measure: every job has samples of one length, the same number of them."""
+    """A pass to measure: every job has the same number of samples, all of one length."""
 
     jobs: int = 1
     samples: int
     length: int
     rank: int = RANKS[0]
     supervised: float = 1.0
-    """The share of a sample's tokens that the head sees."""
+    """Share of a sample's tokens that go through the head."""
     training: bool = True
 
     @property
@@ -88,10 +88,10 @@ CASES = (
     ProfileCase(jobs=4, samples=1, length=64, supervised=0.1, training=False),
     ProfileCase(samples=4, length=64, rank=RANKS[1], training=False),
 )
-"""For a CPU. A GPU's passes are `GPU_SCALE` times as large: below that it waits for the host."""
+"""Cases for a CPU. A GPU's passes are `GPU_SCALE` times as large: below that it waits for the host."""
 GPU_SCALE = 4
 BESIDE = CASES[1]
-"""The passes beside which a process prepares what it will write."""
+"""Case that is measured while a process prepares its output in a thread."""
 
 
 def measure_profile(
@@ -102,8 +102,8 @@ def measure_profile(
     watch: Watch,
     beside: Callable[[], object] | None = None,
 ) -> Profile:
-    """`shape` is that of the whole base, which is never built. `beside` is what a process does in a thread
-    while it makes its first passes."""
+    """Measure a profile. `shape` is that of the whole base, which is never built. `beside` is the work that a
+    process does in a thread during its first passes."""
     began = time.monotonic()
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[shape.bytes_per_value]
     cases = [case for case in _cases(device) if case.length <= shape.context]
@@ -146,7 +146,7 @@ def _cases(device: torch.device) -> Sequence[ProfileCase]:
 
 
 def _shallow(config: PretrainedConfig, depth: int, dtype: torch.dtype, device: torch.device) -> Base:
-    """A base of `config` with another depth."""
+    """Return a base of `config` with another depth."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = depth
     if getattr(config, "layer_types", None):
@@ -159,17 +159,17 @@ def _shallow(config: PretrainedConfig, depth: int, dtype: torch.dtype, device: t
 @dataclass(frozen=True, slots=True)
 class _Found:
     passes: Sequence[tuple[PassTime, int]]
-    """Each pass with the bytes of its memory peak beyond base and adapters; 0 where it was no new one."""
+    """Each pass with the bytes of its memory peak beyond base and adapters; 0 if there was no new peak."""
     steps: Sequence[StateTime]
     firsts: Sequence[float]
-    """Seconds of its first pass beyond those of a later one."""
+    """Extra seconds of the first pass compared to a later one."""
 
 
 class _Peaks:
-    """The highest memory in use since the profile began, beyond what the process held then.
+    """The highest memory in use since the profile began, beyond what the process held at its start.
 
-    An allocator keeps what was freed and hands it out again, so a pass is seen only where it takes more than
-    all before it; what it takes then is what a process takes that runs nothing larger.
+    An allocator reuses freed memory, so a pass is visible only if it needs more than all before it; the peak
+    is then that of a process that runs nothing larger.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -180,7 +180,7 @@ class _Peaks:
         self._highest = 0
 
     def beyond(self, known: int) -> int:
-        """Bytes of a new peak beyond `known` ones; 0 where there was none."""
+        """Return the bytes of a new peak beyond `known` ones, or 0 if there was no new peak."""
         highest = peak_bytes(self._device) - self._before if self._counts else 0
         risen, self._highest = highest > self._highest, max(highest, self._highest)
         return max(0, highest - known) if risen else 0
@@ -203,7 +203,7 @@ class _Bench:
         self.executor.unweave()
 
     def measure(self, case: ProfileCase) -> _Found:
-        """The median of the measured passes; nothing where the case does not fit into memory."""
+        """Return the median of the measured passes; empty if the case does not fit into memory."""
         with self._aboard(case) as names:
             try:
                 return self._run(case, names)
@@ -211,7 +211,8 @@ class _Bench:
                 return _Found((), (), ())
 
     def delay(self, case: ProfileCase, work: Callable[[], object]) -> float:
-        """Seconds that passes take longer while `work` is done in a thread: Python runs one at a time."""
+        """Return the extra seconds that passes take while `work` runs in a thread: Python runs one thread at
+        a time."""
         with self._aboard(case) as names:
             made = self.warmup + self.repeats
             times, _ = self._times(case, names, made)
@@ -226,7 +227,7 @@ class _Bench:
 
     @contextmanager
     def _aboard(self, case: ProfileCase) -> Iterator[list[str]]:
-        """Attach the jobs of a case, for as long as it is measured."""
+        """Attach the jobs of a case while it is measured."""
         names = [f"job{number}" for number in range(case.jobs)]
         spec = LoraSpec(rank=case.rank, alpha=float(case.rank))
         for name in names:
@@ -242,7 +243,7 @@ class _Bench:
     def _times(
         self, case: ProfileCase, names: Sequence[str], rounds: int, made: int = 0
     ) -> tuple[list[PassTime], list[StateTime]]:
-        """Of so many passes and their Steps, after others that were `made`."""
+        """Return the times of `rounds` passes and their Steps, after `made` earlier ones."""
         times, steps = [], []
         for event in self.executor.run(_program(case, names, rounds, made), self._fetch, lambda: False):
             if isinstance(event, Passed):
@@ -294,7 +295,7 @@ def _batch(case: ProfileCase, name: str, step: int) -> GlobalBatch:
 
 
 def _microbatch(plan: MicrobatchPlan, vocabulary: int) -> Microbatch:
-    """Random tokens; of each sample the last rows are supervised."""
+    """Return a microbatch of random tokens; the last rows of each sample are supervised."""
     placed = [one for segment in plan.segments for one in segment.samples]
     tokens_T = torch.randint(vocabulary, (plan.tokens,))
     return Microbatch(

@@ -31,7 +31,7 @@ class ResidentAdapters:
     def __init__(self, adapted: AdaptedBase, roster: Roster) -> None:
         self._adapted, self._roster = adapted, roster
         self.home = adapted.base.device
-        """The device that keeps the training state of jobs aboard."""
+        """Device that keeps the training state of attached jobs."""
 
     # -- jobs --------------------------------------------------------------------------------------------
 
@@ -59,40 +59,40 @@ class ResidentAdapters:
         self._roster.forget_open_batches()
 
     def show(self, job: str, weights: Tensor) -> None:
-        """Between windows: let passes read these weights, until others are shown."""
+        """Make passes read these weights, until others are shown. Called between windows."""
         with self._adapted.on_stream():
             self._roster.trainings[job].state.weights.copy_(weights)
 
     # -- passes ------------------------------------------------------------------------------------------
 
     def use(self, stage: int, jobs: Collection[str], returning: bool) -> bool:
-        """Make the weights of these jobs in that stage readable by the device; True if the device may have to
-        wait for them. `returning`: for a backward."""
+        """Make the weights of these jobs in that stage readable by the device, and return whether the device
+        may have to wait for them. `returning` means for a backward."""
         return False
 
     def ask_ahead(self, stage: int, jobs: Collection[str]) -> None:
-        """Prepare what the next passes need, after a pass over the stage was asked for."""
+        """Prepare the data of the next passes, after a pass over the stage was launched."""
 
     def note_backward(self, stage: int, jobs: Collection[str]) -> None:
         """Note that gradients of these jobs were added to in that stage."""
 
     def leave(self, stage: int) -> None:
-        """The stage is about to be evicted."""
+        """Prepare for the eviction of the stage."""
 
     # -- Steps -------------------------------------------------------------------------------------------
 
     @property
     def heard_first(self) -> bool:
-        """Whether the outcome of Steps must be known before others are asked for."""
+        """Whether the outcome of Steps must be known before others are requested."""
         return True
 
     def heard_before(self, stage: int) -> bool:
-        """Whether the outcome must be known before an evaluation passes the stage."""
+        """Return whether the outcome must be known before an evaluation passes the stage."""
         return True
 
     def step(self, due: Sequence[Due]) -> StepsUnderway:
-        """Ask for Steps; each is decided by the sums of its own batch. Where kernels make the updates, the
-        device works on them while the host goes on to the next pass."""
+        """Request Steps; each is decided by the sums of its own batch. If kernels make the updates, the
+        device works on them while the host continues with the next pass."""
         watch = Stopwatch(self.home)
         master = due[0].training.master
         by_kernels = kernels_run(master.device, master.dtype)
@@ -101,7 +101,7 @@ class ResidentAdapters:
         return _Steps(begun, watch, made=not by_kernels)
 
     def sums(self, training: Training) -> Sums:
-        """The sums of a job's open batch here; waits for the device."""
+        """Return the sums of a job's open batch here; waits for the device."""
         return batch_sums([training])[0]
 
     def make(self, due: Due, sums: Sums) -> Outcome:

@@ -1,4 +1,4 @@
-"""One sentence where a run on a CPU takes much longer than planned, with what the cores do instead."""
+"""A warning for a run on a CPU that takes much longer than planned, with what the cores do instead."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import psutil
 import torch
 
 SLOW = 2.0
-"""How many times the planned seconds a run must take to be called slow."""
+"""Ratio of measured to planned seconds from which a run counts as slow."""
 LEAST_SECONDS = 10.0
-"""Seconds of windows that are judged together: in less, a pause of the system counts for too much."""
+"""Minimum seconds of windows that are judged together: in less, a pause of the system counts for too much."""
 
 
 @dataclass(slots=True)
 class CpuLoad:
-    """What the cores of this machine have done since this was made."""
+    """The work of this machine's cores since the object was created."""
 
     began: float = field(default_factory=time.monotonic)
     busy: float = field(default_factory=lambda: _busy_seconds())
     own: float = field(default_factory=lambda: _own_seconds())
 
     def others(self) -> float:
-        """Cores that other processes have kept busy, on average."""
+        """Return the average number of cores that other processes have kept busy."""
         seconds = max(time.monotonic() - self.began, 1e-9)
         return max(0.0, (_busy_seconds() - self.busy - _own_seconds() + self.own) / seconds)
 
 
 class SlowRun:
-    """Compares windows with their plan until it has told once that the run is slow."""
+    """A comparison of windows with their plan, which warns once if the run is slow."""
 
     def __init__(self) -> None:
         self._load: CpuLoad | None = CpuLoad()
         self._planned = self._seconds = 0.0
 
     def add(self, planned: float | None, seconds: float) -> str:
-        """A window that took `seconds`: the sentence to tell, or ""."""
+        """Add a window that took `seconds`; return the warning, or ""."""
         if self._load is None or planned is None:
             return ""
         self._planned += planned
@@ -50,9 +50,9 @@ class SlowRun:
 
 
 def slow_sentence(planned: float, seconds: float, others: float, cores: int, threads: int) -> str:
-    """Say that the run is slow, and why; "" where it is not.
+    """Return the warning that the run is slow, and why; "" if it is not.
 
-    `others` are the cores that other processes keep busy, of `cores`; this run wants `threads` of them.
+    `others` is the number of `cores` that other processes keep busy; this run wants `threads` of them.
     """
     if seconds < SLOW * planned:
         return ""
@@ -74,7 +74,7 @@ def _busy_seconds() -> float:
 
 
 def _own_seconds() -> float:
-    """Of this process and of those that it has started."""
+    """Return the CPU seconds of this process and of those that it has started."""
     total = 0.0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         try:

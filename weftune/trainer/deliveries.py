@@ -1,5 +1,5 @@
-"""What jobs leave on disk: their job files when they come, their adapters when they go, and checkpoints that
-nobody needs any more."""
+"""The files of jobs: job files when jobs are admitted, adapters when they are finished, and checkpoints that
+are no longer needed."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ class Ending:
     state: State
     reason: str = ""
     leaves_sweep: bool = False
-    """Whether a trial leaves its sweep: its checkpoints go, since nothing goes on from them."""
+    """Whether a trial leaves its sweep: its checkpoints are deleted, since nothing resumes from them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A job that has left, and whose adapter is being written; it has succeeded when that is done."""
+    """A job that has been detached and whose adapter is being written; it has succeeded when that is done."""
 
     ending: Ending
     written: Future[None]
 
 
 class Deliveries:
-    """Files that the writer's threads write while others train."""
+    """Files that the writer's threads write while other jobs train."""
 
     def __init__(self, engine: Engine, tokenizer: Any, store: Store, journal: Journal) -> None:
         self._engine, self._base, self._writer = engine, engine.base, engine.executor.writer
@@ -58,10 +58,11 @@ class Deliveries:
         self._tokenizer = TokenizerFiles(tokenizer)
         self._begun: dict[str, Delivery] = {}
         self._spent: list[str] = []
-        """Jobs that need their checkpoints no more; they go when the status says how the jobs ended."""
+        """Jobs that no longer need their checkpoints, which are deleted when the status says how the jobs
+        ended."""
 
     def __contains__(self, name: object) -> bool:
-        """Whether the adapter of a job that has left is still being written."""
+        """Whether the adapter of a detached job is still being written."""
         return name in self._begun
 
     def __iter__(self) -> Iterator[str]:
@@ -73,11 +74,11 @@ class Deliveries:
     def checkpoints(self, name: str) -> Path:
         return self._store.output / name / CHECKPOINTS
 
-    # -- jobs come ---------------------------------------------------------------------------------------
+    # -- admission ---------------------------------------------------------------------------------------
 
     def write_job_file_ahead(self, job: Ready) -> Future[None] | None:
-        """While others are made ready: of thousands of small files most is waiting for the disk. A job that
-        has checkpoints is looked at first."""
+        """Begin to write a job file while other jobs are prepared: with thousands of small files, most of the
+        time is spent waiting for the disk. None for a job that has checkpoints, which are inspected first."""
         if self.checkpoints(job.name).exists():
             return None
         return self._writer.run(job.name, partial(self.write_job_file, job))
@@ -88,28 +89,28 @@ class Deliveries:
         write_job_file(folder, with_retries(described, folder))
 
     def prepare(self, job: Ready, snapshot_bytes: int) -> None:
-        """Do ahead what can be done of a job's adapter and checkpoints."""
+        """Prepare ahead of time what can be prepared of a job's adapter and checkpoints."""
         self._writer.run(job.name, partial(self._prepare, job, snapshot_bytes))
 
     def _prepare(self, job: Ready, snapshot_bytes: int) -> None:
-        """In the writer's thread. What goes wrong here goes wrong again where it matters."""
+        """Prepare in the writer's thread. An error here occurs again where it matters."""
         with suppress(Exception):
             prepare_result(job, self._tokenizer)
             self._writer.snapshots.reserve(snapshot_bytes)
 
-    # -- jobs go -----------------------------------------------------------------------------------------
+    # -- endings -----------------------------------------------------------------------------------------
 
     @phase(Phase.EXPORT)
     def deliver(self, job: Ready, training: Training, ending: Ending) -> None:
-        """Have the adapter of a finished job written. A checkpoint that is not begun is left out: it would be
-        deleted at once."""
+        """Begin to write the adapter of a finished job. A checkpoint that is not begun is dropped: it would
+        be deleted at once."""
         self._writer.forget(training.job)
         snapshot = self._writer.snapshots.take(training)
         written = self._writer.write(snapshot, partial(self._write_adapter, job))
         self._begun[training.job] = Delivery(ending, written)
 
     def _write_adapter(self, job: Ready, snapshot: Snapshot) -> None:
-        """In the writer's thread."""
+        """Write the adapter in the writer's thread."""
         vectors = snapshot.tensors()
         keeps_best = job.spec.keep == "best" and "best" in vectors
         parameters = snapshot.layout.views(vectors["best" if keeps_best else "master"])
@@ -127,7 +128,7 @@ class Deliveries:
 
     def hear(self) -> None:
         """Record the ends of jobs whose adapters have been written since the last call, or could not be."""
-        # The first of them, as a rule in the order of writing: thousands may wait.
+        # Only the first is checked, since they mostly end in the order of writing: thousands may wait.
         while self._begun and next(iter(self._begun.values())).written.done():
             name = next(iter(self._begun))
             self._record(name, self._begun.pop(name))

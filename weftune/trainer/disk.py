@@ -1,4 +1,4 @@
-"""Whether the disk of the output has room for what a run will write."""
+"""A check that the disk of the output has room for what a run will write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weftune.trainer.job import Ready
 
 
 def refuse_full_disk(output: Path, jobs: Sequence[Ready], shape: ModelShape) -> None:
-    """Raise OutputError where adapters and checkpoints of the jobs need more than is free.
+    """Raise OutputError if adapters and checkpoints of the jobs need more than is free.
 
     Jobs hold checkpoints while they train, so all checkpoints together are no larger than what the memory of
     this machine holds, however many jobs wait.
@@ -36,8 +36,8 @@ def refuse_full_disk(output: Path, jobs: Sequence[Ready], shape: ModelShape) -> 
 
 
 def _vectors(job: Ready) -> int:
-    """Vectors of a checkpoint that are as long as the adapter: its weights, their two moments, the best
-    weights and a mean of weights."""
+    """Return the number of vectors of a checkpoint that are as long as the adapter: its weights, their two
+    moments, the best weights and a mean of weights."""
     return 3 + (job.spec.keep == "best") + job.shape.means
 
 
@@ -49,5 +49,5 @@ def _memory_bytes() -> int:
 
 
 def _held(folder: Path) -> int:
-    """Bytes that a job's folder already takes: a resumed run replaces them."""
+    """Return the bytes that a job's folder already takes: a resumed run replaces them."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -27,7 +27,7 @@ from weftune.trainer.machine import Setup, machine_here, short_of_memory
 from weftune.trainer.watchers import StreamWatcher, TimelineWatcher, Watcher, WorkerStreamWatcher
 
 Price = Callable[[Program], float | None]
-"""Seconds that a window is predicted to take."""
+"""Function that predicts the seconds of a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,12 @@ class Engine:
     pacing: Callable[[], Pacing | None] = lambda: None
     """Measured speeds of a pipeline's stages."""
     price: Callable[[JobShapes], Price | None] = lambda shapes: None
-    """By who is aboard: predicts windows where several workers share one, in the learned model's place."""
+    """Function that maps the attached jobs to a predictor of windows, used instead of the learned model if
+    several workers share a window; None otherwise."""
     other_peaks: Callable[[], Sequence[int]] = tuple
-    """Peaks of bytes in use on other workers."""
+    """Peak bytes in use on other workers."""
     deterministic: bool = False
-    """Whether windows are planned by nothing that the run measures."""
+    """Whether the planning of windows depends on nothing that the run measures."""
 
     @property
     def base(self) -> Base:
@@ -55,7 +56,7 @@ class Engine:
 @phase(Phase.LOADING)
 def open_engine(setup: Setup, jobs: Sequence[JobShape], note: Callable[[str], None]) -> Engine:
     """Load the base as the choice for these jobs says; `note` is called with sentences about it."""
-    # Before the base is loaded: the machine counts what the process holds without it.
+    # Chosen before the base is loaded: the machine counts what the process holds without it.
     choice = choose(setup.shape, jobs, machine_here(setup))
     for sentence in (choice.note, short_of_memory(setup)):
         if sentence:
@@ -105,7 +106,7 @@ def _of_workers(setup: Setup, staff: Staff, choice: Choice) -> Engine:
 
 
 def _price(driver: Driver, choice: Choice, shapes: JobShapes) -> Price:
-    """A prediction from the stages' measured passes; before there are any, from the profile."""
+    """Return a predictor from the stages' measured passes; before there are any, from the profile."""
 
     def price(program: Program) -> float | None:
         if driver.paces.measured:

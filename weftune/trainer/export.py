@@ -30,7 +30,7 @@ INTO: tuple[Into, ...] = get_args(Into)
 
 
 def write_portable(folder: Path, target: Path) -> int:
-    """The adapter of `folder` with its scale folded in and one rank for all sites, which is returned."""
+    """Write the adapter of `folder` with its scale folded in and one rank for all sites; return the rank."""
     kind = finished_kind(folder)
     refuse_links_out(folder)
     with new_folder(target):
@@ -42,8 +42,9 @@ def write_portable(folder: Path, target: Path) -> int:
 def write_merged(
     folder: Path, base: BaseSpec, target: Path, dtype: Dtype | None = None, into: Into = "dequantised"
 ) -> torch.dtype:
-    """The base with the adapter of `folder` in its weights, as a plain model folder; returns its dtype, which
-    is that of the base's files unless another is asked for. Of a text tower the whole wrapper is written."""
+    """Write the base with the adapter of `folder` merged into its weights, as a plain model folder. Return
+    its dtype, which is that of the base's files unless another is requested. For a text tower, the whole
+    wrapper is written."""
     finished_kind(folder)
     refuse_links_out(folder)
     with new_folder(target):
@@ -64,7 +65,8 @@ def write_merged(
 
 
 def merged_model(folder: Path, base: BaseSpec, dtype: Dtype | None, into: Into) -> PreTrainedModel:
-    """Of a quantised base the weights that it stands for, or those it was made of; in plain matrices."""
+    """Return the base with the adapter merged in, in plain matrices. For a quantised base, these hold its
+    dequantised weights, or with `into` "original" those it was made of."""
     kept = dtype or cast(Dtype, str(own_dtype(base)).removeprefix("torch."))
     original = into == "original"
     if original and quantised_as(base, stored_only=True):
@@ -87,7 +89,8 @@ def finished_kind(folder: Path) -> Kind:
 
 
 def refuse_links_out(folder: Path) -> None:
-    """A stranger's folder could hold a link to a file of the user's, and the export a copy of that file."""
+    """Refuse links that lead out of the folder: a stranger's folder could link to a file of the user's, and
+    the export would hold a copy of that file."""
     root = folder.resolve()
     for path in sorted(folder.iterdir()):
         if path.is_symlink() and path.is_file() and not path.resolve().is_relative_to(root):
@@ -99,7 +102,8 @@ def refuse_links_out(folder: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[None]:
-    """`target`, new or empty, for what is written inside; left empty if that fails."""
+    """Create `target`, which must be new or empty, for the files written inside the context; leave it empty
+    if that fails."""
     if target.is_symlink():
         raise OutputError(f"{target} is a link; name a folder that is new or empty.")
     refuse_full_folder(target)
@@ -117,7 +121,7 @@ def new_folder(target: Path) -> Iterator[None]:
 
 
 def copy_tokenizer(folder: Path, target: Path) -> bool:
-    """Copy the tokenizer that lies beside the adapter, with its chat template; False if there is none.
+    """Copy the tokenizer beside the adapter, with its chat template; return False if there is none.
 
     Tokenizers have files of many names, so everything is copied that is not the adapter's or ours.
     """
@@ -128,7 +132,8 @@ def copy_tokenizer(folder: Path, target: Path) -> bool:
 
 
 def mend_generation(model: PreTrainedModel) -> None:
-    """Some bases come with sampling settings but without the switch; transformers refuses to save those."""
+    """Enable sampling for bases that have sampling settings without the switch, which transformers refuses to
+    save."""
     settings = model.generation_config
     if settings is None:
         return

@@ -1,4 +1,4 @@
-"""A job ready to train: its data tokenised, its numbers of steps settled."""
+"""A job that is ready to train: its data are tokenised and its numbers of steps are known."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Ready:
     evaluate_at: frozenset[int]
     save_at: frozenset[int]
     limit: int | None = None
-    """The step up to which a trial of a sweep may train for now; None: to its last."""
+    """Step up to which a trial of a sweep may train for now. None means its last step."""
     start_tokens: tuple[int, ...] = ()
-    """Those of the text that its virtual tokens start from."""
+    """Tokens of the text that the job's virtual tokens start from."""
     own_evaluations: frozenset[int] | None = None
-    """Of `evaluate_at`, the steps that the job itself asks for, where a sweep adds others; None: all."""
+    """Steps of `evaluate_at` that the job itself requests, if a sweep adds others. None means all of them."""
     base_samples: Samples | None = None
     """The held-out samples as the base alone sees them, without virtual tokens. None if there are none, or if
     the job's first evaluation is that of the base, since its adapter changes nothing at its start."""
@@ -47,18 +47,18 @@ class Ready:
         return self.spec.name
 
     def course(self, step: int, rounds: int, begins: bool) -> Course:
-        """The job's part of a window that starts after `step`."""
+        """Return the job's part of a window that starts after `step`."""
         return self.curriculum.course(step, rounds, begins, self.limit)
 
     def base_course(self, step: int) -> Course:
-        """A window's part in which the base alone is evaluated on the job's held-out samples."""
+        """Return the part of a window in which the base alone is evaluated on the job's held-out samples."""
         data = replace(self.data, evaluation=self.base_samples)
         planned = replace(self.curriculum, data=data, evaluate_at=frozenset(), save_at=frozenset())
         return planned.course(step, 0, begins=True)
 
     @property
     def last_step(self) -> int:
-        """The last step that it may make for now."""
+        """Last step that the job may make for now."""
         return self.recipe.steps if self.limit is None else self.limit
 
     def counts(self, step: int) -> bool:
@@ -80,9 +80,10 @@ def make_ready(
     progress: Callable[[int], None] | None = None,
     shared: SharedData | None = None,
 ) -> Ready:
-    """Tokenise a job's data and settle its numbers; `place` is its position in the jobs file.
+    """Tokenise a job's data and compute its numbers of steps; `place` is its position in the jobs file.
 
-    With `shared`, made with the same tokenizer and cache, data that another job has are taken from there.
+    With `shared`, which must have the same tokenizer and cache, data that another job has are taken from
+    there.
     """
     shared = shared or SharedData(tokenizer, cache, shape.context)
     kind = kind_named(spec.adapter.kind)
@@ -133,7 +134,7 @@ def make_ready(
 
 
 def _start_tokens(spec: JobSpec, tokenizer: Any, shape: ModelShape) -> tuple[int, ...]:
-    """As PEFT has them: with whatever the tokenizer puts around a text."""
+    """Return the tokens of the start text as in PEFT: with whatever the tokenizer adds to a text."""
     if not (text := spec.adapter.start_text):
         return ()
     tokens = tuple(map(int, tokenizer(text)["input_ids"]))
@@ -158,7 +159,7 @@ def lay_out_for_base(plan: MicrobatchPlan, jobs: Mapping[str, Ready]) -> Microba
 
 
 def lay_out(plan: MicrobatchPlan, held_out: bool, jobs: Mapping[str, Ready]) -> Microbatch:
-    """The planned samples as tensors."""
+    """Return the planned samples as tensors."""
     parts = []
     for segment in plan.segments:
         data = jobs[segment.job].data

@@ -45,13 +45,13 @@ class Window:
     shapes: JobShapes
 
     def saved_seconds(self) -> float:
-        """How much longer its jobs would have taken one after another, by the time model."""
+        """Return how much longer the jobs would have taken one after another, according to the time model."""
         alone = self.cost.alone_seconds(self.program.batches, self.program.capacity, self.shapes)
         trained = sum(one.seconds for one in self.outcome.passes if one.training)
         return 0.0 if alone is None else alone - trained
 
     def line(self) -> dict[str, Any]:
-        """The window's line of windows.jsonl."""
+        """Return the window's line of windows.jsonl."""
         program, promise, outcome = self.program, self.promise, self.outcome
         return {
             "capacity": program.capacity,
@@ -122,7 +122,7 @@ class Journal:
         self.show(event.job, eval_loss=event.loss)
 
     def standing(self, job: Ready, progress: Progress) -> None:
-        """Record what a job's evaluations so far say of the adapter that it would keep now."""
+        """Record the validation loss of the adapter that a job would keep now, and the best one so far."""
         kept = progress.best_loss if job.spec.keep == "best" else progress.evaluated_loss
         self.store.evaluate_job(job.name, kept, progress.best_step, progress.best_loss)
 
@@ -153,7 +153,7 @@ class Journal:
         return f"warning: {warning}" if warning else ""
 
     def rung(self, event: Evaluated) -> None:
-        """What a sweep's rung has judged of a trial."""
+        """Record the evaluation of a trial at a rung of its sweep."""
         self._metrics(
             {
                 "job": event.job,
@@ -176,13 +176,13 @@ class Journal:
         self._aside(self.store.write_status_soon)
 
     def promise(self, numbers: Mapping[str, Any]) -> None:
-        """Write what this process promises of its first window, before it runs."""
+        """Write the predictions for this process's first window before it runs."""
         if self._windows == 0:
             content = json_text(numbers, indent=1).encode()
             self._aside(lambda: replace_file(self.store.records / PROMISE, content))
 
     def learned(self) -> Any:
-        """The learned models in this output; None if there are none that can be read."""
+        """Return the learned models in this output; None if there are none that can be read."""
         try:
             return json.loads((self.store.records / LEARNED).read_bytes())
         except (OSError, ValueError):
@@ -193,7 +193,7 @@ class Journal:
         self._aside(lambda: replace_file(self.store.records / LEARNED, content))
 
     def move(self, name: str, state: State, reason: str = "") -> None:
-        """Record a job's new state; it is on disk soon, or at once with `settle`."""
+        """Record a job's new state; it is written to disk soon, or at once with `settle`."""
         self.store.move_job(name, state, reason)
         self._aside(self.store.write_status_soon)
         self.show(name, state=state, reason=reason or self._shown_warning(name))
@@ -207,7 +207,7 @@ class Journal:
         self.view.update(self._rows[name])
 
     def settle(self) -> bool:
-        """Have everything on disk; True if it is."""
+        """Write everything to disk; return whether that succeeded."""
         return self._aside(self.store.write_status)
 
     def _metrics(self, line: Mapping[str, Any]) -> None:
@@ -215,8 +215,8 @@ class Journal:
         self._log(line)
 
     def _aside(self, write: Callable[[], None]) -> bool:
-        """Attempt a write that training does not depend on. A failure is reported once, and its content comes
-        with the next write. True if it succeeded."""
+        """Attempt a write that training does not depend on, and return whether it succeeded. A failure is
+        reported once, and its content comes with the next write."""
         try:
             write()
         except OutputError as error:

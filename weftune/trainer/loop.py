@@ -62,21 +62,22 @@ class TimedWindow:
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """After a shortage of memory: no more jobs than these are aboard until one has ended."""
+    """A limit on the number of attached jobs after a shortage of memory, until one of them has ended."""
 
     most: int
     reason: str
 
 
 def lost_sentence(store: Store, name: str, found: checkpoint.Survey) -> str:
-    """Why a job that has begun cannot go on. The decision is left to the user, who may have a copy."""
+    """Return why a job that has begun cannot resume. The decision is left to the user, who may have a
+    copy."""
     what = "none of its checkpoints is whole" if found.damaged else "its checkpoints are gone"
     names = f" ({', '.join(path.name for path in found.damaged)})" if found.damaged else ""
     return f"{what}{names}; put back a copy of one, or train it anew with {store.resume_line(restart=[name])}"
 
 
 def source_sentence(store: Store, source: str, state: State) -> str:
-    """Why a job is paused that starts from another, which has stopped."""
+    """Return why a job is paused that starts from another, which has stopped."""
     if state is State.PAUSED:
         return f"it starts from {source}, which is paused; go on with both: {store.resume_line()}"
     happened = "has failed" if state is State.FAILED else "was cancelled"
@@ -108,30 +109,30 @@ class Loop:
         self.jobs: dict[str, Ready] = {}
         self.waiting: dict[str, Ready] = {}
         self.programs_run: list[Program] | None = None
-        """Every executed Program, where a test or a benchmark asks for them by setting a list."""
+        """Executed Programs; None unless a test or a benchmark requests them by setting a list."""
         self._endings: dict[str, Ending] = {}
         self.deliveries = Deliveries(engine, tokenizer, store, journal)
         self.windows = Windows(engine, self.learned, self.jobs)
         self._slow_run = SlowRun() if engine.base.device.type == "cpu" else None
         self._planned_cost = engine.known if engine.known.measured else cpu_sheet_cost(engine.choice.shape)
-        """As `weftune plan` knows times: by a profile of this machine, else by its data sheet."""
+        """Time model of `weftune plan`: from a profile of this machine, else from its data sheet."""
         self._timed = TimedWindow()
         self._saved_at_every_step: set[str] = set()
         self._last_saved: dict[str, float] = {}
-        """Of jobs aboard: when a checkpoint was last begun, or when they came aboard."""
+        """Attached job → the time at which its last checkpoint was begun, or at which it was admitted."""
         self.sweeps = Sweeping()
         """The sweeps that some of the jobs are trials of."""
         self.add: Callable[[JobSpec], Any] | None = None
-        """Enters a job that a sweep proposes inside the run."""
+        """Function that adds a job which a sweep proposes during the run."""
         self._judged: frozenset[str] = frozenset()
-        """Trials that make no step in this window, but are evaluated with the mean of their last weights."""
+        """Trials that make no step in this window but are evaluated with the mean of their last weights."""
         self._crowd: Crowd | None = None
         self._overtaken: Mapping[str, int] = {}
-        """Of waiting jobs: how many came aboard before them that stood behind them."""
+        """Waiting job → number of jobs behind it that were admitted before it."""
         self._gave_way: dict[str, str] = {}
-        """Of jobs that were preempted, and wait: for whom."""
+        """Maps each preempted job that waits to the job that replaced it."""
 
-    # -- jobs come ---------------------------------------------------------------------------------------
+    # -- admission ---------------------------------------------------------------------------------------
 
     def enter(self, job: Ready) -> None:
         """Queue a job; it is attached at the next window that has room for it."""
@@ -139,7 +140,7 @@ class Loop:
             job.shape.starts_from
             and checkpoint.newest_progress(self.deliveries.checkpoints(job.name)) is not None
         ):
-            # It has begun, and needs nobody else's adapter any more.
+            # It has begun and no longer needs the adapter of another job.
             job = _without_source(job)
         job = self.jobs[job.name] = self.sweeps.enter(job)
         if not self.sweeps.rests(job.name):
@@ -157,7 +158,7 @@ class Loop:
         )
 
     def cancel(self, name: str) -> None:
-        """Cancel a job: at once if it waits, before its next microbatch if it is aboard."""
+        """Cancel a job: at once if it waits, before its next microbatch if it is attached."""
         if name in self.waiting:
             del self.waiting[name]
             self.journal.move(name, State.CANCELLED)
@@ -170,7 +171,7 @@ class Loop:
             self._end(name, Ending(State.CANCELLED))
 
     def _admit(self) -> None:
-        """At a window boundary: who comes aboard, and who gives way to them."""
+        """Admit and preempt jobs at a window boundary."""
         self._look_at_sources()
         aboard = self._shapes(self.executor.aboard)
         waiting = [job.shape for job in self.waiting.values()]
@@ -189,17 +190,17 @@ class Loop:
             self._gave_way.pop(name, None)
             self._board(self.waiting.pop(name), written[name])
         if decision.admitted or decision.too_large:
-            # Once for all of them, however many come.
+            # Once for all of them, however many are admitted.
             self.journal.settle()
 
     def _look_at_sources(self) -> None:
-        """Of waiting jobs that start from others: those whose source has succeeded join the queue, and those
-        who would wait in vain are paused."""
+        """Inspect the sources of waiting jobs: those whose source has succeeded join the queue, and those
+        that would wait in vain are paused."""
         for name, job in list(self.waiting.items()):
             if not (source := job.shape.starts_from):
                 continue
             while source in self.deliveries:
-                # So that it starts at the same boundary, however fast the disk is.
+                # The job then starts at the same boundary, however fast the disk is.
                 self._await_delivery()
             state = self._state_of_source(source)
             if state is State.SUCCEEDED:
@@ -209,7 +210,8 @@ class Loop:
                 self.journal.move(name, State.PAUSED, source_sentence(self.store, source, state))
 
     def _state_of_source(self, source: str) -> State:
-        """With shares, one that was trained before is known by its folder only."""
+        """Return the state of a source. With shares, a source that was trained before is known by its folder
+        only."""
         if source in self.store:
             return self.store.job(source).state
         return State.SUCCEEDED if (self.store.output / source / CONFIG).exists() else State.PAUSED
@@ -220,7 +222,7 @@ class Loop:
         return self.learned.why_not(jobs)
 
     def _give_way(self, preempted: Mapping[str, str]) -> None:
-        """Send jobs back for those that come in their place; who cannot be saved leaves all the same."""
+        """Preempt jobs for those that replace them; a job that cannot be saved is detached all the same."""
         self._gave_way |= preempted
         self._send_back(
             {
@@ -232,14 +234,15 @@ class Loop:
             self._retire()
 
     def _explain(self, name: str, reason: str) -> None:
-        """Say why a job waits; who gave way says to whom, as long as that one is aboard."""
+        """Record why a job waits; a preempted job keeps its reason as long as the job that replaced it is
+        attached."""
         if self._gave_way.get(name) in self.executor.aboard or self.store.job(name).reason == reason:
             return
         self.store.explain_job(name, reason)
         self.journal.show(name, reason=reason)
 
     def _board(self, job: Ready, written: Future[None] | None) -> None:
-        """Attach a job; `written` is its job file, where that has been begun."""
+        """Attach a job; `written` is the write of its job file, if that has been begun."""
         spec = job.spec
         found = checkpoint.survey(self.deliveries.checkpoints(spec.name))
         has_begun = found.progress is not None
@@ -270,7 +273,7 @@ class Loop:
             self.journal.move(spec.name, State.PAUSED, f"{error}; {mend}")
             return
         self.executor.attach(training)
-        # Where it starts from another's adapter, which may be gone later, it is saved at once.
+        # A job that starts from another adapter, which may be gone later, is saved at once.
         is_safe = progress.step > 0 or spec.adapter.init_from is None
         self._last_saved[spec.name] = time.monotonic() if is_safe else -math.inf
         self.journal.move(spec.name, State.RUNNING)
@@ -290,8 +293,8 @@ class Loop:
         )
 
     def _adapter_to_start(self, spec: JobSpec, has_begun: bool) -> AdapterSpec:
-        """The job's adapter with the folder of the job that it starts from; one that has begun goes on from
-        its checkpoint instead."""
+        """Return the job's adapter with the folder of the job that it starts from; a job that has begun
+        resumes from its checkpoint instead."""
         source = source_of(spec.adapter)
         if not source:
             return spec.adapter
@@ -321,7 +324,7 @@ class Loop:
             self._admit()
             if not self.executor.aboard:
                 if len(self.waiting) < before or self._follow_sweeps():
-                    # Somebody could not come aboard, and others may have waited for that one.
+                    # A job could not be attached, and others may have waited for it.
                     continue
                 break
             if unscored := self._without_base_loss():
@@ -333,7 +336,7 @@ class Loop:
             program = self.windows.next(beginners | self._judged)
             self._forget_ended()
             self.windows.plan_ahead(program)
-            # Who is judged is at the step of its last window, where it was saved if it was to be.
+            # A trial that is being evaluated has already been saved at its last step, if it was to be saved.
             program = program.without_saves(self._saved_lately() | self._judged)
             with self._means_shown():
                 self._watched(program, stop, callback)
@@ -349,15 +352,15 @@ class Loop:
             self._hear_writes()
 
     def _forget_ended(self) -> None:
-        """Release the data of jobs that have left, which are open files. This waits until a window that was
+        """Release the data of jobs that have ended, which are open files. This waits until a window that was
         planned ahead has been taken, since it may refer to them."""
         for name in list(self.jobs):
             if self.store.job(name).state.ended:
                 del self.jobs[name]
 
     def _without_base_loss(self) -> Mapping[str, list[str]]:
-        """Jobs aboard whose first evaluation is not that of the base, and for which the loss of the base is
-        not known yet. They are grouped by their held-out samples: fingerprint → jobs."""
+        """Return the attached jobs whose first evaluation is not that of the base, and for which the loss of
+        the base is not known yet, grouped by their held-out samples: fingerprint → jobs."""
         found: dict[str, list[str]] = {}
         for name in self.executor.aboard:
             samples = self.jobs[name].base_samples
@@ -403,19 +406,19 @@ class Loop:
 
     @contextmanager
     def _means_shown(self) -> Iterator[None]:
-        """For a window: passes read the means of those who are judged."""
+        """Let the passes of a window read the mean weights of the trials that are being evaluated."""
         for name in self._judged:
             self.executor.show_mean(name)
         yield
         for name in self._judged:
-            # Who was killed reads zeros, and who had to leave comes back with its own.
+            # A trial that was killed reads zeros, and one that had to leave comes back with its own weights.
             if name in self.executor.aboard and name not in self._endings:
                 self.executor.show_master(name)
         self._judged = frozenset()
 
     def _saved_lately(self) -> frozenset[str]:
-        """The jobs that are not saved in the next window, since the last time was a moment ago and they do
-        not say how often they want to be."""
+        """Return the jobs that are not saved in the next window, since their last checkpoint is recent and
+        they do not set how often they are saved."""
         now = time.monotonic()
         return frozenset(
             name
@@ -449,7 +452,7 @@ class Loop:
         self._timed = TimedWindow()
         own_peak, peak_before = begin_peak(self.base.device), self._peak_bytes()
         if not own_peak:
-            # What will be measured is the highest peak so far, so that is what is promised.
+            # The measured value will be the highest peak so far, so that is what is predicted.
             promise = replace(promise, peak_bytes=max(peak_before, promise.peak_bytes))
         fitted, began = True, time.monotonic()
         try:
@@ -480,11 +483,11 @@ class Loop:
         )
         self._tell_if_slow(program, aboard, seconds)
         if timed.saves:
-            # So that a run that finds no checkpoint knows that there was one.
+            # A run that finds no checkpoint then knows that there was one.
             self.journal.settle()
 
     def _tell_if_slow(self, program: Program, aboard: JobShapes, seconds: float) -> None:
-        """On a CPU, in one process: compare a window with what was planned before the run."""
+        """Compare a window with what was planned before the run, on a CPU and in one process."""
         if self._slow_run is not None and len(program.devices) == 1:
             planned = self._planned_cost.program_seconds(program, aboard)
             if sentence := self._slow_run.add(planned, seconds):
@@ -494,8 +497,8 @@ class Loop:
         return lay_out(plan, held_out, self.jobs)
 
     def _shrink(self, capacity: int) -> None:
-        """After a shortage of memory: halve the capacity; at the longest sample, preempt a job; with one job
-        left, fail it."""
+        """Take less memory after a shortage: halve the capacity; at the longest sample, preempt a job; with
+        one job left, fail it."""
         release(self.base.device)
         shapes = self._shapes(name for name in self.executor.aboard if name not in self._endings)
         if not shapes:
@@ -520,7 +523,7 @@ class Loop:
         self._send_back({last: self._crowd.reason})
 
     def _other_bits(self) -> str:
-        """What a shortage means to a deterministic run."""
+        """Return what a shortage means for a deterministic run; empty for any other."""
         if not self.engine.deterministic:
             return ""
         return " Deterministic: the bits differ from here on from those of a run without this shortage."
@@ -535,7 +538,7 @@ class Loop:
                 self._timed.steps.append(event.time)
             case Stepped(job):
                 if job in self._saved_at_every_step:
-                    # There is no half of an interval in which the last one's checkpoint could be written.
+                    # There is no half of an interval in which the last checkpoint could be written.
                     self.executor.finish_saves(job)
                 self.journal.step(event, self.jobs[job], self.executor.aboard[job].progress)
                 self.journal.warn(job, collapse_warning(event.outcome, self.base.shape.vocabulary))
@@ -572,8 +575,8 @@ class Loop:
 
     @phase(Phase.SAVING)
     def _save(self, name: str, save: Callable[[str, Path], None]) -> None:
-        """Begin a checkpoint. The job's last one is waited for, so that at any time all steps but those of
-        one `save_every` are in a whole one, however slow the disk is."""
+        """Begin a checkpoint. The job's last one is finished first, so that at any time all steps but those
+        of one `save_every` are in a complete checkpoint, however slow the disk is."""
         began = time.monotonic()
         self.executor.finish_saves(name)
         self._hear_writes()
@@ -587,7 +590,7 @@ class Loop:
         self._timed.saves.append(StateTime(1, training.layout.size, time.monotonic() - began))
 
     def _hear_writes(self) -> None:
-        """Act on what has been written since the last call, or could not be."""
+        """Handle what has been written since the last call, or could not be."""
         for one in self.executor.unsaved():
             self._pause_unsaved(one)
         self.deliveries.hear()
@@ -597,8 +600,8 @@ class Loop:
         self._hear_writes()
 
     def _pause_unsaved(self, unsaved: Unsaved) -> None:
-        """A checkpoint could not be written: pause the job before more would be lost. A job that has made its
-        last step stays: its adapter may find room, and then no checkpoint is needed."""
+        """Pause a job whose checkpoint could not be written, before more is lost. A job that has made its
+        last step stays: there may be room for its adapter, and then no checkpoint is needed."""
         name, training = unsaved.job, self.executor.aboard.get(unsaved.job)
         if training is None or name in self._endings:
             return
@@ -607,7 +610,7 @@ class Loop:
         what = f"its checkpoint of step {unsaved.step} cannot be written: {unsaved.reason}"
         self._end(name, Ending(State.PAUSED, f"{what}; {self.deliveries.remedy(name)}"))
 
-    # -- jobs go -----------------------------------------------------------------------------------------
+    # -- endings -----------------------------------------------------------------------------------------
 
     def _end(self, name: str, ending: Ending) -> None:
         """Decide a job's end inside a window; it is detached at the window's end."""
@@ -632,7 +635,7 @@ class Loop:
         if self._endings:
             self.journal.settle()
         if self._endings and self.base.device.type == "cpu":
-            # Else the heap keeps what they held, and nobody sees that later windows take less.
+            # Otherwise the heap keeps what they held, and later windows do not appear to take less.
             release(self.base.device)
         self._endings.clear()
 
@@ -646,7 +649,8 @@ class Loop:
         self.journal.settle()
 
     def _save_and_detach(self, names: Sequence[str]) -> list[Training]:
-        """The jobs that are saved and have left; where that fails a job gets an ending instead."""
+        """Save and detach jobs, and return those that were detached; a job that cannot be saved gets an
+        ending instead."""
         for name in names:
             self._save(name, self.executor.save_now)
         for name in names:
@@ -670,8 +674,8 @@ class Loop:
     # -- sweeps ------------------------------------------------------------------------------------------
 
     def _follow_sweeps(self) -> bool:
-        """Between windows: trials at the limit of a rung go on, rest without a seat, or leave, as their
-        sweeps decide. True if somebody new waits for a seat."""
+        """Apply the decisions of sweeps between windows: trials at the limit of a rung continue, rest without
+        a seat, or leave. Return whether a new job waits for a seat."""
         if not self.sweeps.sweeps:
             return False
         aboard = {name: training.progress.step for name, training in self.executor.aboard.items()}

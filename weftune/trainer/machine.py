@@ -31,18 +31,19 @@ from weftune.run.workers.groups import WorkerPlace, own_gpus
 from weftune.run.workers.messages import Staff
 
 UNKNOWN_FLOPS, UNKNOWN_MEMORY, FILE_BANDWIDTH = 1e14, 1e12, 2e9
-"""Of a GPU without a data sheet and of a disk, where nothing may be measured."""
+"""Operations per second and bytes per second of a GPU without a data sheet, and bytes per second of a disk,
+used if nothing may be measured."""
 PLENTY = 0.9
-"""The share of a plan's memory that must be free where it was not planned by what is."""
+"""Share of a plan's memory that must be free if the plan ignores how much is free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a run was asked to run on."""
+    """The base, the device and the limits that a run was started with."""
 
     spec: BaseSpec
     base: Base | None
-    """The base, where it is in memory already."""
+    """The base, if it is in memory already."""
     device: torch.device
     shape: ModelShape
     staff: Staff | None
@@ -52,9 +53,9 @@ class Setup:
     profile: Path | None
     checkpoints: Callable[[str], Path]
     deterministic: bool = False
-    """Whether the plan may depend on nothing that is measured now: neither times nor free memory."""
+    """Whether the plan must not depend on anything that is measured now: neither times nor free memory."""
     shares: int = 1
-    """Processes like this one that have the host's memory among them, each with a share of the jobs."""
+    """Number of processes like this one that share the host's memory, each with a share of the jobs."""
 
     @property
     def on_gpu(self) -> bool:
@@ -66,7 +67,7 @@ class Setup:
 
     @property
     def device_budget(self) -> int:
-        """What the device has for a run of which nobody has said what it may take."""
+        """Bytes of the device for a run without a limit set by the user."""
         return (steady_budget_bytes if self.deterministic else budget_bytes)(self.device)
 
     @property
@@ -75,12 +76,12 @@ class Setup:
 
     @property
     def sharing(self) -> int:
-        """Workers that share one device."""
+        """Number of workers that share one device."""
         return 1 if own_gpus(self.place, self.device) else self.place.local_workers
 
 
 def machine_here(setup: Setup) -> Machine:
-    """This process's device, or those of all workers, which are alike."""
+    """Describe this process's device, or those of all workers, which are identical."""
     if setup.base is not None and setup.gpu_memory is not None and setup.staff is None:
         raise UserError("gpu_memory: this base is on its device already; give its name and Weftune loads it")
     place, device = setup.place, setup.device
@@ -103,7 +104,7 @@ def machine_here(setup: Setup) -> Machine:
 
 
 def short_of_memory(setup: Setup) -> str:
-    """A warning where a plan that does not look at free memory counts on more than there is; else nothing."""
+    """Return a warning if a plan that ignores free memory counts on more than there is; empty otherwise."""
     if not setup.deterministic or setup.gpu_memory or setup.memory:
         return ""
     free, planned = budget_bytes(setup.device), setup.device_budget
@@ -116,26 +117,26 @@ def short_of_memory(setup: Setup) -> str:
 
 
 def _taken_bytes(setup: Setup) -> int:
-    """What the process holds; of a deterministic run on a CPU always the same."""
+    """Return the bytes that the process holds; always the same for a deterministic run on a CPU."""
     if setup.deterministic and not setup.on_gpu:
         return PROCESS_BYTES
     return taken_bytes(setup.device)
 
 
 def _resident_budget(setup: Setup) -> int:
-    """The budget for a resident base. On a CPU a small GPU is pretended only for a base that is streamed."""
+    """Return the budget for a resident base. On a CPU, a small GPU is simulated only for a streamed base."""
     return setup.budget if setup.on_gpu else setup.memory or setup.device_budget
 
 
 def _stream_budget(setup: Setup) -> int | None:
-    """The budget for a streamed base. One GPU streams whenever the base does not fit; a CPU only where it
-    pretends to be a small GPU; several workers only where it was asked for, since they must be connected for
-    it from the start."""
+    """Return the budget for a streamed base. One GPU streams whenever the base does not fit; a CPU only if it
+    simulates a small GPU; several workers only if it was requested, since they must be connected for it from
+    the start."""
     if setup.staff is None:
         return None if setup.base is not None else setup.budget if setup.on_gpu else setup.gpu_memory
     if not setup.place.ring or setup.gpu_memory is None:
         return None
-    # Every worker pretends a device of its own.
+    # Every worker simulates a device of its own.
     return setup.gpu_memory // (setup.sharing if setup.on_gpu else 1)
 
 
@@ -150,7 +151,7 @@ def _profile(setup: Setup) -> Profile | None:
 
 
 def _worker_profile(setup: Setup) -> Profile | None:
-    """A profile measured with as many threads as each worker of this machine has."""
+    """Return a profile measured with as many threads as each worker of this machine has."""
     key = key_here(setup.shape, setup.device)
     if not setup.on_gpu:
         key = replace(key, threads=torch.get_num_threads())
@@ -158,24 +159,25 @@ def _worker_profile(setup: Setup) -> Profile | None:
 
 
 def most_tokens(device: torch.device) -> int:
-    """The token capacity that a device gets where memory allows more."""
+    """Return the token capacity that a device gets if memory allows more."""
     return MOST_TOKENS[device.type == "cuda"]
 
 
 def costs_here(shape: ModelShape, device: torch.device) -> PartCosts | None:
-    """The costs that stages will be cut by, if the cache has a profile of this device."""
+    """Return the costs by which stages will be cut, if the cache has a profile of this device."""
     profile = find_profile(key_here(shape, device))
     return measured_costs(profile, shape, typical_work(shape, most_tokens(device))) if profile else None
 
 
 def host_budget(deterministic: bool = False) -> int:
-    """Bytes of the host's memory that a run may take: of what is free, or of all."""
+    """Return the bytes of host memory that a run may take: a share of what is free, or of all if
+    `deterministic`."""
     memory = psutil.virtual_memory()
     return int((memory.total if deterministic else memory.available) * CPU_SHARE)
 
 
 def sheet_gpu(budget: int, host: int) -> StreamDevice:
-    """The GPU as its data sheet has it: the same in every run."""
+    """Return the GPU as its data sheet describes it: the same in every run."""
     speed = speed_by_sheet(on_gpu=True)
     if speed is None:
         return gpu_place(budget, host, PCIE.bandwidth, UNKNOWN_FLOPS, UNKNOWN_MEMORY)
@@ -183,7 +185,7 @@ def sheet_gpu(budget: int, host: int) -> StreamDevice:
 
 
 def measured_gpu(spec: BaseSpec, device: torch.device, budget: int, host: int) -> StreamDevice:
-    """The GPU with its link and its matrix products as measured now."""
+    """Return the GPU with its link and its matrix products as measured now."""
     link = measure_link(device, base_dtype(spec, device))
     return gpu_place(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)
 
@@ -191,8 +193,8 @@ def measured_gpu(spec: BaseSpec, device: torch.device, budget: int, host: int) -
 def from_files(
     spec: BaseSpec, device: torch.device, place: StreamDevice, short: HostTooSmall, measured: bool = True
 ) -> StreamDevice:
-    """The same machine for a base whose weights stay in their files; if they cannot, an error with both
-    reasons."""
+    """Return the device for a base whose weights stay in their files; if they cannot, raise an error with
+    both reasons."""
     try:
         weights = weights_in_files(spec, device)
     except BaseModelError as error:

@@ -25,8 +25,8 @@ from weftune.trainer.export import INTO, merged_model
 
 
 def merged_losses(folder: Path, base: BaseSpec, dtype: Dtype | None = None) -> dict[str, float]:
-    """What the adapter was merged into → the mean loss of a supervised token of the rows that the job was
-    evaluated on; nothing where those are not known any longer."""
+    """Return a mapping from what the adapter was merged into to the mean loss per supervised token of the
+    rows that the job was evaluated on; empty if those are no longer known."""
     samples = evaluation_rows(folder, base)
     if samples is None:
         return {}
@@ -39,7 +39,7 @@ def merged_losses(folder: Path, base: BaseSpec, dtype: Dtype | None = None) -> d
 
 
 def evaluation_rows(folder: Path, base: BaseSpec) -> Samples | None:
-    """The rows that the job in `folder` was evaluated on, if they are still the same."""
+    """Return the rows that the job in `folder` was evaluated on; None if they are unknown or have changed."""
     file = read_job_file(folder)
     record: Mapping[str, Any] = {} if file is None else file.values
     job, known = record.get("job") or {}, (record.get("data") or {}).get("evaluation_fingerprint")

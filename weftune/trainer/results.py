@@ -44,15 +44,16 @@ __all__ = [
 ]
 
 PARTIAL = ".adapter.partial"
-"""Inside a job's folder: an adapter that is being written."""
+"""Folder inside a job's folder for an adapter that is being written."""
 BASE_KEYS = ("model", "dtype", "revision", "quantize")
-"""The keys that identify a base; how the user wrote its path does not."""
+"""Keys that identify a base; the path as the user wrote it does not."""
 NAMED_PACKAGES = ("weftune", "torch", "transformers", "peft", "safetensors", "datasets")
 
 
 def describe(job: Ready, base: BaseSpec, deterministic: bool = False) -> dict[str, Any]:
-    """The content of `job.yaml`: the resolved spec, the data, and the versions of libraries. How the run was
-    last gone on with is no setting of the job: `deterministic` may differ when it is resumed."""
+    """Return the content of `job.yaml`: the resolved spec, the data, and the versions of libraries.
+    `deterministic` describes how the run was last resumed: it is no setting of the job and may differ next
+    time."""
     data = job.data
     return {
         "format": FORMAT,
@@ -72,13 +73,13 @@ def describe(job: Ready, base: BaseSpec, deterministic: bool = False) -> dict[st
 
 
 def retries_of(folder: Path) -> list[dict[str, Any]]:
-    """The retries of a started job, the earliest first."""
+    """Return the retries of a started job, the earliest first."""
     found = read_job_file(folder)
     return list(found.values.get("retries", [])) if found else []
 
 
 def with_retries(description: dict[str, Any], folder: Path, *more: Retry) -> dict[str, Any]:
-    """A description with the retries that its job's folder records, and `more` of them."""
+    """Return a description with the retries that its job's folder records, and `more` of them."""
     retries = [*retries_of(folder), *(retry.record() for retry in more)]
     return {**description, "retries": retries} if retries else description
 
@@ -88,8 +89,8 @@ def refuse_changes(
 ) -> str:
     """Refuse to resume a job whose keys, base or dataset have changed, naming what changed.
 
-    Keys that are `allowed` may differ: the user has named them. `command` is what resumes the run. Returns
-    what was found damaged, or "".
+    Keys that are `allowed` may differ: the user has named them. `command` is the command that resumes the
+    run. Return a sentence about a damaged file, or "".
     """
     name = description["job"]["name"]
     anew = f"train it anew with {resume_line(command, restart=[name])}"
@@ -97,7 +98,7 @@ def refuse_changes(
         found = read_job_file(folder)
     except DamagedJobFile as damaged:
         if not any((folder / CHECKPOINTS).glob("step-*")):
-            # It begins at its first step, with whatever settings.
+            # It starts at its first step, so any settings will do.
             return f"{damaged}; it is written anew."
         raise OutputError(
             f"{damaged}, so it cannot be known whether job {name} would go on with the settings it began "
@@ -127,9 +128,10 @@ def refuse_changes(
 
 
 def finished_changes(folder: Path, job: JobSpec, base: BaseSpec, max_steps: int | None = None) -> list[str]:
-    """`KEY OLD, now NEW` for every setting in which a finished job differs from what it was trained with.
+    """Return `KEY OLD, now NEW` for every setting in which a finished job differs from what it was trained
+    with.
 
-    Its rows are not compared: they would have to be tokenised for it.
+    Its rows are not compared: they would have to be tokenised for that.
     """
     try:
         found = read_job_file(folder)
@@ -161,16 +163,17 @@ def _is_in(key: str, named: Collection[str]) -> bool:
 
 
 class TokenizerFiles:
-    """The files of the tokenizer that lie beside every adapter. They are made once for each chat template."""
+    """The files of the tokenizer that are written beside every adapter, created once per chat template."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._made: dict[str | None, dict[Path, bytes]] = {}
-        """Chat template, if it is not the tokenizer's own → path in a job's folder → content."""
+        """Chat template (None for the tokenizer's own) → path in a job's folder → content."""
         self._one_at_a_time = threading.Lock()
 
     def of(self, job: Ready | None) -> Mapping[Path, bytes]:
-        """With the chat template that the job was trained with; without a job, with the tokenizer's own."""
+        """Return the files with the chat template that the job was trained with; without a job, with the
+        tokenizer's own."""
         chosen = None if job is None else job.spec.data.chat_template
         template = None if chosen is None else template_source(self._tokenizer, chosen)
         with self._one_at_a_time:
@@ -203,10 +206,10 @@ def write_result(
     base: BaseSpec,
     tokenizer: TokenizerFiles,
 ) -> None:
-    """The adapter as PEFT keeps it, and the tokenizer with the chat template the job was trained with.
+    """Write the adapter in PEFT's format, and the tokenizer with the chat template the job was trained with.
 
-    Written aside and synced before it is moved to its place, the config last: where that is, all of it is.
-    Raises OSError where the disk does not take it, and leaves nothing of it.
+    The files are written aside and synced before they are moved to their place, the config last: if that
+    exists, all of them do. Raises OSError if the disk does not take them, and leaves none of them.
     """
     kind = kind_named(job.spec.adapter.kind)
     partial = folder / PARTIAL

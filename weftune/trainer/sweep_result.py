@@ -1,4 +1,4 @@
-"""How a sweep ended, as Python hands it back."""
+"""The result of a sweep in the Python API."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from weftune.trainer.trainer import Result
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepResult:
-    """How a sweep ended."""
+    """The result of a sweep."""
 
     name: str
     path: Path
-    """The sweep's folder, with `best` in it."""
+    """The sweep's folder, which contains `best`."""
     rows: list[dict[str, Any]]
     """A row for each trial, the best first: its name, its values, its metric, and how it ended."""
     best: Result | None
-    """Of the winner; None where no trial has finished."""
+    """Result of the winner; None if no trial has finished."""
     results: dict[str, Result]
-    """Of every trial, by name."""
+    """Trial → its result."""
 
     @property
     def table(self) -> Any:
-        """The rows as a pandas DataFrame; the rows themselves where pandas is not installed."""
+        """The rows as a pandas DataFrame; the rows themselves if pandas is not installed."""
         try:
             pandas = importlib.import_module("pandas")
         except ImportError:
@@ -38,10 +38,10 @@ class SweepResult:
 
 
 def sweep_result(folder: Path, results: Mapping[str, Result]) -> SweepResult:
-    """How the sweep in this folder ended; `results` are those of its run."""
+    """Return the result of the sweep in this folder; `results` are those of its run."""
     record = read_record(folder)
     assert record is not None, "a run with this sweep has written it"
-    # Finished ones by their rank, and behind them whoever came farthest.
+    # Finished trials by their rank, followed by those that came farthest.
     places = {name: place for place, name in enumerate(record.best)}
     ordered = sorted(
         record.trials,

@@ -36,12 +36,12 @@ def train(
     view: View | None = None,
     callback: Callback | None = None,
 ) -> dict[str, Result]:
-    """Train every job of a jobs file, or of a dict that holds what such a file holds.
+    """Train every job of a jobs file, or of a dict with the content of such a file.
 
-    Paths in a dict are relative to the working folder, and `data` may be the rows themselves. With `resume`
-    an output that was begun goes on. With `deterministic`, here or in the file, two runs on the same device
-    give the same bits. Progress is shown in terminals and notebooks, and at the end the table that
-    `weftune train` ends with, unless `progress` is False or a `view` is told of it instead.
+    Paths in a dict are relative to the working folder, and `data` may be the rows themselves. `resume`
+    continues an output that was begun. With `deterministic`, here or in the file, two runs on the same device
+    give the same bits. Progress is shown in terminals and notebooks, and at the end the table that `weftune
+    train` ends with, unless `progress` is False or a `view` is given, which receives the progress instead.
     """
     run = _run_of(jobs)
     options = options or Options()
@@ -109,9 +109,9 @@ def sweep(
     view: View | None = None,
     callback: Callback | None = None,
 ) -> SweepResult:
-    """Train the trials of one job that has the key `sweep`, as in a jobs file, and say which is best.
+    """Train the trials of one job that has the key `sweep`, as in a jobs file, and return which is best.
 
-    `base` is what a jobs file has there; the rest is as for `train`.
+    `base` is the value of that key in a jobs file; the other arguments are those of `train`.
     """
     if "sweep" not in job:
         raise SpecError(Mistake("sweep", "the job needs this key: what is tried, such as {over: {…}}"))

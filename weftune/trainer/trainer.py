@@ -69,19 +69,19 @@ from weftune.trainer.sweeps.sweeping import Sweeping
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a job ended: its state, its folder, and its last numbers."""
+    """The outcome of a job: its state, its folder, and its last numbers."""
 
     state: State
     path: Path
     metrics: dict[str, float]
     reason: str = ""
     warning: str = ""
-    """What is wrong with the adapter of a job that has succeeded; empty if nothing is."""
+    """Problem with the adapter of a job that has succeeded; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to run, not what: nothing here changes a job's result."""
+    """Options that say how to run, not what: none of them changes a job's result."""
 
     device: str | None = None
     resume: bool = False
@@ -90,31 +90,32 @@ class Options:
     retry: tuple[str, ...] = ()
     """Jobs to continue from their last checkpoint although they have failed or were cancelled."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted key → the value that jobs of `retry` continue with; `jobs.retry.CHANGEABLE` are those
-    allowed."""
+    """Dotted key → the value that jobs of `retry` continue with; `jobs.spec.retry.CHANGEABLE` lists the
+    allowed keys."""
     memory: int | None = None
-    """Bytes the run may take; None: most of what is free."""
+    """Bytes that the run may take. None means most of what is free."""
     gpu_memory: int | None = None
-    """Bytes the run may take of the GPU; a base that does not fit in them is streamed from host memory."""
+    """Bytes of the GPU that the run may take; a base that does not fit in them is streamed from host
+    memory."""
     capacity: int | None = None
-    """At most so many tokens in a microbatch; None: by device and memory."""
+    """Maximum number of tokens per microbatch. None derives it from device and memory."""
     profile: Path | None = None
-    """A file that `weftune doctor --profile` has written; None: the one in the cache, if there is any."""
+    """File that `weftune doctor --profile` has written. None uses the one in the cache, if there is any."""
     staff: Staff | None = None
-    """The other workers, where the base is cut into stages; this process is the first of them."""
+    """The other workers, if the base is cut into stages; this process is the first of them."""
     deterministic: bool = False
     """Whether two runs of the same jobs on the same device give the same bits."""
     share: int | None = None
-    """Which share of the jobs is trained here, where other processes train the others."""
+    """Number of the share of the jobs that is trained here, if other processes train the others."""
     shares: int = 1
-    """How many such processes there are, which have the host's memory among them."""
+    """Number of processes that train shares of the jobs, which also share the host's memory."""
     command: str = PYTHON
-    """Shell command that resumes the run, which messages give as a remedy. Empty: none, the jobs are in no
+    """Shell command that resumes the run, which messages give as a remedy. Empty if the jobs are in no
     file."""
 
 
 class Quiet:
-    """A view for runs that nobody watches."""
+    """A view that shows nothing."""
 
     def update(self, row: JobRow) -> None:
         pass
@@ -153,10 +154,10 @@ class Trainer:
         self.sweeps: dict[str, tuple[Sweep, Proposals | None]] = {}
         self.interrupted = False
         self.loop: Loop | None = None
-        """The loop, while the run lasts."""
+        """The loop while the run lasts; None otherwise."""
         self._place = place
         self._encoder: Encoder | None = None
-        """One for all jobs: its fingerprint takes a good part of a second."""
+        """Encoder that all jobs share: its fingerprint takes a good part of a second."""
 
     def add(self, job: JobSpec) -> Trainer:
         """Add a job, before the run or from a callback inside it."""
@@ -187,7 +188,7 @@ class Trainer:
         return self
 
     def cancel(self, name: str) -> None:
-        """Cancel one job of the run; the others go on."""
+        """Cancel one job of the run; the others continue."""
         if self.loop is None or name not in self.jobs:
             raise SpecError(f"There is no running job {name}.")
         self.loop.cancel(name)
@@ -215,7 +216,7 @@ class Trainer:
                 ready = self.unfinished(store, shape)
             shapes = [sweeping.averaging(job).shape for job in ready]
             engine = open_engine(self._setup(device, shape), shapes, self._tell(store)) if ready else None
-            # Not before: while a base is loaded, which may take minutes, a signal has nothing to wait for.
+            # Not earlier: while a base is loaded, which may take minutes, a signal has nothing to wait for.
             stop = stack.enter_context(interrupts(self._announce_stop))
             if engine is not None:
                 base = engine.base
@@ -245,7 +246,7 @@ class Trainer:
     # -- before ------------------------------------------------------------------------------------------
 
     def check(self, shape: ModelShape) -> None:
-        """Everything that can be refused before the output folder is touched."""
+        """Refuse everything that can be refused before the output folder is touched."""
         if not self.jobs:
             raise SpecError("There is no job to train; add one.")
         jobs = list(self.jobs.values())
@@ -264,7 +265,8 @@ class Trainer:
         self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
 
     def _start_mistakes(self, jobs: Sequence[JobSpec], shape: ModelShape) -> list[Mistake]:
-        """Of jobs that start from others; the process that divides jobs into shares looks at all of them."""
+        """Return the mistakes of jobs that start from others; the process that divides jobs into shares
+        checks all of them."""
         known = list(self.jobs) if self.options.share is None else [source_of(job.adapter) for job in jobs]
         mistakes = check_names(jobs, known, self._place)
         return mistakes or check_starts(list(self.jobs.values()), shape, self._place)
@@ -276,8 +278,8 @@ class Trainer:
         return open_store(self.output, options.resume, options.command)
 
     def _recalled_sweeps(self, store: Store) -> Sweeping:
-        """The sweeps as earlier runs into this output have left them; trials that those proposed become jobs
-        again."""
+        """Return the sweeps as earlier runs into this output have left them; trials that those proposed
+        become jobs again."""
         again = {"--restart": self.options.restart, "--retry": self.options.retry}
         running = []
         for sweep, proposals in self.sweeps.values():
@@ -294,7 +296,7 @@ class Trainer:
         return sweeping
 
     def unfinished(self, store: Store, shape: ModelShape) -> list[Ready]:
-        """The unfinished jobs, and those to train anew, ready to train."""
+        """Return the unfinished jobs, and those to train anew, ready to train."""
         if store.rebuilt:
             self.view.note(store.rebuilt)
         self._refuse_changes_of_finished(store)
@@ -312,7 +314,7 @@ class Trainer:
         return ready
 
     def _refuse_changes_of_finished(self, store: Store) -> None:
-        """Refuse to resume where a finished job has other settings now: they would have no effect."""
+        """Refuse to resume if a finished job has other settings now: they would have no effect."""
         mistakes, again = [], (*self.options.restart, *self.options.retry)
         for job in self.jobs.values():
             is_finished = self._has_ended(store, job.name) and store.job(job.name).state is State.SUCCEEDED
@@ -327,7 +329,7 @@ class Trainer:
             raise OutputError(mistakes)
 
     def _tell_of_data(self, ready: Sequence[Ready]) -> None:
-        """Notes about the data, the same as `weftune preview` prints."""
+        """Show notes about the data, the same as `weftune preview` prints."""
         found = [
             (job.name, sentence)
             for job in ready
@@ -341,7 +343,7 @@ class Trainer:
         self._tell_of_jobs("note", told_once((job.name, note) for job in ready for note in job.data.notes))
 
     def _tell_of_jobs(self, kind: str, sentences: Sequence[str]) -> None:
-        """Warnings about the jobs; with shares, only the process that divided the jobs prints them."""
+        """Show warnings about the jobs; with shares, only the process that divided the jobs shows them."""
         for sentence in sentences if self.options.share is None else ():
             self.view.note(f"{kind}: {sentence}")
 
@@ -391,13 +393,13 @@ class Trainer:
 
     def _has_ended(self, store: Store, name: str) -> bool:
         if name not in store and (self.output / name / JOB_FILE).exists():
-            # The status has lost it, or it was added from a callback; its folder says how it stands.
+            # The status has lost it, or it was added from a callback; its folder holds its state.
             store.add_job(name)
         return name in store and store.job(name).state.ended
 
     @phase(Phase.TOKENISING)
     def _ready_all(self, jobs: Sequence[JobSpec], shape: ModelShape, store: Store) -> list[Ready]:
-        """Every job ready to train, or the mistakes of all of them at once."""
+        """Return every job ready to train, or raise the mistakes of all of them at once."""
         ready: list[Ready] = []
         mistakes: list[Mistake] = []
         if not jobs:
@@ -444,7 +446,7 @@ class Trainer:
         return ready
 
     def _as_retried(self, job: JobSpec) -> JobSpec:
-        """The job with the changes of its retries, of earlier runs and of this one."""
+        """Return the job with the changes of its retries, in earlier runs and in this one."""
         with suppress(DamagedJobFile):
             job = as_retried(job, retries_of(self.output / job.name))
         return with_changes(job, self.options.changes) if job.name in self.options.retry else job
@@ -470,11 +472,11 @@ class Trainer:
         return self.output.absolute() / name / CHECKPOINTS
 
     def take_over(self, store: Store, ready: Sequence[Ready]) -> None:
-        """Make the output a run: killed at any later moment, it can be resumed."""
+        """Turn the output into a run that can be resumed if it is killed at any later moment."""
         for name in self.options.restart:
             store.restart_job(name)
         for job in ready:
-            # Should no later status find room, this one names them all.
+            # If there is no room for a later status, this one names them all.
             store.add_job(job.name)
         self._record_retries(store, ready)
         self._rewind(store, ready)
@@ -539,10 +541,10 @@ class Trainer:
         self.loop = None
 
     def results(self, store: Store) -> dict[str, Result]:
-        """The results of all jobs; also draws the report, unless other processes are still training."""
+        """Return the results of all jobs; also draw the report, unless other processes are still training."""
         alone = self.options.share is None
         if alone:
-            # For the report; behind it again, with what the report took.
+            # For the report, and again after it, with the time that the report took.
             self._keep_wall_time()
         run = read_records(self.output)
         if alone:

@@ -19,17 +19,18 @@ Note = Callable[[str], None]
 
 class Watcher(Protocol):
     def begin(self, program: Program) -> None:
-        """A window is about to run."""
+        """Observe that a window is about to run."""
 
     def end(self, program: Program) -> None:
-        """The window has run."""
+        """Observe that the window has run."""
 
     def close(self, output: Path, seconds: float, note: Note) -> None:
-        """The run is over, however it ended; its windows took so many seconds."""
+        """Add notes or files when the run is over, however it ended; its windows took `seconds` in all."""
 
 
 class StreamWatcher:
-    """For a base that is streamed in this process: bytes loaded from the host, and time waited for them."""
+    """A watcher of a base that is streamed in this process: bytes loaded from the host, and time waited for
+    them."""
 
     def __init__(self, executor: Executor, choice: Choice) -> None:
         self._executor, self._choice = executor, choice
@@ -57,7 +58,8 @@ class StreamWatcher:
 
 
 class WorkerStreamWatcher:
-    """The same for several workers."""
+    """A watcher of a base that is streamed by several workers: bytes loaded from the host, and time waited
+    for them."""
 
     def __init__(self, driver: Driver, choice: Choice) -> None:
         self._driver, self._choice = driver, choice
@@ -80,7 +82,7 @@ class WorkerStreamWatcher:
 
 
 class TimelineWatcher:
-    """For several workers: a trace of all windows, and a chart of the last one as predicted and as
+    """A watcher of several workers: a trace of all windows, and a chart of the last one as predicted and as
     measured."""
 
     def __init__(self, driver: Driver) -> None:
@@ -88,10 +90,10 @@ class TimelineWatcher:
         self._trace = Trace()
         self._foreseen: Drawn | None = None
         self._timelines: Timelines | None = None
-        """The last window with training, once speeds were known."""
+        """Timelines of the last window with training, once speeds were known."""
 
     def begin(self, program: Program) -> None:
-        # Made before the window runs: afterwards the paces have learnt from it.
+        # Computed before the window runs: afterwards the paces have learnt from it.
         paces = self._driver.paces
         known = program.batches and paces.measured
         self._foreseen = drawn(paces.timeline(program), program) if known else None

@@ -1,4 +1,5 @@
-"""The next window of a run: planned while another runs, and anew where that does not fit those aboard."""
+"""The next window of a run: it is planned while another runs, and again if the plan does not fit the attached
+jobs."""
 
 from __future__ import annotations
 
@@ -16,17 +17,17 @@ from weftune.trainer.engine import Engine
 from weftune.trainer.job import Ready
 
 Cursors = Mapping[str, int]
-"""The last step that each job has made."""
+"""Job → the last step that it has made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The limits of a window: tokens in a microbatch, what must be recomputed for that, and seconds."""
+    """The limits of a window: tokens per microbatch, what must be recomputed for that, and seconds."""
 
     capacity: int
     recompute: Recompute
     pace: WindowPace
-    """Predicts seconds, and so decides how many rounds the window has."""
+    """Pace that predicts seconds, and so decides how many rounds the window has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class Ahead:
     planned: Future[Planned]
 
     def serves(self, cursors: Cursors, room: Room) -> bool:
-        """Whether it is what would be planned now. Another pace matters only by the number of rounds."""
+        """Whether the plan is what would be planned now. Another pace matters only by the number of
+        rounds."""
         alike = replace(room, pace=self.room.pace) == self.room and cursors.items() <= self.cursors.items()
         if not alike or room.pace == self.room.pace:
             return alike
@@ -56,11 +58,11 @@ class Ahead:
 
 
 class Windows:
-    """Plans windows, one ahead in a thread of its own."""
+    """A planner of windows, which plans one ahead in a thread of its own."""
 
     def __init__(self, engine: Engine, learned: Learned, jobs: Mapping[str, Ready]) -> None:
         self.most = engine.choice.capacity
-        """The token capacity is never above this, unless a sample is longer."""
+        """Maximum token capacity, unless a sample is longer."""
         self._engine, self._executor, self._choice = engine, engine.executor, engine.choice
         self._learned = learned
         self._jobs = jobs
@@ -71,8 +73,8 @@ class Windows:
         self._thread.shutdown()
 
     def next(self, beginners: frozenset[str]) -> Program:
-        """The window that was planned ahead, without jobs that left, if it still fits those aboard; else a
-        new one. `beginners` are evaluated first."""
+        """Return the window that was planned ahead, without jobs that left, if it still fits the attached
+        jobs; else a new one. `beginners` are evaluated first."""
         cursors, room, ahead = self._cursors(), self._room(), self._ahead
         if ahead is None or beginners or not ahead.serves(cursors, room):
             return self._plan(cursors, beginners, room).program
@@ -80,13 +82,13 @@ class Windows:
         return program.without(*gone) if gone else program
 
     def of_base(self, names: Collection[str]) -> Program:
-        """A window that only evaluates the base alone, on the held-out samples of these jobs."""
+        """Return a window that only evaluates the base alone, on the held-out samples of these jobs."""
         room, cursors = self._room(), self._cursors()
         courses = [self._jobs[name].base_course(cursors[name]) for name in names]
         return plan_window(courses, self._choice.layout, room.capacity, False, NOTHING, self._engine.pacing())
 
     def plan_ahead(self, program: Program) -> None:
-        """Begin to plan the window behind this one."""
+        """Begin to plan the window after this one."""
         cursors = self._cursors()
         for batch in program.batches:
             cursors[batch.job] = max(cursors[batch.job], batch.step)
@@ -113,7 +115,7 @@ class Windows:
 
     def _pace(self) -> WindowPace:
         if self._engine.deterministic:
-            # Windows have all their rounds: who joins at which step depends on no prediction.
+            # Windows have all their rounds: which job joins at which step depends on no prediction.
             return WindowPace()
         recorded = self._learned.row_seconds
         return self._choice.first_pace if recorded is None else WindowPace(recorded)

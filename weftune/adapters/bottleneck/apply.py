@@ -1,4 +1,4 @@
-"""Bottleneck adapters: what a sublayer puts out goes through a narrow layer beside itself.
+"""Bottleneck adapters: the output of a sublayer goes through a narrow layer, whose result is added to it.
 
 U and u start at zero, so that a new adapter changes nothing. Shapes: N outputs of a site, b the bottleneck, L
 rows of one job.
@@ -40,7 +40,7 @@ class Bottleneck(PlainKind):
         return True
 
     def start(self, new: NewAdapter) -> None:
-        """D uniform within ±1/√N, as linears of torch begin."""
+        """Draw D uniformly within ±1/√N, as torch initialises linears, and zero all other parameters."""
         for (site, name), value in new.parameters.items():
             if name == DOWN:
                 fill_uniform(value, new.key(site, name), value.shape[1] ** -0.5, drawn_on=new.drawn_on)

@@ -9,7 +9,7 @@ from weftune.adapters.target import FEEDFORWARD, TargetSpec, ends_with
 from weftune.core.shapes import SiteShape
 
 ATTENTION = ("o_proj", "self_attn.out_proj", "attn.c_proj", "attention.dense")
-"""The last linear of the attention, as families call it."""
+"""Names of the last linear of the attention in different families."""
 DOWN, DOWN_BIAS, UP, UP_BIAS = "down", "down_bias", "up", "up_bias"
 
 Activation = Literal["relu", "gelu", "silu"]
@@ -17,8 +17,8 @@ Activation = Literal["relu", "gelu", "silu"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BottleneckSpec(TargetSpec):
-    """y + act(yDᵀ + d)Uᵀ + u behind the last linears of attention and feed-forward (Houlsby), or of the
-    feed-forward alone (Pfeiffer); `targets` may name other linears instead."""
+    """Bottleneck adapters: y + act(yDᵀ + d)Uᵀ + u after the last linears of attention and feed-forward
+    (Houlsby), or of the feed-forward alone (Pfeiffer); `targets` may name other linears instead."""
 
     implementation: ClassVar[str] = "weftune.adapters.bottleneck.apply:Bottleneck"
     merges: ClassVar[bool] = False
@@ -27,7 +27,7 @@ class BottleneckSpec(TargetSpec):
     placement: Literal["houlsby", "pfeiffer"] = "houlsby"
     targets: str | tuple[str, ...] = (*ATTENTION, *FEEDFORWARD)
     size: int = 64
-    """The width of the bottleneck."""
+    """Width of the bottleneck."""
     activation: Activation = "relu"
 
     def targets_site(self, name: str) -> bool:

@@ -1,14 +1,14 @@
-"""Diff-Pruning: a difference to W whose elements hard-concrete gates let through, then a fixed mask.
+"""Diff-Pruning: a difference to W whose elements are gated by hard-concrete gates, later by a fixed mask.
 
 In the step that ends the first phase, the largest elements of every target are chosen: their gates stay open
-from then on, all others shut. That is written into the gates' own parameters, so that a checkpoint holds it.
-Each target is pruned by itself, since no worker of a pipeline knows the elements of the others.
+from then on, and all others stay shut. This is written into the gates' own parameters, so that a checkpoint
+holds it. Each target is pruned separately, since no worker of a pipeline knows the elements of the others.
 
-The penalty has no rows. Its gradient is added once for a global batch: in the pass that has the row which
-comes first in it, wherever that was packed.
+The penalty has no rows. Its gradient is added once per global batch: in the pass that has the first row of
+the batch, wherever that row was packed.
 
-Evaluation and export have the gates' means and the largest elements in both phases: what is evaluated is
-what would be saved.
+Evaluation and export use the gates' means and the largest elements in both phases: what is evaluated is what
+would be saved.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from weftune.ops.dropout import key
 from weftune.ops.hard_concrete import DrawnGates, Gated, difference_product, fix, settled
 
 ALPHA_START = 5.0
-"""As its authors have it: gates are open at first but for few draws."""
+"""Initial value of alpha, chosen by the method's authors: gates start open except for a few draws."""
 INDICES, VALUES = "diff_indices", "diff_values"
 DELTA = "delta_NK"
 
@@ -68,7 +68,7 @@ class Diff(PlainKind):
         if step != spec.relaxed_steps(member.steps):
             return
         if torch.cuda.is_available():
-            # What lies in host memory may still be on its way there.
+            # Copies to host memory may still be under way.
             torch.cuda.synchronize()
         parameters = masters()
         for site in dict.fromkeys(site for site, _ in parameters):
@@ -80,7 +80,7 @@ class Diff(PlainKind):
     def save(
         self, folder: Path, spec: DiffSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str
     ) -> None:
-        """Of every target the indices (row by row) of the elements that differ, and by how much."""
+        """Write the indices (row by row) of every target's elements that differ, and the differences."""
         tensors = {}
         targeted = list(dict.fromkeys(site for site, _ in parameters))
         for site in targeted:
@@ -91,7 +91,7 @@ class Diff(PlainKind):
         write_folder(folder, tensors, self.config(spec, targeted, sites, base))
 
     def read(self, folder: Path, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
-        """The whole differences of a folder, by site."""
+        """Return the dense differences of a folder, by site."""
         tensors = read_tensors(folder, whole=INDICES)
         adapted = {site.name: site for site in sites if spec.adapts(site)}
         wanted = {f"{PREFIX}{name}.{part}" for name in adapted for part in (INDICES, VALUES)}
@@ -103,7 +103,7 @@ class Diff(PlainKind):
         }
 
     def read_start(self, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
-        """A job goes on from a difference with all gates open."""
+        """Return parameters with which a job continues from a difference, with all gates open."""
         found = {}
         for (site, _), delta_NK in PlainKind.read_start(self, spec, sites).items():
             found[site, W] = delta_NK

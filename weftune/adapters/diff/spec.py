@@ -24,26 +24,26 @@ class DiffSpec(TargetSpec):
 
     kind: Literal["diff"] = "diff"
     sparsity: float = 0.005
-    """The share of a target's elements that differ from the base in the end."""
+    """Share of a target's elements that finally differ from the base."""
     l0_weight: float = 1.25e-7
-    """What is added to the loss for every element that is expected to differ."""
+    """Penalty added to the loss for every element that is expected to differ."""
     structured: bool = True
     """Whether each target has a gate of its own besides those of its elements."""
     relaxed: float = 0.5
-    """For how long gates are drawn: below 1 a share of the run, otherwise steps."""
+    """Duration of the phase with drawn gates: below 1 a share of the run, otherwise a number of steps."""
     mask_lr_ratio: float = 100.0
-    """Gates learn at so many times the job's learning rate: they have a long way to go."""
+    """Factor of the job's learning rate for gates, which have to move far."""
 
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
         matrix = (site.out_features, site.in_features)
         return {W: matrix, ALPHA: matrix, **({GROUP: (1,)} if self.structured else {})}
 
     def kept_at(self, elements: int) -> int:
-        """How many elements of a target differ in the end."""
+        """Return the number of a target's elements that finally differ."""
         return max(1, round(self.sparsity * elements))
 
     def relaxed_steps(self, total: int) -> int:
-        """The last step with drawn gates, of a run of so many."""
+        """Return the last step with drawn gates in a run of `total` steps."""
         if self.relaxed >= 1:
             return int(self.relaxed)
         return max(1, math.ceil(Fraction(repr(self.relaxed)) * total))

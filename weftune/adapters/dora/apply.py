@@ -1,7 +1,7 @@
 """DoRA: y = g ⊙ (xWᵀ + scale · xAᵀBᵀ) + b with g = m / ‖W + scale · BA‖, row by row.
 
-The length of the rows is a constant to the gradient, as in the paper and in PEFT. With dropout PEFT keeps
-xWᵀ + b and drops in what is added to it: y = xWᵀ + b + (g − 1) ⊙ x̃Wᵀ + g ⊙ scale · x̃AᵀBᵀ.
+The length of the rows is a constant to the gradient, as in the paper and in PEFT. With dropout, PEFT keeps
+xWᵀ + b and applies dropout to what is added: y = xWᵀ + b + (g − 1) ⊙ x̃Wᵀ + g ⊙ scale · x̃AᵀBᵀ.
 
 Shapes: K inputs, N outputs of a site, r ranks; L rows of one job.
 """
@@ -53,7 +53,7 @@ class Dora(PlainKind):
         return JobPart(add=add)
 
     def weaves(self, spec: DoraSpec) -> bool:
-        """Not with dropout, which PEFT lets change xWᵀ too, nor where ranks fill more than one band."""
+        """Return False with dropout, which in PEFT changes xWᵀ too, or if ranks fill more than one band."""
         ranks = (spec.rank, *spec.rank_pattern.values())
         return spec.dropout == 0.0 and max(ranks) <= DIRECT_RANKS
 
@@ -66,7 +66,7 @@ class Dora(PlainKind):
         return WovenPart(low_rank=low_rank(member.spec, at), g_out=g_out)
 
     def start(self, new: NewAdapter) -> None:
-        """B is zero at first, so the lengths are those of W itself."""
+        """Initialise A, B and m. B is zero at first, so the lengths are those of W itself."""
         draw(new)
         fill_tokens(new)
         for (site, name), value in new.parameters.items():
@@ -107,7 +107,7 @@ class Dora(PlainKind):
 
 
 def _row_lengths(at: JobAt, scale: float, a_rK: Tensor, b_rN: Tensor) -> Tensor:
-    """‖W + scale · BA‖ of every row, from products of rank r: ‖w‖² + 2 scale w·(BA) + scale² ‖BA‖²."""
+    """Compute ‖W + scale · BA‖ of every row from products of rank r: ‖w‖² + 2 scale w·(BA) + scale² ‖BA‖²."""
     weight_NK = matrix_of(at.frozen.weight)
     summed = torch.promote_types(weight_NK.dtype, torch.float32)
     own_N = at.once("row_lengths", lambda: weight_NK.to(summed).square().sum(dim=1))

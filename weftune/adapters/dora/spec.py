@@ -13,7 +13,7 @@ MAGNITUDE = "m_N"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoraSpec(LoraSpec):
-    """The rows of W + scale · BA, each brought to a trained length."""
+    """The rows of W + scale · BA, each scaled to a trained length."""
 
     implementation: ClassVar[str] = "weftune.adapters.dora.apply:Dora"
     served: ClassVar[bool] = False

@@ -54,7 +54,7 @@ class Ia3(PlainKind):
     def config(self, spec: Ia3Spec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
         modules = target_modules(spec, targeted, sites)
         if not isinstance(modules, str):
-            # PEFT has no choice of layers for this kind: where there is one, the modules are named.
+            # PEFT cannot choose layers for this kind: if the spec does, the modules are named one by one.
             modules = sorted(targeted) if spec.layers is not None else _used(modules, targeted)
         feedforward = [name for name in targeted if spec.is_feedforward(name)]
         return peft().IA3Config(
@@ -81,5 +81,5 @@ class Ia3(PlainKind):
 
 
 def _used(modules: Sequence[str], sites: Sequence[str]) -> list[str]:
-    """Those of `modules` that one of the sites ends in."""
+    """Return the names in `modules` with which at least one of the sites ends."""
     return [one for one in modules if any(ends_with(site, one) for site in sites)]

@@ -15,14 +15,15 @@ KEYS_AND_VALUES = ("k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ia3Spec(TargetSpec):
-    """Outputs of `targets` are scaled column by column, and of those that `feedforward` names the inputs."""
+    """Scales of the outputs of `targets`, column by column, or of the inputs of those that `feedforward`
+    names."""
 
     implementation: ClassVar[str] = "weftune.adapters.ia3.apply:Ia3"
     peft_type: ClassVar[str | None] = "IA3"
 
     kind: Literal["ia3"] = "ia3"
     targets: str | tuple[str, ...] = (*KEYS_AND_VALUES, *FEEDFORWARD)
-    """Unless told: keys, values and the last linear of the feed-forward, as families call them."""
+    """Default: keys, values and the last linear of the feed-forward, by their names in different families."""
     feedforward: tuple[str, ...] = FEEDFORWARD
 
     def is_feedforward(self, name: str) -> bool:

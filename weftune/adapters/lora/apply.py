@@ -1,7 +1,7 @@
 """LoRA: every job's A and B at a group of sites, in the job's own flat vector.
 
-Shapes: T rows, K inputs, N outputs, r ranks of a job. B is held transposed, [r, N], so that rows of either
-matrix belong to one rank.
+Shapes: T rows, K inputs, N outputs, r ranks of a job. B is held transposed, [r, N], so that each row of
+either matrix belongs to one rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LoraBank:
     def __init__(self, sites: Sequence[SiteShape]) -> None:
         self._sites = [site.name for site in sites]
         self._aboard: dict[str, tuple[Member, Mapping[str, Factors]]] = {}
-        """Each job with its A and B at every site that it adapts."""
+        """Job → its member and its A and B at every site that it adapts."""
 
     def attach(self, member: Member, weights: Parameters) -> None:
         names = [site for site in self._sites if (site, A) in weights]
@@ -75,7 +75,7 @@ def _block(member: Member, weights: Factors, site: str, segment: Segment, bound:
 
 
 def low_rank(spec: LoraSpec, at: SiteTensors) -> Entry:
-    """A and B as the tiled kernels find them."""
+    """Return A and B as the tiled kernels find them."""
     return Entry(
         at.weight(A), at.weight(B), at.total(A), at.total(B), spec.scale_at(at.site.name), spec.dropout
     )
@@ -86,7 +86,7 @@ def _factors(parameters: Parameters, sites: Sequence[str]) -> dict[str, Factors]
 
 
 def _as_held(a: Tensor, b: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """A and B of PEFT's as a bank has them, at a site whose parameters are shaped like one of them."""
+    """Return PEFT's A and B as a bank holds them, at a site whose parameters are shaped like one of them."""
     return stacked(a, b, len(like)) if like.ndim == 3 else (a, b.T)
 
 
@@ -95,7 +95,7 @@ def _as_stored(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw(new: NewAdapter) -> None:
-    """A uniform within ±1/√K as PEFT draws it, B zero; other parameters are left alone."""
+    """Draw A uniformly within ±1/√K, as PEFT does, and set B to zero; other parameters are not changed."""
     if zeros := [value for (_, name), value in new.parameters.items() if name == B]:
         torch._foreach_zero_(zeros)
     alike: dict[tuple[int, ...], list[str]] = {}
@@ -148,7 +148,7 @@ class Lora:
             read_start(spec, sites)
 
     def initialise(self, new: NewAdapter, sites: Sequence[SiteShape]) -> None:
-        """As PEFT draws them, or from the member's `init_from` folder."""
+        """Fill A and B as PEFT draws them, or from the member's `init_from` folder."""
         spec = new.member.spec
         if spec.init_from is not None:
             start = read_start(spec, sites)
@@ -163,7 +163,7 @@ class Lora:
         fill_tokens(new)
 
     def before_step(self, member: Member, step: int, masters: Callable[[], Parameters]) -> None:
-        """Nothing changes but by the step itself."""
+        """Do nothing: only the step itself changes the weights."""
 
     def bank(self, sites: Sequence[SiteShape]) -> LoraBank:
         return LoraBank(sites)

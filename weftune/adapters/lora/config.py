@@ -1,4 +1,4 @@
-"""A PEFT config of LoRA as a spec of ours. No torch here: `jobs` imports it too."""
+"""Conversion of a PEFT config of LoRA to a spec. No torch here: `jobs` imports it too."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ BEYOND = (
     "kasa_config",
     "monteclora_config",
 )
-"""Keys that make an adapter compute something else than y = xWᵀ + scale · xAᵀBᵀ at the linears it names."""
+"""Keys that make an adapter compute something other than y = xWᵀ + scale · xAᵀBᵀ at the linears it names."""
 CHANGES_BASE = ("pissa", "olora", "corda")
-"""Beginnings of `init_lora_weights` with which PEFT takes what A and B start at out of the base's weights."""
+"""Prefixes of `init_lora_weights` with which PEFT subtracts the initial A and B from the base's weights."""
 
 
 def read_spec(folder: Path) -> LoraSpec:
-    """The spec that the folder's adapter was trained with; whatever is not plain LoRA is refused."""
+    """Return the spec that the folder's adapter was trained with. Anything but plain LoRA is refused."""
     config = read_config(folder)
     if config.get("peft_type") != "LORA":
         raise AdapterError(f"{folder} holds a {config.get('peft_type')} adapter, not LoRA")
@@ -41,8 +41,8 @@ def read_spec(folder: Path) -> LoraSpec:
 
 
 def checked_spec(record: type[Spec], folder: Path, config: Mapping[str, Any]) -> Spec:
-    """The spec of LoRA, or of a kind with its keys; refused is what changes more than the linears it names,
-    or the base itself."""
+    """Return the spec of LoRA, or of a kind with its keys. An adapter that changes more than the linears it
+    names, or the base itself, is refused."""
     if (start := str(config.get("init_lora_weights", True))).startswith(CHANGES_BASE):
         raise AdapterError(
             f"{folder} belongs to a base that PEFT has changed ({start}); save it in PEFT with "
@@ -64,7 +64,7 @@ def checked_spec(record: type[Spec], folder: Path, config: Mapping[str, Any]) ->
 
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a spec that PEFT's config stands for."""
+    """Return the fields of a spec from PEFT's config."""
     return {
         "rank": int(config["r"]),
         "alpha": float(config["lora_alpha"]),
@@ -79,7 +79,8 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _token_indices(found: Any) -> tuple[int, ...]:
-    """PEFT has a list for the embedding, or a mapping from module to list; of those, the embedding alone."""
+    """Return token ids from PEFT's list for the embedding, or from its mapping of one module, the embedding,
+    to a list."""
     if isinstance(found, Mapping):
         if len(found) != 1 or not next(iter(found)).endswith(tuple(EMBEDDINGS.values())):
             raise ValueError(

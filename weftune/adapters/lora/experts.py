@@ -23,27 +23,27 @@ from weftune.ops.lora.table import Entry, Group, SlotTable, bands_for
 
 
 def stacked(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """A [E, r, K] and B [E, r, N] from PEFT's."""
+    """Return A [E, r, K] and B [E, r, N] from PEFT's."""
     a_ErK = a.view(experts, -1, a.shape[1])
     return a_ErK, b.view(b.shape[0], -1, experts).permute(2, 1, 0)
 
 
 def flattened(a_ErK: Tensor, b_ErN: Tensor) -> tuple[Tensor, Tensor]:
-    """PEFT's A and B."""
+    """Return PEFT's A and B."""
     return a_ErK.flatten(0, 1), b_ErN.permute(2, 1, 0).flatten(1)
 
 
 LEAST_RANK = 16
-"""Kernels multiply at least so many ranks at once."""
+"""Smallest number of ranks that kernels multiply at once."""
 LEAST_SEATS = 8
-"""Jobs that the kernels' tables have room for at first."""
+"""Initial number of jobs that the kernels' tables have room for."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ExpertSeat:
     member: Member
     number: int
-    """Its place in the kernels' tables."""
+    """Index in the kernels' tables."""
     weights: Parameters
     totals: Parameters
 
@@ -56,7 +56,7 @@ class _ExpertSeat:
 
 
 class LoraExperts:
-    """At the experts of a layer, the adapters of all jobs aboard that have one there."""
+    """The adapters of all attached jobs that have one at the experts of a layer."""
 
     tiled = False
 
@@ -65,15 +65,15 @@ class LoraExperts:
         self._seats: dict[str, _ExpertSeat] = {}
         self._room, self._rank = LEAST_SEATS, LEAST_RANK
         self._tables: dict[str, SlotTable] = {}
-        """By site, until somebody comes or goes."""
+        """Site → table, until a job is attached or detached."""
         self._numbers: dict[tuple[str | None, ...], Tensor] = {}
 
     def attach(self, member: Member, weights: Parameters, totals: Parameters) -> None:
-        """Jobs with adapters here are counted by themselves."""
+        """Attach a job. Jobs with adapters at these experts are numbered separately."""
         taken = {seat.number for seat in self._seats.values()}
         number = next(number for number in range(len(taken) + 1) if number not in taken)
         self._seats[member.job] = _ExpertSeat(member, number, weights, totals)
-        # They only grow, so that who leaves has no kernel compiled.
+        # Both only grow, so that detaching a job does not cause kernels to be compiled.
         self._room = max(self._room, 1 << number.bit_length())
         self._rank = max(self._rank, *(member.spec.rank_at(site) for site in self._sites))
         self._forget()

@@ -22,7 +22,7 @@ from weftune.errors import AdapterError
 
 
 def write_portable(folder: Path, target: Path) -> int:
-    """Write the adapter of `folder` with one rank, which is returned, and the scale 1 everywhere."""
+    """Write the adapter of `folder` with one rank and the scale 1 everywhere, and return the rank."""
     spec, weights = read_adapter(folder)
     config = read_config(folder)
     if spec.target_parameters:
@@ -48,13 +48,13 @@ def write_portable(folder: Path, target: Path) -> int:
 
 
 def _padded(value_rM: Tensor, rank: int) -> Tensor:
-    """Zero rows up to `rank`: they add nothing to what A and B compute together."""
+    """Add zero rows up to `rank`: they do not change the product of A and B."""
     missing = rank - value_rM.shape[0]
     return torch.cat([value_rM, value_rM.new_zeros(missing, value_rM.shape[1])]) if missing else value_rM
 
 
 def _names(spec: LoraSpec, targeted: Sequence[str]) -> tuple[str, ...]:
-    """A list, since SGLang reads no regular expression: the spec's own, or else every module path."""
+    """Return a list, since SGLang reads no regular expression: the spec's own, or else every module path."""
     return tuple(sorted(targeted)) if isinstance(spec.targets, str) else spec.targets
 
 
@@ -77,12 +77,12 @@ def merge(folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteSh
         assert isinstance(weight, Tensor)
         change_NK = spec.scale_at(site) * (b_Nr.double() @ a_rK.double())
         change = change_NK.T if shapes[site].fan_in_fan_out else change_NK
-        # A parameter of its own: written in place, the change would reach whatever is tied to this weight.
+        # A new parameter: written in place, the change would reach anything tied to this weight.
         module.weight = nn.Parameter((weight.double() + change).to(weight.dtype), requires_grad=False)
 
 
 def _merge_experts(module: nn.Module, site: str, count: int, scale: float, a: Tensor, b: Tensor) -> None:
-    """One after another: all experts of a layer in float64 may be more than there is room for."""
+    """Merge experts one after another: all experts of a layer in float64 may not fit in memory."""
     weight_ENK = getattr(module, site.rpartition(".")[2])
     for weight_NK, a_rK, b_rN in zip(weight_ENK.data, *stacked(a, b, count), strict=True):
         change_NK = scale * (b_rN.double().T @ a_rK.double())

@@ -48,8 +48,8 @@ def write_adapter(
     base: str | None,
     tokens: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write the folder so that PEFT and vLLM load it as it is. `tokens` are its own rows of the embedding, by
-    the path of that; vLLM does not load those."""
+    """Write the folder so that PEFT and vLLM load it as it is. `tokens` maps the path of the embedding to the
+    adapter's own rows of it, which vLLM does not load."""
     tensors = {stored_tokens(path): rows_nD for path, rows_nD in (tokens or {}).items()}
     mixed = {site.name for site in sites if site.experts}
     for site, (a_rK, b_Nr) in weights.items():
@@ -83,12 +83,13 @@ def peft_config(
 
 
 def _whole(alpha: float) -> float:
-    """PEFT and vLLM declare alpha an integer, and some readers take no other; a fraction stays one."""
+    """Return an integral alpha as an integer: PEFT and vLLM declare it so, and some readers accept nothing
+    else. A fraction is returned unchanged."""
     return int(alpha) if float(alpha).is_integer() else alpha
 
 
 def read_adapter(folder: Path) -> tuple[LoraSpec, dict[str, tuple[Tensor, Tensor]]]:
-    """The spec and the weights of a PEFT LoRA folder, checked against each other."""
+    """Return the spec and the weights of a PEFT LoRA folder, checked against each other."""
     spec = read_spec(folder)
     weights = {site_stored_at(path, spec): pair for path, pair in read_weights(folder).items()}
     refuse_slow(folder, spec, list(weights))
@@ -106,14 +107,14 @@ def read_adapter(folder: Path) -> tuple[LoraSpec, dict[str, tuple[Tensor, Tensor
 
 @dataclass(frozen=True, slots=True)
 class StoredTokens:
-    """A folder's rows of the embedding at that path."""
+    """Trained rows of the embedding at `path`, from an adapter folder."""
 
     path: str
     rows_nD: Tensor
 
 
 def read_tokens(folder: Path, spec: LoraSpec) -> StoredTokens:
-    """The embeddings of the tokens that an adapter with this spec trains."""
+    """Return the embeddings of the tokens that an adapter with this spec trains."""
     tensors = read_tensors(folder)
     named = {path: value for name, value in tensors.items() if (path := tokens_stored_at(name)) is not None}
     if len(named) != 1:
@@ -141,7 +142,7 @@ def read_weights(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def read_start(spec: LoraSpec, sites: Sequence[SiteShape]) -> Weights:
-    """The weights of the folder that a job starts from: exactly its sites, each with its rank."""
+    """Return the weights of the folder that a job starts from. It must have exactly its sites and ranks."""
     assert isinstance(spec.init_from, str), "the adapter of a job has a folder when it is read"
     folder = Path(spec.init_from)
     before, weights = read_adapter(folder)

@@ -14,7 +14,7 @@ from weftune.core.patterns import ending
 from weftune.core.shapes import EXPERT_PARAMETERS, SiteShape
 
 A, B = "a_rK", "b_rN"
-"""The parameters of an adapter at a site, as a bank holds them; at experts, those of all of them."""
+"""Parameters of an adapter at a site, as a bank holds them; at experts, those of all experts together."""
 EXPERTS, WRAPPED = ".experts", ".base_layer"
 
 
@@ -34,7 +34,7 @@ class LoraSpec(TargetSpec):
     """Endings of the paths of experts' parameters, each of which gets an adapter for every expert."""
     rslora: bool = False
     loraplus_lr_ratio: float = 1.0
-    """B learns at so many times the job's learning rate: LoRA+."""
+    """Factor of the job's learning rate for B (LoRA+)."""
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     trainable_token_indices: tuple[int, ...] = ()
@@ -45,7 +45,7 @@ class LoraSpec(TargetSpec):
         return self.trainable_token_indices
 
     def adapts(self, site: SiteShape) -> bool:
-        """Experts have no adapter unless the job asks for one."""
+        """Whether the adapter has parameters at the site; at experts only if the job requests it."""
         return self.targets_parameter(site.name) if site.experts else self.targets_site(site.name)
 
     def targets_parameter(self, name: str) -> bool:
@@ -73,7 +73,7 @@ class LoraSpec(TargetSpec):
 
 
 def pattern_for(patterns: Iterable[str], name: str) -> str:
-    """The first pattern whose regular expression ends the module path, as PEFT chooses it."""
+    """Return the first pattern whose regular expression matches the end of the module path, as in PEFT."""
     for pattern in patterns:
         if re.match(rf"(.*\.)?({pattern})$", name):
             return pattern
@@ -81,15 +81,15 @@ def pattern_for(patterns: Iterable[str], name: str) -> str:
 
 
 def stored_path(site: str, adapted: Collection[str]) -> str:
-    """Where PEFT stores what an adapter with these sites has on experts: it wraps their module once for every
-    parameter, the first innermost."""
+    """Return the path at which PEFT stores the weights of an adapter with these sites on experts: it wraps
+    their module once for every parameter, the first innermost."""
     module, _, name = site.rpartition(".")
     outside = EXPERT_PARAMETERS[EXPERT_PARAMETERS.index(name) + 1 :]
     return module + WRAPPED * sum(f"{module}.{other}" in adapted for other in outside)
 
 
 def site_stored_at(path: str, spec: LoraSpec) -> str:
-    """The site whose weights PEFT stores at a path: itself, unless it is that of experts."""
+    """Return the site whose weights PEFT stores at a path: the path itself, unless it is that of experts."""
     module = path.replace(WRAPPED, "")
     if not module.endswith(EXPERTS):
         return path
@@ -99,24 +99,23 @@ def site_stored_at(path: str, spec: LoraSpec) -> str:
 
 
 def weight_names(path: str) -> tuple[str, str]:
-    """The names of A [rank, in] and B [out, rank] in a PEFT adapter file."""
+    """Return the names of A [rank, in] and B [out, rank] in a PEFT adapter file."""
     stem = f"base_model.model.{path}"
     return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
 
 
 def stored_tokens(embedding: str) -> str:
-    """The name of trained rows of the embedding in a PEFT adapter file."""
+    """Return the name of trained rows of the embedding in a PEFT adapter file."""
     return f"base_model.model.{embedding}.{STORED}"
 
 
 def tokens_stored_at(name: str) -> str | None:
-    """The path of the embedding whose trained rows are called so in a PEFT adapter file; None for any other
-    name."""
+    """Return the embedding whose trained rows have this name in a PEFT adapter file; None for any other."""
     found = re.fullmatch(rf"base_model\.model\.(.+)\.{re.escape(STORED)}", name)
     return None if found is None else found[1]
 
 
 def site_of(weight_name: str) -> str | None:
-    """The path whose A or B is called so in a PEFT adapter file; None for any other name."""
+    """Return the path whose A or B has this name in a PEFT adapter file; None for any other name."""
     found = re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", weight_name)
     return None if found is None else found[1]

@@ -1,9 +1,9 @@
 """PiSSA: LoRA that starts from the principal singular vectors of W.
 
-PEFT takes scale · B₀A₀ out of the weights of the base. Here the base is shared and stays as it is: what A₀
-and B₀ compute is subtracted from the outputs. They are parameters of the job that learn at the rate 0, so
+PEFT subtracts scale · B₀A₀ from the weights of the base. Here the base is shared and stays as it is: what A₀
+and B₀ compute is subtracted from the outputs. They are parameters of the job with the learning rate 0, so
 that checkpoints, stages and exports have them wherever they have A and B, to the same bits, and the base is
-decomposed once in a job's life.
+decomposed once per job.
 
 Shapes: K inputs, N outputs of a site, r ranks; L rows of one job.
 """
@@ -31,7 +31,7 @@ from weftune.errors import AdapterError
 from weftune.ops.draw import fill_normal, parameter_key
 
 OVERSAMPLED = 8
-"""Directions beyond the rank that a randomised SVD starts with."""
+"""Number of directions beyond the rank with which a randomised SVD starts."""
 
 
 class Pissa(PlainKind):
@@ -43,7 +43,7 @@ class Pissa(PlainKind):
         first_a_rK, first_b_rN = at.untrained(FIRST_A), at.untrained(FIRST_B)
 
         def add(x_LK: Tensor) -> Tensor:
-            # Not as one product of rank 2r: as long as A is A₀ and B is B₀, the difference is 0 to the bit.
+            # Not one product of rank 2r: as long as A is A₀ and B is B₀, the difference is exactly 0.
             return scale * (at.dropped(x_LK) @ a_rK.T @ b_rN - x_LK @ first_a_rK.T @ first_b_rN)
 
         return JobPart(add=add)
@@ -62,7 +62,7 @@ class Pissa(PlainKind):
         return {B: spec.loraplus_lr_ratio, FIRST_A: 0.0, FIRST_B: 0.0}.get(name, 1.0)
 
     def read_start(self, spec: PissaSpec, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
-        """From what a PiSSA job was saved as."""
+        """Return the parameters from the folder of a saved PiSSA job."""
         found: dict[tuple[str, str], Tensor] = {}
         for site, (both_RK, both_NR) in read_start(spec.converted(), sites).items():
             (a_rK, first_a_rK), (b_Nr, first_b_Nr) = both_RK.chunk(2), both_NR.chunk(2, dim=1)
@@ -76,7 +76,7 @@ class Pissa(PlainKind):
     def save(
         self, folder: Path, spec: PissaSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str
     ) -> None:
-        """As a LoRA adapter of rank 2r, for the base as it is."""
+        """Write a LoRA adapter of rank 2r for the unchanged base."""
         weights = {
             site: (
                 torch.cat([value, parameters[site, FIRST_A]]),
@@ -97,7 +97,7 @@ class Pissa(PlainKind):
 
 @dataclass(frozen=True, slots=True)
 class Decomposed:
-    """W = U diag(s) V, the largest singular values first; of a randomised SVD only those that are wanted."""
+    """W = U diag(s) V, the largest singular values first; a randomised SVD has only the requested ones."""
 
     left_NR: Tensor
     values_R: Tensor
@@ -105,7 +105,7 @@ class Decomposed:
 
 
 def decompose(site: str, weight_NK: Tensor, rank: int, member: Member) -> Decomposed:
-    """At least the first `rank` singular values of a site's weight, as the job's spec wants them computed."""
+    """Compute at least the first `rank` singular values of a site's weight, as the job's spec requests."""
     if rank > min(weight_NK.shape):
         raise AdapterError(
             f"adapter.rank is {rank}, but {site} has only {min(weight_NK.shape)} singular values to start "
@@ -118,8 +118,9 @@ def decompose(site: str, weight_NK: Tensor, rank: int, member: Member) -> Decomp
 
 
 def randomised(weight_NK: Tensor, rank: int, iterations: int, key: int) -> Decomposed:
-    """By Halko, Martinsson and Tropp (2011, algorithm 4.4): a few random directions, turned towards the
-    principal ones by every iteration. They are drawn on the host, so that all devices draw the same."""
+    """Compute a randomised SVD (Halko, Martinsson and Tropp 2011, algorithm 4.4): each iteration turns a few
+    random directions towards the principal ones. They are drawn on the host, so that all devices draw the
+    same."""
     count = min(rank + OVERSAMPLED, *weight_NK.shape)
     drawn_KR = torch.empty(weight_NK.shape[1], count, dtype=weight_NK.dtype)
     fill_normal(drawn_KR, key)
@@ -132,6 +133,6 @@ def randomised(weight_NK: Tensor, rank: int, iterations: int, key: int) -> Decom
 
 
 def principal(found: Decomposed, rank: int, scale: float) -> tuple[Tensor, Tensor]:
-    """A₀ [r, K] and B₀ [r, N]: scale · B₀A₀ is the best approximation of W that has this rank."""
+    """Return A₀ [r, K] and B₀ [r, N]; scale · B₀A₀ is the best approximation of W with this rank."""
     root_r = (found.values_R[:rank] / scale).sqrt()
     return root_r[:, None] * found.right_RK[:rank], root_r[:, None] * found.left_NR[:, :rank].T

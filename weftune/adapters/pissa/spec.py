@@ -9,7 +9,7 @@ from weftune.adapters.lora.spec import A, B, LoraSpec
 from weftune.core.shapes import SiteShape
 
 FIRST_A, FIRST_B = "first_a_rK", "first_b_rN"
-"""A₀ and B₀: what A and B started from, never trained."""
+"""A₀ and B₀: the initial values of A and B, never trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,15 +20,15 @@ class PissaSpec(LoraSpec):
 
     kind: Literal["pissa"] = "pissa"  # type: ignore[assignment]
     svd_iterations: int | None = None
-    """Iterations of a randomised SVD, as in PEFT's `pissa_niter_…`; None: the exact one."""
+    """Iterations of a randomised SVD, as in PEFT's `pissa_niter_…`. None computes the exact SVD."""
 
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
         own = LoraSpec.shapes_at(self, site)
         return {**own, FIRST_A: own[A], FIRST_B: own[B]}
 
     def converted(self) -> LoraSpec:
-        """The LoRA adapter that computes the same on the unchanged base: [A; A₀] and [B, −B₀], with twice the
-        rank and the same scale."""
+        """Return the LoRA adapter that computes the same on the unchanged base: [A; A₀] and [B, −B₀], with
+        twice the rank and the same scale."""
         keys: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(LoraSpec)}
         more = 2.0**0.5 if self.rslora else 2.0
         return LoraSpec(

@@ -1,6 +1,6 @@
-"""Prefix tuning: keys and values before every sample in every layer, as PEFT has them without a projection.
+"""Prefix tuning: keys and values before every sample in every layer, as in PEFT without a projection.
 
-What lets samples see them is `Banks.read_keys` and `base.attention`. Shapes: P virtual tokens, N width of all
+`Banks.read_keys` and `base.attention` make them visible to samples. Shapes: P virtual tokens, N width of all
 heads of keys.
 """
 
@@ -22,7 +22,8 @@ from weftune.errors import AdapterError
 from weftune.ops.draw import fill_normal
 
 STORED = "prompt_embeddings"
-"""All of them side by side: the keys of the first layer, its values, those of the next."""
+"""Name of the one tensor of all keys and values side by side: the keys of the first layer, its values, those
+of the next."""
 
 
 class PrefixTuning(PlainKind):
@@ -36,7 +37,7 @@ class PrefixTuning(PlainKind):
             fill_normal(value, new.key(*place))
 
     def config(self, spec: PrefixSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
-        """PEFT takes the number of layers and the width of heads from the base."""
+        """Return PEFT's config. PEFT takes the number of layers and the width of heads from the base."""
         return peft().PrefixTuningConfig(
             num_virtual_tokens=spec.num_virtual_tokens,
             num_transformer_submodules=1,

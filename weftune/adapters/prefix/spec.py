@@ -10,12 +10,12 @@ from weftune.core.shapes import SiteShape
 
 VALUE = "v_proj"
 TOGETHER = ("qkv_proj", "attn.c_attn", "query_key_value")
-"""Linears that make queries, keys and values at once, as families call them."""
+"""Names, in different families, of linears that compute queries, keys and values at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixSpec(TargetSpec):
-    """In every layer, trained keys and values that all rows of a sample see before their own."""
+    """Trained keys and values in every layer that all rows of a sample see before their own."""
 
     implementation: ClassVar[str] = "weftune.adapters.prefix.apply:PrefixTuning"
     peft_type: ClassVar[str | None] = "PREFIX_TUNING"
@@ -26,11 +26,12 @@ class PrefixSpec(TargetSpec):
     num_virtual_tokens: int = 16
 
     def targets_site(self, name: str) -> bool:
-        """No linear computes anything else."""
+        """Return False: linears are not changed."""
         return False
 
     def adapts(self, site: SiteShape) -> bool:
-        """Its parameters are named after the linear that makes the layer's values."""
+        """Whether the site is the linear that computes a layer's values, after which its parameters are
+        named."""
         return any(ends_with(site.name, ending) for ending in (VALUE, *TOGETHER))
 
     @property
@@ -39,6 +40,6 @@ class PrefixSpec(TargetSpec):
 
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
         alone = ends_with(site.name, VALUE)
-        # Beside as many queries as there are inputs.
+        # The linear also has as many outputs for queries as it has inputs.
         width = site.out_features if alone else (site.out_features - site.in_features) // 2
         return dict.fromkeys((KEYS, VALUES), (self.num_virtual_tokens, width))

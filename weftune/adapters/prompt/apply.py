@@ -1,7 +1,7 @@
-"""Prompt tuning: rows before every sample. They start as PEFT has it: drawn from a normal distribution, or at
-embeddings of the base, those of tokens drawn from its vocabulary or of a text.
+"""Prompt tuning: rows before every sample. They are initialised as in PEFT: drawn from a normal distribution,
+or copied from embeddings of the base, those of tokens drawn from its vocabulary or those of a text.
 
-What puts them there is `Banks`; samples are laid out with room for them (`Samples.behind`).
+`Banks` inserts them; samples are laid out with room for them (`Samples.behind`).
 """
 
 from __future__ import annotations
@@ -58,5 +58,5 @@ class Prompt(PlainKind):
 
 
 def _repeated(tokens: Sequence[int], count: int) -> Tensor:
-    """So many tokens: the text again and again, cut where there are enough."""
+    """Return `count` tokens: the text, repeated and cut to that length."""
     return torch.tensor([tokens[at % len(tokens)] for at in range(count if tokens else 0)], dtype=torch.int64)

@@ -12,7 +12,7 @@ from weftune.core.shapes import SiteShape, layer_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSpec(TargetSpec):
-    """Trained rows stand before every sample in the place of embeddings; the base itself is unchanged."""
+    """Trained rows before every sample in the place of embeddings; the base itself is unchanged."""
 
     implementation: ClassVar[str] = "weftune.adapters.prompt.apply:Prompt"
     peft_type: ClassVar[str | None] = "PROMPT_TUNING"
@@ -22,8 +22,8 @@ class PromptSpec(TargetSpec):
     kind: Literal["prompt"] = "prompt"
     num_virtual_tokens: int = 16
     init: Literal["random", "vocabulary", "text"] = "random"
-    """What virtual tokens start from: a normal distribution, embeddings of tokens drawn from the vocabulary,
-    or those of `init_text`, repeated or cut to their number."""
+    """Initial values of virtual tokens: drawn from a normal distribution, embeddings of tokens drawn from the
+    vocabulary, or those of `init_text`, repeated or cut to their number."""
     init_text: str = ""
 
     def targets_site(self, name: str) -> bool:
@@ -38,6 +38,7 @@ class PromptSpec(TargetSpec):
         return self.num_virtual_tokens
 
     def shapes_outside(self, sites: Sequence[SiteShape]) -> dict[str, tuple[int, ...]]:
-        """The rows, as wide as what the first layer reads: they are on its stage only."""
+        """Return the shape of the rows, which are as wide as the input of the first layer and only on its
+        stage."""
         width = next((site.in_features for site in sites if layer_of(site.name) == 0), None)
         return {} if width is None else {ROWS: (self.num_virtual_tokens, width)}

@@ -1,4 +1,4 @@
-"""VeRA: two vectors are trained at every site, between two matrices that all sites share and nobody trains.
+"""VeRA: two trained vectors at every site, between two untrained matrices that all sites share.
 
 Shapes: K inputs, N outputs of a site, r ranks.
 """
@@ -40,7 +40,7 @@ class Vera(PlainKind):
         return True
 
     def woven(self, member: Member, at: SiteTensors) -> WovenPart | None:
-        """LoRA with A = d ⊙ the one constant and B = e ⊙ the other, which are computed anew at every site."""
+        """Return LoRA with A = d ⊙ one constant and B = e ⊙ the other, recomputed at every site."""
         if (at.site.name, D) not in at.weights:
             return None
         d_r, e_N, spec = at.weight(D), at.weight(E), member.spec
@@ -64,12 +64,12 @@ class Vera(PlainKind):
         return spec.rank, spec.projection_prng_key, spec.targets, spec.layers
 
     def constants(self, spec: VeraSpec, sites: Sequence[SiteShape], like: Tensor) -> dict[str, Tensor]:
-        """B by ranks, as ours are held."""
+        """Return A and B. B has one row per rank, as everywhere in Weftune."""
         drawn = self._drawn(spec, sites)
         return {A: drawn[A].to(like), B: drawn[B].T.contiguous().to(like)}
 
     def _drawn(self, spec: VeraSpec, sites: Sequence[SiteShape]) -> dict[str, Tensor]:
-        """A, then B, in float32 on the CPU: as PEFT draws them, as wide as the widest site."""
+        """Return A, then B, in float32 on the CPU: drawn as in PEFT, as wide as the widest site."""
         own = [site for site in sites if spec.adapts(site)]
         generator = torch.Generator().manual_seed(spec.projection_prng_key)
         inputs, outputs = max(site.in_features for site in own), max(site.out_features for site in own)
@@ -117,6 +117,6 @@ class Vera(PlainKind):
 
 
 def _uniform(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Within ±√(6 / inputs): Kaiming's, as PEFT draws it."""
+    """Draw a matrix uniformly within ±√(6 / inputs), as PEFT does (Kaiming)."""
     bound = math.sqrt(3.0) * (math.sqrt(2) / math.sqrt(shape[1]))
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)

@@ -23,7 +23,7 @@ class VeraSpec(TargetSpec):
     dropout: float = 0.0
     d_initial: float = 0.1
     projection_prng_key: int = 0
-    """The seed of A and B: jobs that share it, the rank and the targets share them."""
+    """Seed of A and B. Jobs with equal seed, rank and targets share them."""
 
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
         return {D: (self.rank,), E: (site.out_features,)}

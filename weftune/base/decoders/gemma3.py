@@ -1,4 +1,4 @@
-"""Gemma 3, text only: norms on both sides of each branch and of heads, their weights counted from 1."""
+"""Gemma 3, text only: norms on both sides of each branch and of heads, with weights relative to 1."""
 
 from __future__ import annotations
 

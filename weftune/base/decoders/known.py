@@ -24,5 +24,5 @@ DECODERS: Mapping[str, DecoderFacts] = {
 
 
 def extra_values(family: str, sites: Sequence[SiteShape]) -> int:
-    """Of a family that is not known, 0: its layers are not fused."""
+    """Return the extra values of fused layers; 0 for an unknown family, whose layers are not fused."""
     return DECODERS[family].extra_values(sites) if family in DECODERS else 0

@@ -1,7 +1,7 @@
 """Families whose layers have experts in the place of an MLP: a router sends every token to a few of them.
 
-Their attention is a dense family's, and stays so for adapters; the experts of a layer are two parameters, all
-of gate and up and all of down. Layers run as transformers runs them. No torch here.
+Their attention is that of a dense family, also for adapters. The experts of a layer are two parameters: gate
+and up of all experts, and down of all experts. Layers run as in transformers. No torch here.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ GATE_UP, DOWN = EXPERT_PARAMETERS
 class MixtureFacts:
     attention: DecoderFacts
     inner: str
-    """Where the config says how wide an expert is."""
+    """Key of an expert's width in the config."""
     stored: tuple[str, str, str]
-    """What files call gate, up and down of one expert."""
+    """Names of gate, up and down of one expert in files."""
     stored_mlp: str = "mlp"
-    """What files call the module around the experts."""
+    """Name of the module around the experts in files."""
 
 
 MIXTURES: Mapping[str, MixtureFacts] = {

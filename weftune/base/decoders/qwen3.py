@@ -1,4 +1,4 @@
-"""Qwen 3: Llama's layers, with a norm of every head of q and k, whose width the config tells."""
+"""Qwen 3: Llama's layers, with a norm of every head of q and k, whose width is in the config."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The routers of a mixture of experts, recorded and replayed.
 
-Two experts may be next to equally good for a token; then a rounding that falls the other way sends it
-elsewhere. Where two ways to compute the same are compared, the second takes the decisions of the first.
+Two experts may be almost equally good for a token; a different rounding then sends it elsewhere. When two
+ways of computing the same are compared, the second takes the decisions of the first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from weftune.base.decoders.mixtures import MIXTURES, ROUTER
 
 Decision = tuple[Tensor, ...]
-"""What a router returns: for every token logits, weights and numbers of its experts."""
+"""Output of a router: logits, weights and indices of the experts of every token."""
 
 
 class Routing:
@@ -30,7 +30,7 @@ class Routing:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Keep the decisions of all passes inside."""
+        """Record the decisions of all passes inside."""
 
         def keep(router: nn.Module, _: Any, decision: Decision) -> None:
             self._made[router].append(decision)
@@ -40,7 +40,7 @@ class Routing:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Let a pass over all those tokens, one behind the other, take the decisions that were kept."""
+        """Make a pass over all those tokens, concatenated, take the recorded decisions."""
 
         def give(router: nn.Module, _: Any, __: Decision) -> Decision:
             return tuple(torch.cat(parts) for parts in zip(*self._made[router], strict=True))

@@ -1,7 +1,7 @@
 """Safetensors files that are mapped read-only and read through the page cache.
 
-A mapped page that cannot be read ends the process by a signal. So pages are requested before they are
-touched, in a way that gives an error instead, and released afterwards.
+A mapped page that cannot be read kills the process with a signal. Therefore pages are requested before they
+are touched, in a way that returns an error instead, and released afterwards.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from weftune.base.weights import WeightFiles, part_of, refuse_other_shape, store
 from weftune.errors import BaseModelError
 
 MADV_POPULATE_READ = 22
-"""Linux 5.14 and later: read pages in, and say so where that fails. Python's mmap has no name for it."""
+"""Advice of Linux 5.14 and later: read pages in, and report a failure. Python's mmap has no name for it."""
 STORED_AS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -40,7 +40,7 @@ class Stored:
 
     start: int
     stop: int
-    """Its bytes, counted from the start of the file."""
+    """Range of its bytes, counted from the start of the file."""
     dtype: str
     shape: tuple[int, ...]
 
@@ -55,7 +55,7 @@ class MappedFile:
         self._made = self._looks()
         mapping = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch knows no tensor that must not be written to
+            warnings.simplefilter("ignore")  # torch has no read-only tensors
             self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
 
     def __len__(self) -> int:
@@ -79,18 +79,18 @@ class MappedFile:
         self._advise(start, stop, mmap.MADV_DONTNEED)
 
     def expect(self, start: int, stop: int) -> None:
-        """Ask the system to read these bytes ahead."""
+        """Make the system read these bytes ahead."""
         self._advise(start, stop, mmap.MADV_WILLNEED)
 
     def leave_cache(self, size: int) -> None:
-        """Drop the first so many bytes from the page cache, as if memory were short, where the system can."""
+        """Drop the first `size` bytes from the page cache, as if memory were short, where supported."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, size, os.POSIX_FADV_DONTNEED)
 
     def _looks(self) -> tuple[int, int]:
         try:
             status = os.fstat(self._descriptor)
-        except OSError as error:  # a server's file can go
+        except OSError as error:  # a file on a server can disappear
             raise self._unreadable(error.errno or 0) from None
         return status.st_size, status.st_mtime_ns
 
@@ -108,7 +108,7 @@ class MappedFile:
         )
 
     def _advise(self, start: int, stop: int, advice: int) -> int:
-        """The number of the error, or 0."""
+        """Give advice about a range of bytes, and return the number of the error, or 0."""
         if sys.platform != "linux" or start >= stop:
             return 0
         first = start - start % mmap.PAGESIZE
@@ -119,7 +119,7 @@ class MappedFile:
 
 @cache
 def _system() -> ctypes.CDLL:
-    """Python's own `madvise` would have every thread wait for the disk."""
+    """Return the C library: Python's own `madvise` would make every thread wait for the disk."""
     return ctypes.CDLL(None, use_errno=True)
 
 
@@ -137,7 +137,7 @@ class MappedTensor:
     stop: int
 
     def read(self, start: int, stop: int, out: Tensor) -> None:
-        """Those from `start` to `stop` of the parameter."""
+        """Read the bytes of the parameter from `start` to `stop`."""
         self.file.read(self.start + start, self.start + stop, out)
 
     def expect(self, start: int, stop: int) -> None:
@@ -147,7 +147,7 @@ class MappedTensor:
 @dataclass(frozen=True, slots=True)
 class MappedWeights:
     tensors: Mapping[str, tuple[MappedTensor, ...]]
-    """By the names that the model gives its parameters; of one that is stored in parts, all of them."""
+    """Name of a parameter in the model → the tensor in files, or all of them if it is stored in parts."""
 
     @property
     def files(self) -> list[MappedFile]:
@@ -155,8 +155,8 @@ class MappedWeights:
 
 
 def map_weights(model: PreTrainedModel, files: WeightFiles | None, base: str) -> MappedWeights:
-    """Where the parameters of `model`, the base of that name, lie; BaseModelError if they cannot be taken as
-    they lie there."""
+    """Return where the parameters of `model`, the base of that name, are stored. Raise BaseModelError if they
+    cannot be used as they are stored."""
     if quant_paths(model):
         raise _not_as_they_are(base, "quantised weights are made when they are loaded, and kept in memory")
     names = None if files is None else stored_names(model, files)

@@ -1,7 +1,7 @@
-"""Host memory that a GPU reads and writes by itself, taken in one piece.
+"""Host memory that a GPU reads and writes directly, allocated in one piece.
 
-Torch's own pinned allocator rounds up to powers of two, which a base of many gigabytes cannot afford; so
-pages are mapped here and registered by hand.
+Torch's own pinned allocator rounds up to powers of two, which is too much for a base of many gigabytes;
+therefore pages are mapped here and registered explicitly.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from weftune.errors import BaseModelError
 
 ALIGNMENT = 256
 ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK")
-"""Large pages are taken and locked many times as fast; and a fork must not copy what a GPU writes to."""
+"""Advice for the pages: large pages are allocated and locked many times as fast, and a fork must not copy
+pages that a GPU writes to."""
 
 
 class Pages(mmap.mmap):
-    """Memory of this process alone. What is to be undone before it is unmapped, `leaving` does: by the time
-    that a weak reference hears of it, its addresses may be somebody else's."""
+    """Memory of this process alone. `leaving` undoes what has to be undone before it is unmapped: when a weak
+    reference is notified, the addresses may already be in use again."""
 
     leaving: Callable[[], object] | None = None
 
@@ -34,7 +35,8 @@ class Pages(mmap.mmap):
 
 
 def host_bytes(size: int, device: torch.device) -> Tensor:
-    """So many bytes, page-locked if `device` is a GPU; given back when the tensor and its views are gone."""
+    """Allocate `size` bytes, page-locked if `device` is a GPU. They are freed when the tensor and its views
+    are gone."""
     try:
         pages = Pages(-1, max(size, 1), flags=mmap.MAP_PRIVATE)
     except OSError as error:
@@ -50,10 +52,10 @@ def host_bytes(size: int, device: torch.device) -> Tensor:
 
 def _lock(pages: Pages, buffer: Tensor) -> None:
     for name in ADVICE:
-        # Not every system knows each, and none needs it.
+        # Not every system knows each advice, and none is required.
         with suppress(OSError, AttributeError):
             pages.madvise(getattr(mmap, name))
-    # By all threads at once; locked untouched, a single one would fetch page after page.
+    # All threads touch the pages at once; locking untouched pages would fetch them in a single thread.
     buffer[:: mmap.PAGESIZE].zero_()
     library, address = torch.cuda.cudart(), buffer.data_ptr()
     status = library.cudaHostRegister(address, len(pages), 0)
@@ -66,7 +68,7 @@ def _lock(pages: Pages, buffer: Tensor) -> None:
 
 
 def host_vectors(shapes: list[tuple[int, torch.dtype]], device: torch.device) -> list[Tensor]:
-    """Vectors of so many values each, zero, in one such piece."""
+    """Allocate vectors of zeros with these sizes and dtypes in one such piece."""
     sizes = [-(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, dtype in shapes]
     buffer = host_bytes(sum(sizes), device)
     starts = [0, *accumulate(sizes)]

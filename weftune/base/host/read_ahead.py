@@ -1,4 +1,4 @@
-"""The files of a base, read into the system's cache while the process waits for something else."""
+"""Reading of a base's files into the system's cache while the process waits for something else."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from weftune.base.spec import BaseSpec
 
 CHUNK_BYTES = 16 << 20
 FREE_SHARE = 0.5
-"""Of the free memory: files that take more would push one another out before they are loaded."""
+"""Largest share of the free memory that files may take: larger ones would evict one another before they are
+loaded."""
 
 
 @contextmanager
 def base_read_ahead(spec: BaseSpec) -> Iterator[None]:
-    """Inside, a thread reads the base's weights, so that loading them later need not wait for a disk."""
+    """Read the base's weights in a thread while the context is open, so that loading them later does not wait
+    for a disk."""
     stop = threading.Event()
     reader = threading.Thread(target=read_files, args=(weight_files(spec), stop), daemon=True)
     reader.start()
@@ -32,7 +34,7 @@ def base_read_ahead(spec: BaseSpec) -> Iterator[None]:
 
 
 def weight_files(spec: BaseSpec) -> list[Path]:
-    """The safetensors files of a base that is on this machine and fits the free memory; else none."""
+    """Return the safetensors files of a base if it is on this machine and fits the free memory."""
     folder = Path(model_folder(spec))
     if not folder.is_dir():
         cached = try_to_load_from_cache(spec.model, CONFIG, revision=spec.revision)
@@ -45,9 +47,9 @@ def weight_files(spec: BaseSpec) -> list[Path]:
 
 
 def read_files(files: Sequence[Path], stop: threading.Event) -> int:
-    """Read the files from beginning to end until told to stop; the bytes that were read."""
+    """Read the files from beginning to end until `stop` is set, and return the number of bytes read."""
     chunk, done = bytearray(CHUNK_BYTES), 0
-    # Who loads them says better what is wrong with a file.
+    # Loading reports better what is wrong with a file.
     with suppress(OSError):
         for file in files:
             with file.open("rb", buffering=0) as opened:

@@ -33,7 +33,7 @@ class StageSource(Protocol):
         ...
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Some of its bytes on the host, to look at."""
+        """Return a range of its bytes on the host, for inspection."""
         ...
 
 
@@ -49,7 +49,7 @@ class HostStage:
         return len(self.held)
 
     def copy_to(self, slot: Tensor) -> None:
-        # In chunks, between which what Steps need finds its turn on the link.
+        # In chunks, between which the link can serve transfers for Steps.
         for start in range(0, self.size, CHUNK_BYTES):
             stop = min(start + CHUNK_BYTES, self.size)
             slot[start:stop].copy_(self.held[start:stop], non_blocking=True)
@@ -62,7 +62,7 @@ class HostStage:
 class _Buffer:
     held: Tensor
     sent: torch.cuda.Event | None
-    """On a GPU: done when its last content has arrived."""
+    """Event on a GPU that is done when the buffer's last content has arrived."""
 
 
 class Staging:
@@ -72,13 +72,13 @@ class Staging:
         self.chunk = chunk
         both = host_bytes(2 * chunk, device)
         on_gpu = device.type == "cuda"
-        # Blocking: whoever waits for one sleeps, and leaves its core to the arithmetic's host side.
+        # Blocking: a thread that waits for one sleeps, and leaves its core to the arithmetic's host side.
         self._next, self._other = (
             _Buffer(part, torch.cuda.Event(blocking=True) if on_gpu else None) for part in both.split(chunk)
         )
 
     def bring(self, fill: Callable[[Tensor], None], place: Tensor) -> None:
-        """Let `fill` write at most one chunk of bytes for `place`, and copy them to it."""
+        """Call `fill` to write at most one chunk of bytes for `place`, and copy them to it."""
         buffer = self._next
         if buffer.sent is not None:
             buffer.sent.synchronize()
@@ -102,13 +102,13 @@ class SourcePart:
         return self.start + self.held.stop - self.held.start
 
     def read(self, start: int, out: Tensor) -> None:
-        """Read the part of it that `out` covers, which holds the stage's bytes from `start` on."""
+        """Read the part of it that `out` covers; `out` holds the stage's bytes from `start` on."""
         first, last = max(self.start, start), min(self.stop, start + len(out))
         if first < last:
             self.held.read(first - self.start, last - self.start, out[first - start : last - start])
 
     def expect(self, start: int, stop: int) -> None:
-        """Ask the system to read ahead its part of these bytes of the stage."""
+        """Make the system read ahead its part of these bytes of the stage."""
         self.held.expect(max(self.start, start) - self.start, min(self.stop, stop) - self.start)
 
 
@@ -118,7 +118,7 @@ class MappedStage:
 
     parts: tuple[SourcePart, ...]
     staging: Staging | None
-    """None where the device is pretended: its memory can be read into."""
+    """Buffers for the copies. None if the device is simulated: its memory can be read into directly."""
     blocks = True
 
     @property
@@ -126,8 +126,8 @@ class MappedStage:
         return self.parts[-1].stop
 
     def copy_to(self, slot: Tensor) -> None:
-        # Another stage may be between its forward and its backward, and to autograd all slots are one tensor,
-        # which must not seem to change meanwhile.
+        # Another stage may be between its forward and its backward. For autograd all slots are one tensor,
+        # which must not appear to change meanwhile.
         here = slot.data
         chunk = CHUNK_BYTES if self.staging is None else self.staging.chunk
         for start in range(0, self.size, chunk):
@@ -145,7 +145,7 @@ class MappedStage:
         return out
 
     def _read(self, start: int, out: Tensor) -> None:
-        """Between two parameters nothing is written."""
+        """Read the stage's bytes from `start` on into `out`. Nothing is written between two parameters."""
         for part in self.parts:
             part.read(start, out)
 

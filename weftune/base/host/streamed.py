@@ -1,7 +1,8 @@
-"""A base whose layers live in host memory, or in their files, and take turns in a few slots of the device.
+"""A base whose layers are kept in host memory, or in their files, and take turns in a few slots of the
+device.
 
 Every streamed stage is a run of bytes on the host and has one slot on the device, where the parameters of its
-layers lie: to load a stage is to copy its bytes there, and no address ever changes.
+layers lie: loading a stage copies its bytes there, and no address ever changes.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from weftune.core.shapes import LayerRange, ModelShape
 from weftune.plan.program.layout import Layout, OnWorker
 
 ALIGNMENT = 16
-"""Bytes: what kernels load at a time. Sites that share their input then lie side by side."""
+"""Alignment in bytes: the size of a kernel's loads. Sites that share their input then lie side by side."""
 
 Fill = Callable[[str, Tensor], None]
-"""Writes the values of the parameter of that name into the tensor."""
+"""(name of a parameter, tensor): writes the values of the parameter into the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +61,24 @@ class WeightPiece:
 @dataclass(frozen=True, eq=False)
 class StreamedBase:
     whole: Base
-    """The whole base; the parameters of streamed layers hold what is in their slot."""
+    """The whole base; the parameters of streamed layers hold the content of their slot."""
     part: OnWorker
     sources: Mapping[int, StageSource]
     """Streamed stage → the source of its bytes; resident stages have none."""
     arena: Tensor
-    """[slots, bytes] on the device."""
+    """Slots on the device, [slots, bytes]."""
 
     @cached_property
     def stages(self) -> tuple[Base, ...]:
-        """Each as a base of its own, over the same modules."""
+        """The stages, each as a base of its own over the same modules."""
         return tuple(stage_view(self.whole, self.part.held(n)) for n in range(len(self.part.stages)))
 
     def slot(self, stage: int) -> Tensor:
-        """The slot of a streamed stage on the device."""
+        """Return the slot of a streamed stage on the device."""
         return self.arena[self.part.slot(stage), : self.sources[stage].size]
 
     def refuse_copies(self) -> None:
-        """Refuse a base in which sites that are multiplied together read a copy of their weights, and not
+        """Refuse a base in which sites that are multiplied together read a copy of their weights instead of
         their slot."""
         arena = self.arena.untyped_storage().data_ptr()
         for stage in self.part.streamed:
@@ -89,7 +90,7 @@ class StreamedBase:
 def load_streamed(
     spec: BaseSpec, device: torch.device, layout: Layout, mapped: bool = False, worker: int = 0
 ) -> StreamedBase:
-    """Load a worker's stages from the base's files, each tensor straight to its place: streamed ones to host
+    """Load a worker's stages from the base's files, each tensor directly to its place: streamed ones to host
     memory, or, if `mapped`, left where they are."""
     model, files = outlined(spec, device)
     with explained(spec):
@@ -103,8 +104,8 @@ def load_streamed(
 
 
 def weights_in_files(spec: BaseSpec, device: torch.device) -> MappedWeights:
-    """The files of a base whose weights a run on `device` would read in every step; BaseModelError says why
-    it cannot."""
+    """Return the files of a base whose weights a run on `device` would read in every step. Raise
+    BaseModelError with the reason if it cannot."""
     model, files = outlined(spec, device)
     with explained(spec):
         return map_weights(model, files, spec.model)
@@ -113,7 +114,7 @@ def weights_in_files(spec: BaseSpec, device: torch.device) -> MappedWeights:
 def stream_model(
     model: PreTrainedModel, spec: BaseSpec, device: torch.device, layout: Layout, worker: int = 0
 ) -> StreamedBase:
-    """Stream a worker's stages of a model that is in memory, which is taken over."""
+    """Stream a worker's stages of a model in memory, which is taken over."""
     refuse_uncut(model.config, spec.model)
     whole = _keep_own(model, layout.on(worker))
     values = dict(model.named_parameters())
@@ -125,7 +126,7 @@ def stream_model(
 
 
 def _keep_own(model: PreTrainedModel, part: OnWorker) -> ModelShape:
-    """Leave nothing but the worker's own stages in a model; the shape that it had before is returned."""
+    """Keep only the worker's own stages in a model, and return the shape that it had before."""
     whole = model_shape(model, matrix_dtype(model))
     keep(model, [part.held(stage) for stage in part.own])
     return whole
@@ -140,8 +141,8 @@ def streamed_base(
     fill: Fill,
     mapped: MappedWeights | None = None,
 ) -> StreamedBase:
-    """`model` gives the names and shapes of the worker's parameters, `whole` the shape of all of the base and
-    `fill` the values; what is streamed stays where it is `mapped`, if it is."""
+    """Build a streamed base. `model` gives the names and shapes of the worker's parameters, `whole` the shape
+    of the whole base and `fill` the values. Streamed weights that are `mapped` stay in their files."""
     layers = part.layout.layers
     assert whole.layers == layers, f"the base has {whole.layers} layers, not {layers}"
     refuse_modules(model, spec.model)
@@ -154,7 +155,7 @@ def streamed_base(
 
 
 def _placed(base: Base, part: OnWorker, fill: Fill, mapped: MappedWeights | None) -> StreamedBase:
-    """Fill in the values of a base that has only names and shapes so far, each where it stays."""
+    """Fill in the values of a base that has only names and shapes so far, each in its final place."""
     model, device = base.model, base.device
     _take_pages(device)
     pieces = {stage: _pieces(model, part.held(stage)) for stage in part.streamed}
@@ -181,9 +182,9 @@ def _placed(base: Base, part: OnWorker, fill: Fill, mapped: MappedWeights | None
 
 
 def _take_pages(device: torch.device) -> None:
-    """Let torch's allocator take GPU memory page by page from here on: free memory in several places then
-    serves one large tensor, and a run comes as close to its limit as planned. Users who have settings of
-    their own keep them."""
+    """Make torch's allocator allocate GPU memory page by page from now on: free memory in several places then
+    serves one large tensor, and a run gets as close to its limit as planned. Settings of the user's own are
+    kept."""
     asked = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     if device.type == "cuda" and not asked:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
@@ -192,7 +193,7 @@ def _take_pages(device: torch.device) -> None:
 def _in_memory(
     pieces: Mapping[int, Sequence[WeightPiece]], device: torch.device, fill: Fill
 ) -> dict[int, StageSource]:
-    """One piece of host memory, a run of bytes for each stage."""
+    """Allocate one piece of host memory, with a run of bytes for each stage."""
     starts, total = {}, 0
     for stage, found in pieces.items():
         starts[stage] = total
@@ -218,7 +219,7 @@ def _in_files(
 
 
 def _source_parts(piece: WeightPiece, mapped: MappedWeights) -> Iterator[SourcePart]:
-    """What files hold of a parameter, one part behind the other."""
+    """Yield the parts of a parameter in files, one after another."""
     start = piece.start
     for held in mapped.tensors[piece.name]:
         part = SourcePart(start, held)
@@ -227,9 +228,9 @@ def _source_parts(piece: WeightPiece, mapped: MappedWeights) -> Iterator[SourceP
 
 
 def _pieces(model: PreTrainedModel, held: LayerRange) -> list[WeightPiece]:
-    """The parameters of a stage's layers; in each layer quantised weights come first, the tensors of each
-    together, then matrices, so that those which share their input are neighbours, then biases, then what
-    norms have."""
+    """Return the parameters of a stage's layers. In each layer quantised weights come first, the tensors of
+    each together, then matrices, so that those which share their input are neighbours, then biases, then the
+    parameters of norms."""
     found: list[WeightPiece] = []
     start = 0
     beside = parts_beside(model)
@@ -255,7 +256,7 @@ def _layers_path(model: PreTrainedModel) -> str:
 
 
 def _place_the_rest(model: PreTrainedModel, device: torch.device, streamed: set[str], fill: Fill) -> None:
-    """Everything that stays, on the device; a tied head stays tied."""
+    """Put everything that stays resident on the device; a tied head stays tied."""
     placed: dict[int, nn.Parameter] = {}
     for name, value in list(model.named_parameters(remove_duplicate=False)):
         if name in streamed:
@@ -274,14 +275,14 @@ def _place_the_rest(model: PreTrainedModel, device: torch.device, streamed: set[
 def _set(model: PreTrainedModel, name: str, value: Tensor) -> nn.Parameter:
     path, _, last = name.rpartition(".")
     parameter = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
-    # Transformers' own mark: `_init_weights` leaves such a parameter alone.
+    # Transformers' own mark: `_init_weights` does not change such a parameter.
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     setattr(model.get_submodule(path), last, parameter)
     return parameter
 
 
 def stage_view(base: Base, held: LayerRange) -> Base:
-    """One stage of a base over the very modules of it; those of other stages are only left out."""
+    """Return one stage of a base over the same modules; the modules of other stages are only left out."""
     model = cast(PreTrainedModel, _twin(base.model))
     parent: nn.Module = model
     for name in _layers_path(base.model).split("."):
@@ -294,7 +295,7 @@ def stage_view(base: Base, held: LayerRange) -> Base:
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """Another module of the same parts; its children can be exchanged without touching the first."""
+    """Return a copy with the same parts, whose children can be replaced without changing the original."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     return twin

@@ -1,4 +1,5 @@
-"""What a format of quantised weights is: tensors that stand for a matrix, and the way there and back.
+"""The interface of a format of quantised weights: tensors that represent a matrix, and the conversion both
+ways.
 
 Shapes: K inputs, N outputs.
 """
@@ -15,8 +16,8 @@ from torch import Tensor
 from weftune.base.spec import Quantize
 
 PIECE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Values that are dequantised at a time, where plain torch does it: what lies between a weight's bytes and
-its matrix stays in a CPU's caches, or keeps a GPU busy, and is little beside the matrix."""
+"""Device type → number of values that plain torch dequantises at a time: the intermediate values stay in a
+CPU's caches, or keep a GPU busy, and are small beside the matrix."""
 
 
 def piece_values(device: torch.device) -> int:
@@ -25,7 +26,7 @@ def piece_values(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """One of the tensors that stand for a matrix."""
+    """One of the tensors that represent a matrix."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,10 +37,10 @@ class WeightFormat(Protocol):
     def name(self) -> Quantize: ...
 
     def parts(self, outputs: int, inputs: int) -> Mapping[str, StoredPart]:
-        """The tensors of a matrix of that shape, by name; the largest is `weight`."""
+        """Return the tensors of a matrix of that shape, by name; the largest is `weight`."""
 
     def quantise(self, weight_NK: Tensor) -> dict[str, Tensor]:
-        """These tensors, on the device of the matrix."""
+        """Return these tensors, on the device of the matrix."""
 
     def write(self, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
-        """Write the matrix, in the dtype of `out_NK`, which lies in memory row by row."""
+        """Write the matrix, in the dtype of `out_NK`, which is contiguous in memory."""

@@ -1,7 +1,7 @@
-"""fp8: e4m3 with a scale a row, held in both orders, so that passes multiply by the codes as they are.
+"""fp8: e4m3 with one scale per row, held in both orders, so that passes multiply by the codes as they are.
 
-W = weight · scale; `turned` are the same codes as [K, N]: the tensor cores read both operands along the sum,
-which goes over the outputs in the backward.
+W = weight · scale; `turned` are the same codes as [K, N]: the tensor cores read both operands along the
+summed dimension, which is the outputs in the backward.
 
 Shapes: K inputs, N outputs.
 """
@@ -20,9 +20,9 @@ from weftune.core.coded import CODES, row_codes
 from weftune.errors import BaseModelError
 
 READ_VALUES = 1 << 24
-"""Values that are quantised at a time, in whole rows."""
+"""Number of values that are quantised at a time, in whole rows."""
 LEAST_CAPABILITY = (8, 9)
-"""Of the first GPUs that have fp8 tensor cores: Ada, then Hopper."""
+"""CUDA capability of the first GPUs with fp8 tensor cores: Ada, then Hopper."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Fp8:
 
 
 def refuse_without_fp8(spec: BaseSpec, device: torch.device) -> None:
-    """BaseModelError where `spec` asks for fp8 and the device cannot multiply it: to emulate it would be
+    """Raise BaseModelError if `spec` requests fp8 and the device cannot multiply it: emulating it would be
     slower than any other format."""
     if spec.quantize != "fp8" or multiplies_fp8(device):
         return

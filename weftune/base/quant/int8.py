@@ -1,5 +1,6 @@
-"""int8: a byte a value and a scale a row, symmetric. Weights only: activations are not rounded, so what a row
-of a microbatch gets does not depend on its neighbours, as it would where outlier columns are split off.
+"""int8: one byte per value and one scale per row, symmetric. Only weights are quantised: activations are not
+rounded, so the result of a row of a microbatch does not depend on its neighbours, as it would if outlier
+columns were split off.
 
 Shapes: K inputs, N outputs.
 """
@@ -17,7 +18,7 @@ from weftune.base.spec import Quantize
 
 LARGEST = 127
 READ_VALUES = 1 << 24
-"""Values that are quantised at a time, in whole rows."""
+"""Number of values that are quantised at a time, in whole rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,8 @@ class Int8:
 
 
 def _rows(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of some rows."""
+    """Return the codes and scales of some rows."""
     scale_N = weight_NK.abs().amax(dim=1) / LARGEST
-    # A row of zeros has the scale 0 and any codes.
+    # A row of zeros has the scale 0, and its codes do not matter.
     codes_NK = (weight_NK / scale_N.where(scale_N != 0, 1)[:, None]).round_().clamp_(-LARGEST, LARGEST)
     return codes_NK.to(torch.int8), scale_N

@@ -34,8 +34,8 @@ def plainly(form: WeightFormat, parts: Mapping[str, Tensor], out_NK: Tensor) -> 
 
 
 class QuantLinear(nn.Linear):
-    """A linear of the base; it computes its matrix for every product, and again for its backward, unless the
-    format is one that products are made of."""
+    """A linear of the base. It computes its matrix for every product, and again for its backward, unless
+    products are computed from the format directly."""
 
     def __init__(
         self,
@@ -46,14 +46,14 @@ class QuantLinear(nn.Linear):
         device: torch.device,
         fan_in_fan_out: bool = False,
     ) -> None:
-        """Without values. `shape` is (outputs, inputs), `dtype` that of the matrix; `fan_in_fan_out`: what it
-        replaces was stored [K, N]."""
+        """Create the linear without values. `shape` is (outputs, inputs), `dtype` that of the matrix;
+        `fan_in_fan_out` says that the replaced weight was stored as [K, N]."""
         nn.Module.__init__(self)
         self.out_features, self.in_features = shape
         self.form, self.matrix_dtype, self.fan_in_fan_out = form, dtype, fan_in_fan_out
         self.dequantise: Dequantise = plainly
         self.multiply: MultiplyCodes = multiply_codes
-        """Whoever has kernels for the device puts them here."""
+        """Multiplication by codes. `compute_by` sets this and `dequantise` to a device's kernels."""
         stored = form.parts(*shape)
         self._parts = tuple(stored)
         for name, part in stored.items():
@@ -77,7 +77,7 @@ class QuantLinear(nn.Linear):
 
     @torch.no_grad()
     def matrix_of(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """The matrix that such tensors stand for, on their device."""
+        """Return the matrix that such tensors represent, on their device."""
         shape, device = (self.out_features, self.in_features), parts["weight"].device
         out_NK = torch.empty(shape, dtype=self.matrix_dtype, device=device)
         self.form.write(parts, out_NK)
@@ -94,7 +94,7 @@ class QuantLinear(nn.Linear):
 
 @dataclass(frozen=True, slots=True)
 class QuantWeight:
-    """The weight of such a linear, wherever its tensors are by the time that it is read."""
+    """The weight of such a linear, wherever its tensors are when it is read."""
 
     module: QuantLinear
 
@@ -123,7 +123,7 @@ class QuantWeight:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight(QuantWeight):
-    """A weight that products are made of as it is stored; see `CodedWeight`."""
+    """A weight from which products are computed as it is stored; see `CodedWeight`."""
 
     def codes(self) -> Tensor:
         return self.module.weight
@@ -140,7 +140,7 @@ class Fp8Weight(QuantWeight):
 
 
 def replace_linears(model: PreTrainedModel, forms: Mapping[str, WeightFormat]) -> None:
-    """Put linears without values in the place of those that have these paths."""
+    """Replace the linears with these paths by linears without values."""
     dtype = model.dtype
     for path, form in forms.items():
         model.set_submodule(path, _empty(model.get_submodule(path), form, dtype))
@@ -153,7 +153,7 @@ def _empty(plain: nn.Module, form: WeightFormat, dtype: torch.dtype) -> QuantLin
 
 
 def quantise_linears(model: PreTrainedModel, forms: Mapping[str, WeightFormat]) -> None:
-    """Quantise the weights of a model that is in memory, one after another."""
+    """Quantise the weights of a model in memory, one after another."""
     dtype = model.dtype
     for path, form in forms.items():
         plain = model.get_submodule(path)
@@ -167,7 +167,7 @@ def quantise_linears(model: PreTrainedModel, forms: Mapping[str, WeightFormat]) 
 def compute_by(
     model: PreTrainedModel, dequantise: Dequantise = plainly, multiply: MultiplyCodes = multiply_codes
 ) -> None:
-    """Have all quantised weights of `model` dequantised and multiplied so."""
+    """Make all quantised weights of `model` use these functions to dequantise and multiply."""
     for module in model.modules():
         if isinstance(module, QuantLinear):
             module.dequantise, module.multiply = dequantise, multiply
@@ -175,7 +175,7 @@ def compute_by(
 
 @contextmanager
 def unrounded(model: PreTrainedModel) -> Iterator[None]:
-    """Multiply by the matrices that fp8 weights stand for, activations as they are."""
+    """Multiply by the matrices that fp8 weights represent, without rounding activations."""
     compute_by(model, multiply=multiply_unrounded)
     try:
         yield
@@ -188,7 +188,7 @@ def quant_paths(model: PreTrainedModel) -> list[str]:
 
 
 def dequantise_linears(model: PreTrainedModel) -> None:
-    """Put plain linears in the place of quantised ones, one after another."""
+    """Replace quantised linears by plain ones, one after another."""
     for path, module in list(model.named_modules()):
         if isinstance(module, QuantLinear):
             model.set_submodule(path, _plain(module))
@@ -207,6 +207,6 @@ def _plain(module: QuantLinear) -> nn.Module:
 
 
 def matrix_dtype(model: PreTrainedModel) -> torch.dtype:
-    """What passes compute in: some tensors of quantised weights are float32 whatever that is."""
+    """Return the dtype in which passes compute: some tensors of quantised weights are float32 in any case."""
     quantised = (module for module in model.modules() if isinstance(module, QuantLinear))
     return next((module.matrix_dtype for module in quantised), None) or model.dtype

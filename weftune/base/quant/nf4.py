@@ -1,8 +1,8 @@
-"""NF4 as bitsandbytes stores it: four bits a value, blocks of 64 with a maximum each, and the maxima
+"""NF4 as bitsandbytes stores it: four bits per value, blocks of 64 with one maximum each, and the maxima
 quantised in turn (double quantisation).
 
-W = code[bits] · maximum of the block, and that is nested_code[absmax] · nested_absmax + offset; all of it in
-float32 and rounded once.
+W = code[bits] · maximum of the block, which is nested_code[absmax] · nested_absmax + offset; all of it is
+computed in float32 and rounded once.
 
 Shapes: K inputs, N outputs, B blocks of 64 values, M blocks of 256 maxima.
 """
@@ -30,15 +30,15 @@ CODE = (
 """The values of NF4: quantiles of the normal distribution (Dettmers et al. 2023), as its authors round
 them."""
 READ_VALUES = 1 << 24
-"""Values that are quantised at a time: whole blocks of either kind."""
+"""Number of values that are quantised at a time: whole blocks of either kind."""
 LEAST = 1e-38
-"""What a maximum is taken for at least when values are divided by it: a block may be all zeros."""
+"""Lower limit of a maximum when values are divided by it: a block may be all zeros."""
 
 
 @dataclass(frozen=True, slots=True)
 class Nf4:
     nested: bool = True
-    """Whether the maxima are quantised too; weights that are stored without are read as they are."""
+    """Whether the maxima are quantised too; weights that are stored without this are read as they are."""
 
     @property
     def name(self) -> Quantize:
@@ -62,7 +62,7 @@ class Nf4:
         code = torch.tensor(CODE, device=weight_NK.device)
         absmax_B, codes = _in_blocks(weight_NK.flatten(), code, NF4_BLOCK)
         if len(codes) % 2:
-            # Behind the last value lies half a byte of zero.
+            # The last byte is filled with the code of zero.
             codes = pad(codes, (0, 1), value=CODE.index(0.0))
         found = {"weight": (codes[::2] << 4 | codes[1::2])[:, None], "code": code}
         if not self.nested:
@@ -79,7 +79,7 @@ class Nf4:
 
     def write(self, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
         absmax_B = self._absmax(parts)
-        # Both values of a byte at once.
+        # Both values of a byte are looked up at once.
         pair_C2 = torch.stack(
             (parts["code"].repeat_interleave(NF4_CODES), parts["code"].repeat(NF4_CODES)), dim=1
         )
@@ -101,8 +101,8 @@ class Nf4:
 
 
 def _in_blocks(values: Tensor, code: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """The largest absolute value of each block, and for each value the nearest code of it, as a byte; a piece
-    of the values at a time, which may be a matrix that fills much of the memory."""
+    """Return the largest absolute value of each block, and the nearest code of each value as a byte. Values
+    are processed in pieces, since they may be a matrix that fills much of the memory."""
     pieces = [_piece_in_blocks(piece, code, block) for piece in values.split(READ_VALUES)]
     return torch.cat([absmax for absmax, _ in pieces]), torch.cat([codes for _, codes in pieces])
 
@@ -118,7 +118,7 @@ def _piece_in_blocks(values: Tensor, code: Tensor, block: int) -> tuple[Tensor, 
 
 
 def _scaled(values: Tensor, scale: Tensor, block: int) -> Tensor:
-    """Every block of the values times its scale; the last may be shorter."""
+    """Multiply every block of the values by its scale; the last block may be shorter."""
     rest = len(values) % block
     if not rest:
         return (values.view(-1, block) * scale[:, None]).view(-1)
@@ -128,8 +128,8 @@ def _scaled(values: Tensor, scale: Tensor, block: int) -> Tensor:
 
 @cache
 def dynamic_code() -> Tensor:
-    """The 8-bit code of the maxima: 0, 1, and in every decade from 1e-6 up twice as many values as in the one
-    below, of either sign (Dettmers 2016)."""
+    """Return the 8-bit code of the maxima: 0, 1, and in every decade from 1e-6 up twice as many values as in
+    the one below, of either sign (Dettmers 2016)."""
     found = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)

@@ -1,5 +1,5 @@
-"""Quantised weights out of a base's files: quantised while they are read, one matrix at a time, or taken as
-bitsandbytes has stored them.
+"""Reading of quantised weights from a base's files: quantised while they are read, one matrix at a time, or
+taken as bitsandbytes has stored them.
 
 Shapes: K inputs, N outputs.
 """
@@ -30,10 +30,10 @@ STORED_PARTS = {
     "nested_absmax": ".nested_absmax",
     "nested_code": ".nested_quant_map",
 }
-"""Our name of a tensor → what bitsandbytes puts behind the name of the matrix."""
+"""Weftune's name of a tensor → the suffix that bitsandbytes appends to the name of the matrix."""
 
 ReadTensor = Callable[[str], Tensor]
-"""A tensor of the files, by its name there."""
+"""Name of a tensor in the files → the tensor."""
 
 
 def chosen_forms(
@@ -42,8 +42,9 @@ def chosen_forms(
     stored_name: Callable[[str], str | None],
     stored: Collection[str],
 ) -> dict[str, WeightFormat]:
-    """The linears of `model` whose weights are quantised, by path, and to what: all in layers, or those that
-    the files hold so. `stored_name` says what the files, whose tensors are `stored`, call a parameter."""
+    """Return the linears of `model` whose weights are quantised, by path, and their formats: all linears in
+    layers, or those that the files hold quantised. `stored_name` maps a parameter to its name in the files,
+    whose tensors are `stored`."""
     found = [path for path in linears(model) if layer_of(path) is not None]
     if not chosen.stored:
         return dict.fromkeys(found, FORMATS[chosen.quantize])
@@ -68,8 +69,8 @@ def is_part(name: str, stored: Collection[str]) -> bool:
 
 
 def parts_beside(model: PreTrainedModel) -> dict[str, str]:
-    """The tensors of quantised weights other than the largest → the name of that one, which stands for the
-    matrix in files."""
+    """Return the tensors of quantised weights except the largest → the name of the largest, which is that of
+    the matrix in files."""
     return {
         f"{path}.{part}": f"{path}.weight"
         for path, module in model.named_modules()
@@ -80,8 +81,8 @@ def parts_beside(model: PreTrainedModel) -> dict[str, str]:
 
 
 class QuantReader:
-    """Writes a parameter of a model, by its name, into a tensor. The tensors of a weight are expected one
-    after another: only the last matrix's are kept."""
+    """A function that writes a parameter of a model, by its name, into a tensor. The tensors of a weight are
+    expected one after another: only those of the last matrix are kept."""
 
     def __init__(
         self,
@@ -91,8 +92,8 @@ class QuantReader:
         read: ReadTensor,
         device: torch.device,
     ) -> None:
-        """`names`: path of a quantised linear → what the files call its matrix. It is quantised on `device`
-        wherever it stays, so that its bits are the same."""
+        """Create a reader. `names` maps the path of each quantised linear to the name of its matrix in the
+        files. The matrix is quantised on `device` wherever it stays, so that its bits are the same."""
         self._linears = {path: module for path, module in model.named_modules() if path in names}
         self._names, self._stored, self._read, self._device = names, stored, read, device
         self._path, self._parts = "", dict[str, Tensor]()
@@ -126,7 +127,7 @@ class QuantReader:
 def stored_parts(
     name: str, read: ReadTensor, form: WeightFormat, shape: tuple[int, int]
 ) -> dict[str, Tensor]:
-    """The tensors of a matrix as bitsandbytes has stored them."""
+    """Return the tensors of a matrix as bitsandbytes has stored them."""
     state = _state(name, read(f"{name}.{STATE}"))
     announced = form.parts(*shape)
     nested = "nested_absmax" in announced
@@ -136,7 +137,7 @@ def stored_parts(
         if state.get(key) != value:
             raise ValueError(f"{name} is stored with {key} {state.get(key)}, and not {value}")
     found = {part: read(name + ending) for part, ending in STORED_PARTS.items() if part in announced}
-    # It may be stored as numbers of another type, for the sake of sharding.
+    # It may be stored in another dtype, for the sake of sharding.
     found["weight"] = found["weight"].contiguous().view(torch.uint8).view(-1, 1)
     if nested:
         found["offset"] = torch.tensor(float(state["nested_offset"]), dtype=torch.float32)
@@ -149,7 +150,7 @@ def stored_parts(
 
 
 def stored_matrix(name: str, read: ReadTensor, stored: Collection[str]) -> Tensor:
-    """The matrix that the files hold in the form of bitsandbytes, in float32."""
+    """Return the matrix that the files hold in the form of bitsandbytes, in float32."""
     shape: Any = _state(name, read(f"{name}.{STATE}")).get("shape")
     if not isinstance(shape, list) or len(shape) != 2 or not all(isinstance(size, int) for size in shape):
         raise ValueError(f"{name} is stored with the shape {shape}")

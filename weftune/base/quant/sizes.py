@@ -1,4 +1,5 @@
-"""The bytes of quantised weights, by format and shape. No torch here: verbs that only count import this."""
+"""The bytes of quantised weights, by format and shape. No torch here: commands that only count import
+this."""
 
 from __future__ import annotations
 
@@ -8,14 +9,15 @@ from weftune.base.spec import Quantize
 from weftune.core.shapes import SiteShape, layer_of
 
 NF4_BLOCK, NESTED_BLOCK = 64, 256
-"""Values that share a maximum, and maxima that share one in turn: as bitsandbytes has it."""
+"""Number of values that share a maximum, and of maxima that share one in turn, as in bitsandbytes."""
 NF4_CODES, NESTED_CODES = 16, 256
 MULTIPLIED_AS_STORED: tuple[Quantize, ...] = ("fp8",)
-"""Formats of which products are made, so that no matrix is computed for them."""
+"""Formats from which products are computed directly, so that no matrix is computed for them."""
 
 
 def nf4_bytes(values: int, nested: bool = True) -> int:
-    """Two values a byte and a maximum a block; `nested`: a byte a maximum, and what those are relative to."""
+    """Return the bytes of NF4: two values per byte and one maximum per block. If `nested`, maxima take one
+    byte each, plus the values that they are relative to."""
     packed, blocks = -(-values // 2), -(-values // NF4_BLOCK)
     if not nested:
         return packed + 4 * blocks + 4 * NF4_CODES
@@ -23,12 +25,12 @@ def nf4_bytes(values: int, nested: bool = True) -> int:
 
 
 def int8_bytes(outputs: int, inputs: int) -> int:
-    """A byte a value and a float32 scale a row."""
+    """Return the bytes of int8: one per value and a float32 scale per row."""
     return outputs * inputs + 4 * outputs
 
 
 def fp8_bytes(outputs: int, inputs: int) -> int:
-    """A byte a value in either order and a float32 scale a row."""
+    """Return the bytes of fp8: one per value in either order and a float32 scale per row."""
     return 2 * outputs * inputs + 4 * outputs
 
 
@@ -45,7 +47,7 @@ def stored_bytes(quantize: Quantize, outputs: int, inputs: int, nested: bool = T
 def site_bytes_per_value(
     sites: Iterable[SiteShape], quantize: Quantize, bytes_per_value: int, nested: bool = True
 ) -> float:
-    """Of the sites' weights, where those of the layers are quantised."""
+    """Return the bytes per value of the sites' weights if those of the layers are quantised."""
     stored = values = 0
     for site in sites:
         values += site.weights

@@ -1,4 +1,4 @@
-"""What a base is to be quantised to, by its spec or by its own config. No torch here: verbs that only count
+"""The quantisation of a base, from its spec or from its own config. No torch here: commands that only count
 import this."""
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ INSTEAD = "name the unquantised model as the base, with quantize: nf4 or int8 wh
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """What the weights of the layers are held in."""
+    """Format of the weights of the layers."""
 
     quantize: Quantize
     stored: bool = False
-    """Whether the base's files hold them so."""
+    """Whether the base's files hold the weights in this format."""
     nested: bool = True
-    """Of nf4: whether maxima of blocks are quantised too."""
+    """Whether maxima of blocks are quantised too, for nf4."""
 
 
 def quantised(config: Mapping[str, Any], spec: BaseSpec) -> Quantised | None:
-    """None for a base of plain weights; BaseModelError where it cannot be had as `spec` asks for it."""
+    """Return the quantisation, None for a base of plain weights. Raise BaseModelError if it cannot be as
+    `spec` requests."""
     if spec.quantize is not None and spec.quantize not in get_args(Quantize):
         *others, last = get_args(Quantize)
         known = f"{', '.join(others)} or {last}"

@@ -17,15 +17,16 @@ from weftune.data.row import TOO_DEEP, Row, as_row, is_deep_json
 from weftune.errors import DataError, Mistake
 
 LONGEST_ROW = 16 * 2**20
-"""Bytes, or characters: no sample is as long, and a row takes many times its size while it is read."""
+"""Maximum size of a row in bytes or characters: no sample is as long, and reading a row takes many times its
+size."""
 PIECE = 2**20
 SPACE = " \t\r\n"
 LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s,:\[\]{}"]+')
-"""A text with its quotes, or a number or name between the marks of JSON."""
+"""Pattern of a quoted text, or of a number or name between the punctuation of JSON."""
 
 
 class _Unfit(ValueError):
-    """A literal that the decoder would take; the decoder says not where it stands."""
+    """A literal that the decoder would accept; the decoder does not report its position."""
 
     def __init__(self, sentence: str, literal: str) -> None:
         super().__init__(sentence)
@@ -57,7 +58,7 @@ DECODER = json.JSONDecoder(
 
 
 def read_lines(path: Path, label: str) -> Iterator[Row]:
-    """One JSON object a line; blank lines are passed over but counted."""
+    """Yield the rows of a file with one JSON object per line; blank lines are skipped but counted."""
     with path.open("rb") as file:
         number = 0
         while line := file.readline(LONGEST_ROW):
@@ -81,7 +82,7 @@ def _parse_line(line: bytes, place: str, first: bool) -> Row:
     except UnicodeDecodeError:
         return Row(place, {}, "the line is not valid UTF-8")
     try:
-        # Without the line ending: behind it, what is missing would be missing at column 1 of another line.
+        # Without the line ending: otherwise missing text would be reported at column 1 of the next line.
         value = DECODER.decode(text.rstrip(SPACE))
     except (ValueError, RecursionError) as problem:
         return Row(place, {}, explain(problem, text))
@@ -91,7 +92,7 @@ def _parse_line(line: bytes, place: str, first: bool) -> Row:
 
 
 def explain(problem: Exception, line: str = "") -> str:
-    """The sentence for the user, with the column if the line is given."""
+    """Return the sentence for the user, with the column if the line is given."""
     if isinstance(problem, json.JSONDecodeError):
         return f"not valid JSON: {_reason(problem)} at column {problem.colno}"
     if isinstance(problem, RecursionError):
@@ -102,24 +103,25 @@ def explain(problem: Exception, line: str = "") -> str:
 
 
 def _reason(problem: json.JSONDecodeError) -> str:
-    """The decoder's own words, some of which end in `at`."""
+    """Return the decoder's message without the `at` with which some end."""
     return problem.msg.lower().removesuffix(" at")
 
 
 def _find(literal: str, line: str) -> int | None:
-    """Where it first stands outside of a text."""
+    """Return the position of the literal's first occurrence outside a text, or None."""
     return next((found.start() for found in LITERAL.finditer(line) if found.group() == literal), None)
 
 
 def read_json(path: Path, label: str) -> Iterator[Row]:
-    """An array of objects; a `.json` file that starts with an object is read as JSON Lines."""
+    """Yield the rows of an array of objects; a `.json` file that starts with an object is read as JSON
+    Lines."""
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         head = file.read(PIECE).lstrip()
     return read_array(path, label) if head.startswith("[") else read_lines(path, label)
 
 
 def read_array(path: Path, label: str) -> Iterator[Row]:
-    # Undecodable bytes become lone surrogates, which the check of every text refuses by row.
+    # Undecodable bytes become lone surrogates, which the check of every text reports per row.
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         window = _TextWindow(file, label)
         window.expect("[")
@@ -146,14 +148,14 @@ class _TextWindow:
         self._text = ""
         self._at = 0
         self._line_start = 0
-        """Where the line begins, counted from the start of the text in memory: often before it."""
+        """Offset of the line's beginning from the start of the text in memory; often negative."""
         self.line = 1
 
     def fail(self, sentence: str) -> NoReturn:
         raise DataError(Mistake(f"{self._label}:{self.line}", sentence))
 
     def _fail_at(self, position: int, sentence: str) -> NoReturn:
-        """The line and the column of that position in the text in memory."""
+        """Raise DataError with the line and column of a position in the text in memory."""
         self._move(position)
         self.fail(f"not valid JSON: {sentence} at column {position - self._line_start + 1}")
 
@@ -172,7 +174,7 @@ class _TextWindow:
         self._at = stop
 
     def peek(self) -> str:
-        """The next character that is not space, or nothing at the end."""
+        """Return the next character that is not a space, or an empty text at the end."""
         while True:
             stop = self._at
             while stop < len(self._text) and self._text[stop] in SPACE:
@@ -193,7 +195,7 @@ class _TextWindow:
         while True:
             try:
                 value, stop = DECODER.raw_decode(self._text, self._at)
-                # A number at the very end of the window may go on in the next piece.
+                # A number at the very end of the window may continue in the next piece.
                 if stop < len(self._text) or not self._more():
                     if is_deep_json(self._text[self._at : stop], value):
                         self.fail(f"not usable JSON: {TOO_DEEP}")

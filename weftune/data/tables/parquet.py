@@ -1,8 +1,8 @@
-"""Parquet files, checked before they are read: a few bytes of one can stand for gigabytes.
+"""Parquet files, checked before they are read: a few bytes can expand to gigabytes.
 
 One long text in the dictionary of a column and a count of its repeats is enough. The sizes that a file states
 bound its content, if they are true and small. Where they are not small, the file is read once in a limited
-process, which counts what comes out and keeps nothing.
+process, which counts the resulting bytes and keeps nothing.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE = 256
 HARMLESS_BYTES = 64 * 2**20
 MOST_TIMES = 500
-"""Honest files become some ten times larger, and with the same prompt in every row a hundred times."""
+"""Maximum expansion factor. Ordinary files become about ten times larger, and a hundred times if every row
+has the same prompt."""
 SECONDS = 4.0
 SECONDS_PER_BYTE = 1e-7
 VALUE_BYTES = 16
 
 
 def batches(path: Path, mapped: bool = False) -> Iterator[pyarrow.RecordBatch]:
-    """Of few rows each, and fewer where the file says that its values can be long."""
+    """Yield batches of few rows each, and fewer if the file states that its values can be long."""
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path, memory_map=mapped) as file:
@@ -38,14 +39,14 @@ def batches(path: Path, mapped: bool = False) -> Iterator[pyarrow.RecordBatch]:
 
 
 def refuse_swelling(path: Path, label: str) -> None:
-    """Raise for a file that would become many times what it is, or that cannot be read to its end."""
+    """Raise DataError for a file that expands too much or that cannot be read to its end."""
     status = path.stat()
     _look(path, label, status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=64)
 def _look(path: Path, label: str, size: int, _changed_ns: int) -> None:
-    """Once for as long as the file stays the same: rows are read several times."""
+    """Check a file once for as long as it is unchanged, since rows are read several times."""
     try:
         if _bound(path) <= HARMLESS_BYTES:
             return
@@ -61,7 +62,7 @@ def _look(path: Path, label: str, size: int, _changed_ns: int) -> None:
 
 
 def count_bytes(path: str, most: int) -> int:
-    """Of everything in the file, once it is unpacked; DataError beyond `most`."""
+    """Return the bytes of everything in the file after unpacking. Raise DataError beyond `most`."""
     import pyarrow
 
     total = 0
@@ -82,7 +83,8 @@ def count_bytes(path: str, most: int) -> int:
 
 
 def _bound(path: Path) -> int:
-    """The most bytes that its values can become by what the file states: each as long as its whole column."""
+    """Return an upper bound of the unpacked bytes from the sizes that the file states: each value as long as
+    its whole column."""
     import pyarrow
     import pyarrow.parquet
 
@@ -95,7 +97,7 @@ def _bound(path: Path) -> int:
 
 
 def _columns(metadata: Any) -> Iterator[tuple[int, int]]:
-    """The number of values and the bytes of every column in every row group."""
+    """Yield the number of values and the bytes of every column in every row group."""
     for group in range(metadata.num_row_groups):
         row_group = metadata.row_group(group)
         for at in range(row_group.num_columns):

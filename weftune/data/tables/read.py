@@ -1,5 +1,4 @@
-"""Opens a path, a Hub id or rows from Python as a `Table`: rows that stream, and the hash of their
-content."""
+"""Open a path, a Hub id or rows from Python as a `Table`: streamed rows and the hash of their content."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def open_path(path: str, split: str | None, label: str) -> Table:
-    """A local file or folder if there is one of that name, else a dataset of the Hub."""
+    """Open a local file or folder if there is one of that name, else a dataset of the Hub."""
     local = Path(path)
     if local.is_dir():
         return _open_files(_files_of(local, split, label), label)
@@ -82,7 +81,8 @@ def _digest(file: Path, label: str) -> bytes:
 
 
 def _files_of(folder: Path, split: str | None, label: str) -> list[Path]:
-    """With a split, the files that are named after it (`train.jsonl`, `train-00000.parquet`)."""
+    """Return the data files of a folder; with a split, only those named after it (`train.jsonl`,
+    `train-00000.parquet`)."""
     files = sorted(file for file in folder.iterdir() if file.suffix.lower() in READERS)
     if split is not None:
         files = [file for file in files if re.split(r"[-_.]", file.name)[0] == split]

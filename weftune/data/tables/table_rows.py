@@ -1,4 +1,4 @@
-"""Rows from tables: CSV, Parquet, and what is given from Python."""
+"""Rows from tables: CSV, Parquet, and rows given from Python."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from weftune.errors import DataError, Mistake
 
 ROWS_AT_ONCE = 256
 LONGEST_LINE = 16 * 2**20
-"""Characters, of a line or a field of CSV."""
+"""Maximum number of characters in a line or a field of CSV."""
 
 
 def read_csv(path: Path, label: str, delimiter: str = ",") -> Iterator[Row]:
-    """The first line names the columns. A row's place is the line on which it starts."""
-    # The csv module keeps this for the whole process, and its 128 KiB is short.
+    """Yield the rows of a CSV file, whose first line names the columns. A row's place is the line on which it
+    starts."""
+    # The csv module keeps this limit for the whole process, and its default of 128 KiB is too small.
     csv.field_size_limit(LONGEST_LINE)
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         lines = _Lines(file)
@@ -46,7 +47,7 @@ def read_csv(path: Path, label: str, delimiter: str = ",") -> Iterator[Row]:
 
 
 class _Lines:
-    """The lines of a file, none of them read further than a line may be long."""
+    """The lines of a file, each read up to the maximum length only."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -97,7 +98,7 @@ def read_given(rows: Iterable[Any], label: str) -> Iterator[Row]:
 
 
 def _batched(rows: Any) -> Iterator[Any]:
-    """A `datasets.Dataset` is read in batches: row by row it is ten times slower."""
+    """Yield the rows. A `datasets.Dataset` is read in batches: row by row it is ten times slower."""
     if not hasattr(rows, "with_format"):
         yield from rows
         return
@@ -108,7 +109,7 @@ def _batched(rows: Any) -> Iterator[Any]:
 
 
 def _present(place: str, value: object) -> Row:
-    """Tables write null, and those from pandas NaN, where a row does not have a column."""
+    """Return the row without missing columns, which tables write as null and pandas as NaN."""
     if isinstance(value, Mapping):
         value = {name: cell for name, cell in value.items() if not _missing(cell)}
     return as_row(place, value)

@@ -11,12 +11,12 @@ from weftune.jobs.spec.places import Fault, Loc
 from weftune.jobs.spec.show import show
 
 ANY = "*"
-"""Stands for every key of a mapping and every item of a list."""
+"""Wildcard for every key of a mapping and every item of a list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """What a number must be. `above` and `below` are outside the range, `least` and `most` inside."""
+    """The allowed range of a number. `above` and `below` are exclusive, `least` and `most` inclusive."""
 
     whole: bool = False
     least: float = -math.inf
@@ -24,14 +24,14 @@ class Bound:
     below: float = math.inf
     most: float = math.inf
     none: bool = False
-    """Whether nothing at all is an answer too."""
+    """Whether None is allowed as well."""
     share: bool = False
-    """Below 1 a share of the run, otherwise whole steps."""
+    """Whether a value below 1 is a share of the run and any other a whole number of steps."""
     meaning: str = ""
-    """What the number is, where its key does not say so."""
+    """Meaning of the number for error messages; empty if its key says it."""
 
     def fault(self, value: Any) -> str | None:
-        """The sentence against `value`, or None."""
+        """Return the error message for `value`, or None if it is allowed."""
         if value is None and self.none:
             return None
         got = show(value)
@@ -66,12 +66,13 @@ def _finite(value: Any) -> bool:
 
 
 MOST = 10**12
-"""Of steps and tokens: far more than anyone trains, and still exact in a float."""
+"""Upper bound of steps and tokens: far more than anyone trains, and still exact in a float."""
 MAX_TRIALS = 1000
-"""Of one sweep: far more than anyone trains, and all of them are checked before the first starts."""
+"""Maximum number of trials in one sweep: far more than anyone trains, and all of them are checked before the
+first starts."""
 
 TOKEN = Bound(whole=True, least=0, most=2**31 - 1)
-"""The id of one."""
+"""Allowed range of a token id."""
 
 BOUNDS: Mapping[Loc, Bound] = {
     ("adapter", "rank"): Bound(whole=True, least=1, most=65536),
@@ -116,7 +117,7 @@ BOUNDS: Mapping[Loc, Bound] = {
 
 
 def bound_at(loc: Loc) -> Bound | None:
-    """What the number at `loc` must be; None where no number stands there."""
+    """Return the allowed range of the number at `loc`; None if no number belongs there."""
     for pattern, bound in BOUNDS.items():
         if len(pattern) == len(loc) and all(
             part in (ANY, own) for part, own in zip(pattern, loc, strict=True)
@@ -134,7 +135,7 @@ def number_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def _found(value: Any, pattern: Loc, loc: Loc = ()) -> Iterator[tuple[Loc, Any]]:
-    """Every value that `pattern` leads to, with the way to it; what is not there is not looked at."""
+    """Yield every value that `pattern` matches, with its location; absent keys are skipped."""
     if len(loc) == len(pattern):
         yield loc, value
         return

@@ -21,17 +21,19 @@ from weftune.jobs.spec.spec import JobSpec, in_steps, place_in_job
 from weftune.plan.cost.memory import gib
 
 HIGH_RATE, HIGH_DECAY = 0.1, 1.0
-"""Above these somebody has probably missed a decimal point: Adam moves every weight by about its rate."""
+"""Learning rate and weight decay above which a decimal point was probably missed: Adam moves every weight by
+about its rate."""
 LEAST_TOKENS = 2
-"""Of a sample: one of them is predicted from the other."""
+"""Minimum number of tokens in a sample: one of them is predicted from the other."""
 NAMED = 4
-"""Jobs that a sentence names before it counts."""
+"""Number of jobs that a message names before it only counts them."""
 
 
 def check_targets(
     jobs: Sequence[JobSpec], shape: ModelShape, place: Callable[..., str] = place_in_job
 ) -> list[Mistake]:
-    """A mistake for every target that matches no site of the base. `place` is `RunSpec.place` for a file."""
+    """Return a mistake for every target that matches no site of the base. `place` is `RunSpec.place` for a
+    file."""
     names = [site.name for site in shape.sites]
     mistakes: list[Mistake] = []
     for job in jobs:
@@ -44,7 +46,7 @@ def check_targets(
 
 
 def _slow_patterns(job: JobSpec, names: Sequence[str], place: Callable[..., str]) -> Iterator[Mistake]:
-    """Expressions that would take too long on the names of this base."""
+    """Yield a mistake for every expression that would take too long on the module names of this base."""
     for key, expression in job.adapter.expressions().items():
         if slow := slow_sentence([expression], names):
             yield Mistake(place(job.name, "adapter", *key), slow)
@@ -78,7 +80,7 @@ def _target_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str])
 
 
 def _room_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -> Iterator[Mistake]:
-    """What stands in the way of virtual tokens."""
+    """Yield a mistake for every reason why this base cannot take the job's virtual tokens."""
     adapter = job.adapter
     if (before := adapter.positions_before) > shape.context - LEAST_TOKENS:
         where = place(job.name, "adapter", "num_virtual_tokens")
@@ -89,14 +91,15 @@ def _room_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -
     if adapter.rows_before and outside:
         sentence = f"{kind} needs embeddings that go into the first layer as they are, and the base has"
         yield Mistake(where, f"{sentence} {outside} around its layers; choose another kind")
-    # Not asked of kinds with targets: an expression of theirs may take for ever, and has been refused.
+    # Not checked for kinds with targets: their expressions may take forever, and have been refused.
     if adapter.keys_before and (seen := sum(map(adapter.adapts, shape.sites))) != shape.layers:
         sentence = f"{kind} needs the keys and values of every layer, and the base has them in"
         yield Mistake(where, f"{sentence} {seen} of {shape.layers}; choose another kind")
 
 
 def _default_targets(adapter: TargetSpec) -> object:
-    """What a job of that kind adapts unless told: names of several families, of which a base has some."""
+    """Return the default targets of the adapter's kind: names from several model families, some of which a
+    base has."""
     return next(item.default for item in fields(adapter) if item.name == "targets")
 
 
@@ -135,7 +138,7 @@ def _parameter_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., st
 
 
 def _token_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -> Iterator[Mistake]:
-    """What stands in the way of embeddings that are trained."""
+    """Yield a mistake for every reason why this base cannot train the job's token embeddings."""
     key = "trainable_token_indices"
     for index, token in enumerate(job.adapter.trained_tokens):
         if token >= shape.vocabulary:
@@ -165,14 +168,14 @@ def _expert_parameters(shape: ModelShape) -> str:
 
 
 def warnings(jobs: Sequence[JobSpec], shape: ModelShape) -> list[str]:
-    """Warnings about jobs that will run but may not be what the user meant: one sentence each."""
+    """Return warnings about jobs that will run but may not be what the user meant, one sentence each."""
     adapters = {job.name: job.adapter for job in jobs}
     return told_once((job.name, sentence) for job in jobs for sentence in _job_warnings(job, shape, adapters))
 
 
 def data_warnings(job: JobSpec, samples: int, steps: int, evaluates_trained: bool = False) -> Iterator[str]:
-    """Warnings that need the data: the number of samples, and of steps in the run, and whether all rows of
-    the evaluation are also trained on."""
+    """Yield warnings that depend on the data: the number of samples, the number of steps in the run, and
+    whether all rows of the evaluation are also trained on."""
     if evaluates_trained:
         yield (
             "every row of its evaluation is also a training row, so its validation loss does not show what "
@@ -188,7 +191,7 @@ def data_warnings(job: JobSpec, samples: int, steps: int, evaluates_trained: boo
 
 
 def told_once(sentences: Iterable[tuple[str, str]]) -> list[str]:
-    """`a, b: sentence` where several jobs are told the same."""
+    """Return every sentence once, as `a, b: sentence` if several jobs share it."""
     jobs: dict[str, dict[str, None]] = {}
     for job, sentence in sentences:
         jobs.setdefault(sentence, {})[job] = None
@@ -259,7 +262,8 @@ def _lora_warnings(
 def _started_from(
     adapter: LoraSpec, aboard: Sequence[SiteShape], adapters: Mapping[str, TargetSpec]
 ) -> LoraSpec | None:
-    """The spec of the adapter that a job starts from: of a folder, or of one of the jobs' `adapters`."""
+    """Return the spec of the adapter that a job starts from: that in a folder, or one of the jobs'
+    `adapters`."""
     if not isinstance(adapter.init_from, str):
         other = adapters.get(source_of(adapter))
         return other if isinstance(other, LoraSpec) else None
@@ -273,7 +277,8 @@ def _started_from(
 
 
 def _start_warnings(adapter: LoraSpec, before: LoraSpec, aboard: Sequence[SiteShape]) -> Iterator[str]:
-    """PEFT's files hold A and B; what they add up to hangs on the scale, which the job states anew."""
+    """Warn if the scale differs from that of the source: PEFT's files hold A and B, and what they add up to
+    depends on the scale, which the job sets anew."""
     for site in aboard:
         scale, was = adapter.scale_at(site.name), before.scale_at(site.name)
         if not math.isclose(scale, was):

@@ -1,7 +1,7 @@
-"""The keys of jobs.yaml, and the sentence that answers a key which is none of them.
+"""The keys of jobs.yaml, and the error messages for unknown keys.
 
-People come with the keys of PEFT, TRL, transformers, Axolotl and LLaMA-Factory in their fingers: those are
-answered with ours.
+Many users know the keys of PEFT, TRL, transformers, Axolotl and LLaMA-Factory: for those, the message names
+the key of Weftune.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SAME_FOR_ALL: Mapping[str, str] = {
 """First part of a key → why all trials of a sweep share it."""
 
 INNER = ("source", "halving", "init_from")
-"""Sections inside sections: a key that stands elsewhere is not one of theirs."""
+"""Sections inside other sections; their keys are not suggested for a key that was written elsewhere."""
 
 RENAMED: Mapping[str, str] = {
     # PEFT
@@ -190,7 +190,7 @@ ADVICE: Mapping[str, str] = {
     "pruner": "such as {at: [0.1, 0.3], keep: 0.33}",
     "saves_per_epoch": "below 1 a share of the run, otherwise steps",
 }
-"""What to say beside the name of our key."""
+"""Foreign key → advice shown beside the name of our key."""
 
 MODULES_TO_SAVE = (
     "leave it out, only the adapter is trained; for embeddings of some tokens write "
@@ -251,11 +251,11 @@ ANSWERED: Mapping[str, str] = {
     "values": "write the list itself, key: [...]",
     "special_tokens": "leave it out, the tokenizer's own are used",
 }
-"""Foreign keys that have no counterpart, and what to do instead."""
+"""Foreign key without a counterpart → what to do instead."""
 
 
 def unknown_key(section: str, key: str) -> str:
-    """The sentence for a key that `section` does not know: always with the mend."""
+    """Return the message for a key that `section` does not know; it always says how to fix it."""
     known = SECTIONS[section]
     plain = key.strip().lower().replace("-", "_")
     if plain in known:
@@ -286,7 +286,7 @@ def _title(section: str) -> str:
 
 
 def _way(section: str, target: str) -> str:
-    """How to name `target` to someone who wrote in `section`."""
+    """Return the name of `target` as seen from `section`, in which the user wrote."""
     home, _, key = target.rpartition(".")
     home = home or "job"
     if home == section:

@@ -1,4 +1,5 @@
-"""A job's keys as written, with their places: shorthands written out, and laid over the defaults."""
+"""A job's keys as written, with their places: shorthands are expanded, and the keys are merged over the
+defaults."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from typing import Any
 from weftune.jobs.spec.places import ABSENT, ROWS, Loc, Places, places_of, step_into, wrap
 
 ALTERNATIVES: Mapping[Loc, tuple[str, str]] = {(): ("epochs", "steps"), ("eval",): ("path", "fraction")}
-"""Keys of which a job says one; the one it says displaces the other where that came from the defaults."""
+"""Section → two keys that exclude each other; the one that a job sets removes the other if that came from the
+defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,7 @@ class Layer:
 
 
 def written_out(values: Mapping[str, Any], places: Places) -> Layer:
-    """The same layer without shorthands, so that layers can be merged key by key."""
+    """Return the layer with shorthands expanded, so that layers can be merged key by key."""
     whole, places = dict(values), dict(places)
     data = whole.get("data")
     if isinstance(data, str | list | tuple):
@@ -44,7 +46,7 @@ def written_out(values: Mapping[str, Any], places: Places) -> Layer:
 
 
 def merged(defaults: Layer, own: Layer) -> Layer:
-    """`own` laid over `defaults`: mappings merge deeply, everything else replaces."""
+    """Return `own` merged over `defaults`: mappings merge deeply, everything else is replaced."""
     values = _merge(defaults.values, own.values, ())
     places = {loc: place for loc, place in defaults.places.items() if loc and _holds(values, loc)}
     return Layer(values, places | own.places)
@@ -71,7 +73,8 @@ def _holds(values: Any, loc: Loc) -> bool:
 
 
 def from_python(keywords: Mapping[str, Any]) -> Layer:
-    """The keywords of a JobSpec made in Python as the layer that the same keys in a file would make."""
+    """Return the keywords of a JobSpec made in Python as the layer that the same keys in a file would
+    give."""
     values = dict(keywords)
     if is_rows(values.get("data")):
         values["data"] = {ROWS: values["data"]}
@@ -94,7 +97,7 @@ def _is_source(item: Any) -> bool:
 
 
 def plain_values(value: Any) -> Any:
-    """Records as mappings, paths as text, numpy's numbers as Python's; rows stay as they are."""
+    """Convert records to mappings, paths to text and numpy's numbers to Python's; rows stay as they are."""
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
         value = {key: below for key, below in value.items() if below is not None and below != ()}

@@ -16,10 +16,11 @@ from weftune.errors import Mistake, SpecError
 from weftune.jobs.spec.places import Loc, Place, Placed, dotted
 
 MAX_NODES = 50_000
-"""More than any honest file has; aliases of aliases can write billions in a few lines."""
+"""Maximum number of values in a file: more than any honest file has, but aliases of aliases can write
+billions in a few lines."""
 MAX_CHARACTERS = 1_000_000
 MAX_DEPTH = 50
-"""Of lists and mappings inside one another. What reads YAML looks at all open ones for every word."""
+"""Maximum nesting depth of lists and mappings. The YAML reader inspects all open ones for every word."""
 
 TAG = "tag:yaml.org,2002:"
 
@@ -61,7 +62,8 @@ _resolve("merge", "<<", "<")
 
 @dataclass(slots=True)
 class Document:
-    """What a file says: its values, the line of every key and item, and the mistakes met while reading."""
+    """The content of a file: its values, the line of every key and item, and the mistakes found while
+    reading."""
 
     file: str
     values: Any = None
@@ -70,7 +72,7 @@ class Document:
 
 
 def read_yaml(path: Path) -> Document:
-    """Read one YAML file; what is no YAML at all raises a SpecError with the line."""
+    """Read one YAML file; a file that is not YAML raises a SpecError with the line."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -112,7 +114,7 @@ def _syntax_mistake(error: yaml.MarkedYAMLError, file: str) -> Mistake:
 
 
 class _Builder:
-    """Turns YAML nodes into plain values, noting lines on the way."""
+    """A builder that turns YAML nodes into plain values and records their lines."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
@@ -136,7 +138,7 @@ class _Builder:
         if isinstance(node, yaml.ScalarNode):
             return self.scalar(node, loc)
         if id(node) in self.open:
-            # The node is the thing itself, which begins further up than its alias.
+            # The node is the anchored value, which begins further up than its alias.
             place = Place(self.document.file, self.document.lines[loc], dotted(loc))
             self.document.faults.append(Placed(place, "an alias stands inside the thing it names; remove it"))
             return None
@@ -173,7 +175,7 @@ class _Builder:
         return result
 
     def merged(self, node: yaml.Node, loc: Loc) -> dict[str, Any]:
-        """What `<<` brings in: one mapping, or a list of them of which the earlier wins."""
+        """Return what `<<` brings in: one mapping, or a list of mappings, the earlier of which wins."""
         parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
         result: dict[str, Any] = {}
         for part in reversed(parts):

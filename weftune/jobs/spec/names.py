@@ -11,17 +11,17 @@ from weftune.jobs.spec.show import show
 LONGEST = 64
 
 DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))}
-"""Names that Windows keeps for itself, whatever follows the first dot."""
+"""Names that Windows reserves, whatever follows the first dot."""
 
 OURS = {
     "metrics.jsonl", "windows.jsonl", "status.json", "learned.json", "promise.json", "shares.json",
     "report.html", "ranks", "tensorboard", "wandb", "mlruns",
 }  # fmt: skip
-"""What Weftune writes beside the jobs' folders."""
+"""Names of files and folders that Weftune writes beside the jobs' folders."""
 
 
 def name_fault(name: Any) -> str | None:
-    """The sentence against a job's name, or None."""
+    """Return the error message for a job's name, or None if it is valid."""
     if not isinstance(name, str):
         hint = "" if name is None or isinstance(name, list | tuple | dict) else "; write it in quotes"
         return f"must be text, got {show(name)}{hint}"
@@ -41,7 +41,7 @@ def name_fault(name: Any) -> str | None:
 
 
 def repeated(names: Sequence[Any]) -> Iterator[tuple[int, str]]:
-    """The position of every name that an earlier one takes, with the sentence."""
+    """Yield the position of every name that an earlier job has taken, with the error message."""
     first: dict[str, int] = {}
     for index, name in enumerate(names):
         if not isinstance(name, str):

@@ -6,12 +6,14 @@ import difflib
 from collections.abc import Iterable
 
 CUTOFF = 0.8
-"""Above three quarters: one letter of four may make another word, as in dora and lora."""
+"""Minimum similarity of a suggestion. It is above three quarters since one letter of four may make another
+word, as in dora and lora."""
 LEAST_LETTERS = 3
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known name that `word` is a slip of, or the only one that it abbreviates or has the letters of."""
+    """Return the known name that `word` misspells, or the only one that it abbreviates or is an anagram of;
+    None if there is none."""
     names = list(known)
     near = difflib.get_close_matches(word, names, n=1, cutoff=CUTOFF)
     if not near and len(word) >= LEAST_LETTERS:

@@ -1,4 +1,4 @@
-"""Paths of a spec: relative to the file they are written in, told apart from the ids of the Hub."""
+"""Paths of a spec, relative to the file they are written in and distinguished from ids of the Hub."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ FILE_SUFFIXES = (
 
 
 CHATML = "chatml"
-"""The chat template that needs no file."""
+"""Name of the chat template that needs no file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Where a path leads, or why it leads nowhere."""
+    """The absolute path that a written path leads to, or the reason why it leads nowhere."""
 
     path: str
     fault: str = ""
@@ -42,12 +42,13 @@ def is_hub_id(text: str) -> bool:
 
 
 def is_revision(text: str) -> bool:
-    """Whether `text` can name a revision on the Hub, whose client makes a path of it."""
+    """Whether `text` can name a revision on the Hub, whose client builds a path from it."""
     return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*", text) is not None
 
 
 def place_in(folder: Path, text: str) -> Path:
-    """`text` as written in a file that lies in `folder`, made absolute so that no working folder matters.
+    """Return `text`, as written in a file in `folder`, as an absolute path, so that the working folder does
+    not matter.
 
     Links are not followed: in the Hub's cache a GGUF file is a link to a name without a suffix.
     """
@@ -55,12 +56,12 @@ def place_in(folder: Path, text: str) -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Also of paths that no system can have, on which Path.exists raises."""
+    """Return whether a path exists. Path.exists would raise for paths that no system can have."""
     return os.path.exists(path)
 
 
 def missing(folder: Path, text: str, what: str = "file") -> str:
-    """The sentence for a path that leads nowhere, with the nearest file that does exist."""
+    """Return the message for a path that leads nowhere, with the nearest file that does exist."""
     if "\0" in text:
         return "holds a zero byte, which no path can"
     path = place_in(folder, text)
@@ -71,7 +72,7 @@ def missing(folder: Path, text: str, what: str = "file") -> str:
         beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     except OSError:
         beside = []
-    # By what comes before the ending: an ending that they share would make all of them near.
+    # Compared without the suffix: a suffix that they share would make all of them near.
     by_stem = {Path(name).stem: name for name in beside if Path(name).suffix == path.suffix}
     by_stem |= {name: name for name in beside if Path(name).stem == path.stem}
     near = nearest(path.stem, by_stem) or nearest(path.name, by_stem)
@@ -81,7 +82,7 @@ def missing(folder: Path, text: str, what: str = "file") -> str:
 
 
 def locate_rows(folder: Path, text: str) -> Located:
-    """An existing file or folder, or else an id on the Hub."""
+    """Locate an existing file or folder, or else an id on the Hub."""
     path = place_in(folder, text)
     if exists(path):
         return Located(str(path))

@@ -9,15 +9,16 @@ from typing import Any
 from weftune.errors import Mistake
 
 Loc = tuple[str | int, ...]
-"""The way to a value: `("jobs", 2, "adapter", "rank")`."""
+"""Location of a value as keys and indices: `("jobs", 2, "adapter", "rank")`."""
 
 ROWS = "rows"
-"""The key of rows given from Python; its value is never read here, for there may be millions."""
+"""Key of rows given from Python; its value is never read here, since there may be millions of rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A line of a file and the dotted name of what stands there; no file when the spec was made in Python."""
+    """A line of a file and the dotted name of the value there; without a file if the spec was made in
+    Python."""
 
     file: str
     line: int
@@ -33,7 +34,7 @@ Places = dict[Loc, Place]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A mistake before its place is known: the way to the value, and the sentence."""
+    """A mistake whose place is not known yet: the location of the value, and the message."""
 
     loc: Loc
     sentence: str
@@ -43,7 +44,7 @@ ABSENT: Any = object()
 
 
 def step_into(value: Any, part: str | int) -> Any:
-    """What lies at `part` of a mapping or list, or ABSENT."""
+    """Return the value at `part` of a mapping or list, or ABSENT."""
     if isinstance(value, Mapping):
         return value.get(part, ABSENT)
     if isinstance(value, list | tuple) and isinstance(part, int) and part < len(value):
@@ -52,7 +53,7 @@ def step_into(value: Any, part: str | int) -> Any:
 
 
 def dotted(loc: Loc) -> str:
-    """`("jobs", 2, "adapter")` as `jobs[2].adapter`."""
+    """Return `("jobs", 2, "adapter")` as `jobs[2].adapter`."""
     text = ""
     for part in loc:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -60,7 +61,8 @@ def dotted(loc: Loc) -> str:
 
 
 def places_of(tree: Any, root: Loc = (), file: str = "", lines: Mapping[Loc, int] | None = None) -> Places:
-    """The place of every value below `root`, keyed by the way from there; without a line, its parent's."""
+    """Return the place of every value below `root`, keyed by its location from there; a value without a line
+    has its parent's."""
     places: Places = {}
     known = lines or {}
 
@@ -81,14 +83,14 @@ def places_of(tree: Any, root: Loc = (), file: str = "", lines: Mapping[Loc, int
 
 
 def place_of(places: Places, loc: Loc) -> Place:
-    """The place of `loc`, or of the nearest thing around it that was written."""
+    """Return the place of `loc`, or of the nearest value around it that was written."""
     while loc and loc not in places:
         loc = loc[:-1]
     return places[loc]
 
 
 def wrap(places: Places, at: Loc, key: str) -> None:
-    """Follow a shorthand: what was written at `at` now lives one level deeper, under `key`."""
+    """Expand a shorthand: everything written at `at` gets a place one level deeper, under `key`."""
     for loc, place in list(places.items()):
         if loc[: len(at)] == at:
             places[(*at, key, *loc[len(at) :])] = place
@@ -96,7 +98,7 @@ def wrap(places: Places, at: Loc, key: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A mistake with its place still as a record, so that a list of them can be sorted by line."""
+    """A mistake whose place is still a record, so that a list of mistakes can be sorted by line."""
 
     place: Place
     sentence: str
@@ -107,6 +109,6 @@ class Placed:
 
 
 def in_file_order(found: list[Placed]) -> list[Mistake]:
-    """Mistakes by line, each once: one in `defaults` would otherwise be repeated for every job."""
+    """Return the mistakes by line, each once: one in `defaults` would otherwise be repeated for every job."""
     once = dict.fromkeys(sorted(found, key=lambda placed: placed.place.line))
     return [placed.mistake for placed in once]

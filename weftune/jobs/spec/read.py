@@ -1,4 +1,5 @@
-"""A jobs file, or the same as a mapping, into a RunSpec; every mistake in it is told at once."""
+"""The reader that turns a jobs file, or a mapping like it, into a RunSpec and reports all mistakes at
+once."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ from weftune.jobs.sweeps.spec import Sweep
 
 OUTPUT = "output"
 ANY_DEFAULTS = 100
-"""So many values of `defaults` are allowed however many jobs there are: a job has about forty keys."""
+"""Number of values that `defaults` may have however many jobs there are: a job has about forty keys."""
 
 
 ShapeOf = Callable[[BaseSpec], ModelShape | None]
@@ -46,7 +47,7 @@ ShapeOf = Callable[[BaseSpec], ModelShape | None]
 def read_run(path: Path | str, shape_of: ShapeOf | None = None) -> RunSpec:
     """Read a jobs file. Raises one SpecError with all the mistakes that are in it.
 
-    With `shape_of`, which says a base's shape if it can, targets that match no site of it are among them.
+    With `shape_of`, which returns a base's shape or None, targets that match no site of it are among them.
     """
     path = Path(path)
     document = read_yaml(path)
@@ -55,7 +56,7 @@ def read_run(path: Path | str, shape_of: ShapeOf | None = None) -> RunSpec:
 
 
 def parse_run(mapping: Any, folder: Path, file: Path | None = None) -> RunSpec:
-    """The same from a mapping that is already in memory; paths are relative to `folder`."""
+    """Read a run from a mapping that is already in memory; paths are relative to `folder`."""
     return _Reader("" if file is None else file.name, folder.absolute(), {}, []).run(mapping, file)
 
 
@@ -65,7 +66,7 @@ class _Reader:
     folder: Path
     lines: Mapping[Loc, int]
     broken: list[Placed]
-    """What was wrong already as YAML, so that nothing more need be said of those values."""
+    """Mistakes in the YAML itself; nothing more is reported for those values."""
     shape_of: ShapeOf | None = None
     found: list[Placed] = field(default_factory=list)
 
@@ -108,7 +109,8 @@ class _Reader:
             raise SpecError([*in_file_order(mistakes), *dict.fromkeys(more)])
 
     def target_mistakes(self, run: RunSpec) -> Sequence[Mistake]:
-        """Of the jobs that could be read; a base that cannot be looked at is a mistake itself."""
+        """Return the mistakes in targets of the jobs that could be read; a base that cannot be inspected is a
+        mistake itself."""
         if self.shape_of is None or not run.jobs:
             return ()
         try:
@@ -249,7 +251,7 @@ class _Reader:
         return self.layer(keys, ("defaults",))
 
     def layer(self, keys: Mapping[str, Any], loc: Loc) -> Layer:
-        """The keys at `loc` with shorthands written out; rows can only come from Python."""
+        """Return the keys at `loc` with shorthands expanded; rows can only come from Python."""
         data = keys.get("data")
         if not self.file:
             keys = {**keys, "data": {ROWS: data}} if "data" in keys and is_rows(data) else keys

@@ -1,4 +1,4 @@
-"""`--retry JOB --set KEY=VALUE`: a started job goes on from its last checkpoint with other settings."""
+"""`--retry JOB --set KEY=VALUE`: a started job resumes from its last checkpoint with other settings."""
 
 from __future__ import annotations
 
@@ -20,35 +20,36 @@ CHANGEABLE = (
     "learning_rate", "schedule", "warmup", "weight_decay", "betas", "eps", "clip", "adapter.dropout",
     "early_stop", "early_stop.patience", "early_stop.min_delta", "save_every", "priority",
 )  # fmt: skip
-"""What a started job may change: how it steps, and nothing that decides its rows, its length or its shape."""
+"""Keys that a started job may change: they affect how it steps, and none of them decides its rows, its length
+or its shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """One decision of the user's that a job goes on, as job.yaml keeps it."""
+    """A decision of the user to resume a job, as job.yaml records it."""
 
     step: int
-    """Where it went on from."""
+    """Step from which the job resumed."""
     reason: str
-    """Why it had stopped."""
+    """Reason why the job had stopped."""
     changed: Mapping[str, tuple[Any, Any]]
     """Dotted key → (before, after)."""
     time: float
-    """In seconds since 1970."""
+    """Time of the decision in seconds since 1970."""
 
     def record(self) -> dict[str, Any]:
         changed = {key: {"from": before, "to": after} for key, (before, after) in self.changed.items()}
         return {"step": self.step, "reason": self.reason, "changed": changed, "time": self.time}
 
     def sentence(self) -> str:
-        """For the notes of the job."""
+        """Return the sentence for the notes of the job."""
         keys = [f"{key} {after} (was {before})" for key, (before, after) in self.changed.items()]
         what = f" with {', '.join(keys)}" if keys else ""
         return f"retried from step {self.step}{what}" + (f", after: {self.reason}" if self.reason else "")
 
 
 def read_changes(words: Sequence[str]) -> dict[str, Any]:
-    """What every `--set KEY=VALUE` says, its value read as the jobs file would read it."""
+    """Read every `--set KEY=VALUE`; values are parsed as in the jobs file."""
     changes: dict[str, Any] = {}
     mistakes: list[Mistake] = []
     for word in words:
@@ -77,7 +78,7 @@ def _refusal(key: str) -> str:
 
 
 def with_changes(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
-    """The job with these dotted keys changed, checked as if the file said so."""
+    """Return the job with these dotted keys changed, checked as if the file said so."""
     if not changes:
         return job
     below = from_python({item.name: getattr(job, item.name) for item in fields(JobSpec)})
@@ -90,10 +91,10 @@ def with_changes(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
 
 
 def as_retried(job: JobSpec, retries: Sequence[Mapping[str, Any]]) -> JobSpec:
-    """The job of the file with what earlier retries have changed.
+    """Return the job of the file with the changes of earlier retries.
 
     A key whose value in the file is neither the old nor the new one is left as the file has it, so that the
-    change is seen and refused like any other.
+    change is noticed and refused like any other.
     """
     known: dict[str, list[Any]] = {}
     for retry in retries:
@@ -106,7 +107,7 @@ def as_retried(job: JobSpec, retries: Sequence[Mapping[str, Any]]) -> JobSpec:
 
 
 def new_retry(old: Mapping[str, Any], new: Mapping[str, Any], step: int, reason: str) -> Retry:
-    """From what job.yaml says of the job's keys, and what it will say."""
+    """Create a Retry from the job's keys as job.yaml has them (`old`) and will have them (`new`)."""
     changed = {key: (value_at(old, key), value_at(new, key)) for key in changed_keys(old, new)}
     return Retry(step, reason, changed, time.time())
 
@@ -124,7 +125,7 @@ def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value_at(plain: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key in a resolved job; None where it has no such key."""
+    """Return the value of a dotted key in a resolved job; None if it has no such key."""
     value: Any = plain
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

@@ -1,4 +1,4 @@
-"""pydantic's findings as sentences: one for each value, whatever union its type is."""
+"""Error messages from pydantic's findings: one per value, even if its type is a union."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EXPECTED: Mapping[Loc, str] = {
     ("sweep", "halving", "at"): "a list of shares of the steps such as [0.1, 0.3]",
     ("base",): "a Hub id, a folder, a GGUF file, demo, or a mapping such as {model: demo, dtype: float32}",
 }
-"""What the value at a place may be, where its type alone would say it badly."""
+"""Location → description of the allowed values, where the type alone would describe them badly."""
 
 KINDS: Mapping[str, str] = {
     "string_type": "text",
@@ -58,7 +58,7 @@ INNER: Mapping[Loc, str] = {
     ("adapter", "init_from"): "init_from",
     ("sweep", "halving"): "halving",
 }
-"""Sections inside of others, by their place."""
+"""Location → name of the section there, for sections inside of others."""
 
 MISSING = ("missing", "missing_argument")
 
@@ -69,7 +69,7 @@ def _adapter_of(record: type) -> TypeAdapter[Any]:
 
 
 def build(record: type, values: Mapping[str, Any], section: str = "job", root: Loc = ()) -> Any | list[Fault]:
-    """`record` made from `values`, or what is wrong with them; `root` is where they stand in the job."""
+    """Create `record` from `values`, or return the faults in them; `root` is their location in the job."""
     try:
         return _adapter_of(record).validate_python(values)
     except ValidationError as error:
@@ -80,7 +80,7 @@ def _faults(error: ValidationError, values: Mapping[str, Any], section: str, roo
     found: dict[Loc, ErrorDetails] = {}
     for item in error.errors(include_url=False):
         found.setdefault(_way(item, values), item)
-    # A union complains once for each member: where one got further in, its finding is the one meant.
+    # A union reports an error for each member: the one that lies deeper inside is the one meant.
     around = {loc[:length] for loc in found for length in range(len(loc))}
     for loc, item in found.items():
         if loc not in around:
@@ -88,7 +88,7 @@ def _faults(error: ValidationError, values: Mapping[str, Any], section: str, roo
 
 
 def _way(item: ErrorDetails, values: Any) -> Loc:
-    """pydantic's location without the names of union members, which lead nowhere in the values."""
+    """Return pydantic's location without the names of union members, which do not occur in the values."""
     loc = item["loc"]
     way: list[str | int] = []
     for index, part in enumerate(loc):
@@ -118,7 +118,7 @@ def _fault(loc: Loc, item: ErrorDetails, section: str) -> Fault:
 
 
 def section_of(loc: Loc, section: str = "job") -> str:
-    """The section of the spec whose keys stand at `loc`."""
+    """Return the section of the spec whose keys are at `loc`."""
     if not loc:
         return section
     return INNER.get(loc[:2], str(loc[0]))
@@ -143,7 +143,7 @@ def _choice(expected: str, value: Any) -> str:
 
 
 def choice_sentence(choices: Sequence[str], value: Any) -> str:
-    """The sentence against a value that is none of the choices."""
+    """Return the error message for a value that is none of the choices."""
     listed = ", ".join(choices[:-1]) + " or " + choices[-1] if len(choices) > 1 else choices[0]
     near = nearest(str(value).lower(), choices)
     hint = f"; did you mean {near}?" if near else "; there is no other yet" if len(choices) == 1 else ""

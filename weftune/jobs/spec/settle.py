@@ -1,4 +1,4 @@
-"""From the keys of one job to a checked record: numbers, files, types, and what must agree with what."""
+"""The checks that turn the keys of one job into a record: numbers, files, types, and keys that must agree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Record = TypeVar("Record")
 
 
 def settle(record: type[Record], layer: Layer, folder: Path) -> tuple[Record | None, list[Placed]]:
-    """The job that `layer` describes, or every mistake in it. Paths are relative to `folder`."""
+    """Return the job that `layer` describes, or every mistake in it. Paths are relative to `folder`."""
     values = _completed(layer.values)
     faults: dict[Loc, str] = {}
 
@@ -52,7 +52,7 @@ def settle(record: type[Record], layer: Layer, folder: Path) -> tuple[Record | N
 
 
 def _hint(values: Mapping[str, Any], loc: Loc) -> str:
-    """Some tools sweep over a list that stands where one value belongs."""
+    """Suggest a sweep for a list in place of a single value, over which some tools sweep."""
     value: Any = values
     for part in loc:
         value = step_into(value, part)
@@ -64,7 +64,7 @@ def _hint(values: Mapping[str, Any], loc: Loc) -> str:
 
 
 def _completed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """One epoch unless told; no clipping has one spelling."""
+    """Set one epoch as the default, and write disabled clipping in one way: None."""
     whole = dict(values)
     if whole.get("steps") is None and whole.get("epochs") is None:
         whole["epochs"] = 1.0
@@ -74,7 +74,8 @@ def _completed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _built_adapter(keys: Any) -> tuple[Any, list[Fault]]:
-    """The record of the adapter's kind, or what is wrong with its keys; what is no mapping stays as it is."""
+    """Return the record of the adapter's kind and the faults in its keys; a value that is no mapping is
+    kept."""
     if not isinstance(keys, Mapping):
         return keys, []
     kind = keys.get("kind", "lora")
@@ -87,7 +88,7 @@ def _built_adapter(keys: Any) -> tuple[Any, list[Fault]]:
         key
         for key in keys
         if key in ADAPTER_KEYS
-        # A record that is made again brings all of its keys.
+        # A spec that is built again from a record has all of its keys.
         and (key not in own or (key in KINDS[kind].unused and keys[key] != own[key]))
     ]
     faults = [Fault(("adapter", key), f"is not a key of {kind} adapters; leave it out") for key in others]
@@ -101,11 +102,11 @@ LOCATED: tuple[tuple[str, str, Locate], ...] = (
     ("eval", "path", locate_rows),
     ("adapter", "init_from", locate_adapter),
 )
-"""The keys that are paths, and what each may lead to."""
+"""Keys that are paths, each with the function that locates it."""
 
 
 def _located(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any], list[Fault]]:
-    """The same values with absolute paths, and a fault for every path that leads nowhere."""
+    """Return the values with absolute paths, and a fault for every path that leads nowhere."""
     faults: list[Fault] = []
 
     def found(value: Any, loc: Loc, locate: Locate) -> Any:
@@ -129,7 +130,7 @@ def _located(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any], list
 
 
 def _disagreements(values: Mapping[str, Any]) -> Iterator[Fault]:
-    """What each key may be by itself, but not beside the others."""
+    """Yield faults in the name, and in keys that are valid by themselves but not together."""
     if "name" in values and (sentence := name_fault(values["name"])):
         yield Fault(("name",), sentence)
     if values.get("epochs") is not None and values.get("steps") is not None:
@@ -140,7 +141,7 @@ def _disagreements(values: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def _betas_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
-    """Before their types are looked at, which would count the missing ones."""
+    """Check the number of betas before their types, which would report each missing one."""
     if "betas" not in values:
         return
     betas = values["betas"]
@@ -239,7 +240,7 @@ def _token_faults(tokens: Any) -> Iterator[Fault]:
 
 
 def _init_faults(adapter: Mapping[str, Any]) -> Iterator[Fault]:
-    """What virtual tokens start from is said once."""
+    """Check that the start of virtual tokens is given only once."""
     init, text = adapter.get("init", "random"), adapter.get("init_text", "")
     if init == "text" and not text:
         yield Fault(("adapter", "init"), "text needs init_text: the text that virtual tokens start from")
@@ -266,7 +267,7 @@ def _layer_faults(layers: Any) -> Iterator[Fault]:
 
 
 def _expression(text: str, whole: str, loc: Loc) -> Iterator[Fault]:
-    """`whole` is what names are matched against, of which the user wrote `text`."""
+    """Check a regular expression: `whole` is matched against names, and the user wrote its part `text`."""
     if not text:
         yield Fault(loc, "must not be empty")
     if slow := slow_sentence([whole]):

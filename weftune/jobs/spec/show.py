@@ -1,4 +1,4 @@
-"""A value as a mistake's sentence quotes it: short, and written as YAML would write it."""
+"""Text of a value for error messages: short, and written as in YAML."""
 
 from __future__ import annotations
 

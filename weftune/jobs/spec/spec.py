@@ -1,4 +1,4 @@
-"""A job and a run as records, and the plain mapping that a started job is compared by."""
+"""The records of a job and a run, and the plain mapping by which a started job is compared."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyStop:
-    """Stop after `patience` evaluations in a row that did not better the best loss by over `min_delta`."""
+    """A rule that stops a job after `patience` evaluations in a row that did not improve the best loss by
+    more than `min_delta`."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
@@ -37,7 +38,7 @@ class EarlyStop:
 
 
 class JobKeys(TypedDict, total=False):
-    """What a JobSpec is made of in Python: the keys of jobs.yaml, and rows or records where it has paths."""
+    """The keywords of a JobSpec in Python: the keys of jobs.yaml, with rows or records in place of paths."""
 
     name: Required[str]
     data: Required[str | Path | DataSpec | Mapping[str, Any] | Sequence[Any]]
@@ -73,7 +74,7 @@ class JobSpec:
     objective: Objective = "sft"
     eval: EvalSpec | None = None
     epochs: float | None = None
-    """None exactly where `steps` is given; one epoch unless told."""
+    """Number of epochs, 1 by default. None if and only if `steps` is given."""
     steps: int | None = None
     batch_size: int = 16
     """Samples in the whole global batch."""
@@ -83,9 +84,9 @@ class JobSpec:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    """Of Adam, as its betas."""
+    """Epsilon of Adam; `betas` are Adam's as well."""
     clip: float | None = 1.0
-    """None: gradients are not clipped."""
+    """Maximum gradient norm. None disables clipping."""
     seed: int = 0
     priority: int = 0
     early_stop: EarlyStop | None = None
@@ -102,7 +103,7 @@ class JobSpec:
             object.__setattr__(self, item.name, getattr(job, item.name))
 
     def total_steps(self, batches: int) -> int:
-        """Optimizer steps of the whole run, where one epoch has `batches` global batches."""
+        """Return the optimizer steps of the whole run if one epoch has `batches` global batches."""
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
@@ -111,7 +112,7 @@ class JobSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """What one jobs file asks for."""
+    """The content of one jobs file."""
 
     base: BaseSpec
     output: Path
@@ -119,35 +120,38 @@ class RunSpec:
     deterministic: bool = False
     """Whether two runs on the same device give the same bits."""
     jobs: tuple[JobSpec, ...] = ()
-    """The trials of a sweep among them, where its job was written."""
+    """Jobs of the run, with the trials of a sweep in the place of its job."""
     sweeps: tuple[Sweep, ...] = ()
     file: Path | None = None
     places: Mapping[str, Places] = field(default_factory=dict, repr=False, compare=False)
-    """For each job by name, where its keys were written."""
+    """Job name → the places where its keys were written."""
 
     def place(self, job: str, *loc: str | int) -> str:
-        """Where `loc` of a job was written, for a mistake that is found only when the base is known."""
+        """Return where `loc` of a job was written, for a mistake that is found only when the base is
+        known."""
         return str(place_of(self.places[job], loc)) if job in self.places else place_in_job(job, *loc)
 
 
 def place_in_job(job: str, *loc: str | int) -> str:
-    """How to point into a job that was made in Python."""
+    """Return the place of a key in a job that was made in Python."""
     return f"job {job} {dotted(loc)}"
 
 
 def in_steps(value: float, total: int) -> int:
-    """`value` in steps: below 1 it is a share of the run's `total`, rounded up."""
+    """Return `value` in steps: below 1 it is a share of the run's `total`, rounded up."""
     assert value >= 0
     return math.ceil(_exact(value) * total) if value < 1 else int(value)
 
 
 def _exact(value: float) -> Fraction:
-    """The decimal that was written: 0.07 of 100 steps is 7, though in floats 0.07 * 100 is a little more."""
+    """Return the decimal that was written: 0.07 of 100 steps is 7, though in floats 0.07 * 100 is a little
+    more."""
     return Fraction(repr(float(value)))
 
 
 def resolved(job: JobSpec) -> dict[str, Any]:
-    """The job with every default written out, under the keys of jobs.yaml and in values that YAML has."""
+    """Return the job with every default written out, under the keys of jobs.yaml and in values that YAML
+    has."""
     whole = {item.name: getattr(job, item.name) for item in fields(JobSpec)}
     whole["betas"] = list(job.betas)
     whole["adapter"] = _plain(job.adapter)
@@ -158,7 +162,8 @@ def resolved(job: JobSpec) -> dict[str, Any]:
 
 
 def _data(data: DataSpec) -> dict[str, Any]:
-    """Rows given from Python are named by their count: they can be too many to write down."""
+    """Return the keys of the data. Rows given from Python are replaced by their count: they can be too many
+    to write down."""
     whole = {item.name: getattr(data, item.name) for item in fields(DataSpec)}
     rows = whole.pop(ROWS)
     whole["columns"] = dict(data.columns)
@@ -182,7 +187,7 @@ def _plain(record: Any) -> dict[str, Any]:
 
 
 ADDED: Mapping[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8}
-"""Keys that resolved jobs of earlier versions lack, with what those trained by."""
+"""Key that resolved jobs of earlier versions lack → the value that those versions trained with."""
 ADDED_TO_ADAPTERS: Mapping[str, Any] = {
     "target_parameters": [],
     "layers": None,
@@ -195,7 +200,8 @@ ADDED_TO_ADAPTERS: Mapping[str, Any] = {
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """The dotted names of the keys in which two resolved jobs differ; a list is compared as a whole."""
+    """Return the dotted names of the keys in which two resolved jobs differ; a list is compared as a
+    whole."""
     return sorted(_changed(_completed(old), _completed(new), ()))
 
 

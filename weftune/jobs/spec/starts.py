@@ -1,7 +1,7 @@
 """Jobs that start from the adapters of other jobs: `init_from: {job: NAME}`.
 
-NAME is another job of the same run, and nobody waits in a circle. Its adapter is refused for what a folder
-would be refused for, before anything is trained: other sites, or another rank at one of them.
+NAME is another job of the same run, and no jobs wait for each other in a circle. An adapter is refused for
+the same reasons as a folder, before anything is trained: other sites, or another rank at one of them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from weftune.jobs.spec.spec import JobSpec, place_in_job
 
 SOURCE: Loc = ("adapter", "init_from", "job")
 MOST_NAMED = 8
-"""Jobs that a sentence names before it counts."""
+"""Number of jobs that a message names before it only counts them."""
 
 
 def name_faults(
     jobs: Sequence[JobSpec], known: Sequence[str], trials: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """A job, and what is wrong with the name that it starts from; `known` are all names of the run, `trials`
-    those of trials with their sweeps."""
+    """Yield every job whose source has a wrong name, with the error message; `known` are all names of the
+    run, and `trials` maps the names of trials to their sweeps."""
     sources = {job.name: source for job in jobs if (source := source_of(job.adapter))}
     trials = trials or {}
     told: set[str] = set()
@@ -63,7 +63,7 @@ def _unknown(source: str, others: Sequence[str]) -> str:
 
 
 def _circle(name: str, sources: Mapping[str, str]) -> list[str]:
-    """From `name` along its sources back to itself; empty where that does not lead back."""
+    """Return the chain of sources from `name` back to itself; empty if it does not lead back."""
     way = [name]
     while (source := sources.get(way[-1], "")) and source not in way:
         way.append(source)
@@ -73,14 +73,14 @@ def _circle(name: str, sources: Mapping[str, str]) -> list[str]:
 def check_names(
     jobs: Sequence[JobSpec], known: Sequence[str], place: Callable[..., str] = place_in_job
 ) -> list[Mistake]:
-    """The same as mistakes, for jobs that were made in Python."""
+    """Return the faults of `name_faults` as mistakes, for jobs that were made in Python."""
     return [Mistake(place(name, *SOURCE), sentence) for name, sentence in name_faults(jobs, known)]
 
 
 def check_starts(
     jobs: Sequence[JobSpec], shape: ModelShape, place: Callable[..., str] = place_in_job
 ) -> list[Mistake]:
-    """A mistake for every job whose source has other sites or ranks than it on this base."""
+    """Return a mistake for every job whose source has other sites or ranks on this base."""
     adapters = {job.name: job.adapter for job in jobs}
     return [
         Mistake(place(job.name, *SOURCE), sentence)
@@ -91,7 +91,7 @@ def check_starts(
 
 
 def _misfit(source: str, before: TargetSpec, own: TargetSpec, shape: ModelShape) -> str:
-    """What a folder of that adapter would be refused for, or nothing."""
+    """Return why a folder with that adapter would be refused; empty if it would not be."""
     if before.kind != own.kind:
         return f"{source} is a {before.kind} adapter; write kind: {before.kind}"
     if differ := [site for site in shape.sites if before.adapts(site) != own.adapts(site)]:

@@ -16,19 +16,21 @@ from weftune.jobs.store.status import RunStatus, from_json, status_text
 
 STATUS, METRICS, WINDOWS, LOCK = "status.json", "metrics.jsonl", "windows.jsonl", ".lock"
 RUNG_LOSS = "rung_loss"
-"""In lines of the metrics that say what a sweep's rung has judged of a trial."""
+"""Key of metrics lines that hold the evaluation of a trial at a rung of its sweep."""
 BASE_LOSS = "base_loss"
-"""In lines of the metrics with the loss of the base without any adapter on a job's held-out samples."""
+"""Key of metrics lines that hold the loss of the base without any adapter on a job's held-out samples."""
 LEARNED = "learned.json"
-"""The learned models that later windows are planned with."""
+"""File of the learned models that later windows are planned with."""
 PROMISE = "promise.json"
-"""What a run promised of its first window before it began: layout, jobs aboard, seconds, bytes."""
+"""File of the predictions for a run's first window, written before it: layout, attached jobs, seconds,
+bytes."""
 WORKER_LOGS = "ranks"
-"""The folder of the other processes' logs, which begin before the run does."""
+"""Folder of the other processes' logs, which begin before the run does."""
 
 
 def lock_folder(folder: Path, named: Path) -> int:
-    """Held until the process ends, however it ends; the file itself stays. A user knows it as `named`."""
+    """Lock a folder until the process ends, however it ends; the lock file stays. Messages call the folder
+    `named`."""
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         import fcntl
@@ -45,7 +47,7 @@ def lock_folder(folder: Path, named: Path) -> int:
 
 
 class DamagedStatus(OutputError):
-    """There is a status.json, and neither it nor its successor can be read."""
+    """An error raised if there is a status.json and neither it nor its successor can be read."""
 
     def __init__(self, path: Path, complaint: str) -> None:
         self.complaint = complaint
@@ -55,7 +57,7 @@ class DamagedStatus(OutputError):
 
 
 def read_status(folder: Path) -> RunStatus:
-    """status.json, or where a disk has damaged it, the next version of it that never took its name."""
+    """Read status.json or, if a disk has damaged it, its next version that was never renamed."""
     complaint = ""
     for path in (folder / STATUS, temporary(folder / STATUS)):
         try:
@@ -72,7 +74,7 @@ def write_status(folder: Path, status: RunStatus) -> None:
 
 
 def waiting_again(status: RunStatus, states: Container[State] = (State.RUNNING, State.PAUSED)) -> RunStatus:
-    """Jobs that were paused, or running when their process was killed, wait for their turn again."""
+    """Return the status with jobs queued again that were paused, or running when their process was killed."""
     jobs = {
         name: replace(job, state=move(job.state, State.QUEUED), reason="") if job.state in states else job
         for name, job in status.jobs.items()

@@ -1,4 +1,5 @@
-"""`job.yaml`: what a job was started with. It ends with a checksum, and a copy lies among the checkpoints."""
+"""`job.yaml`: the settings that a job was started with. It ends with a checksum, and a copy is kept with the
+checkpoints."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ __all__ = ["CHECKPOINTS", "JOB_FILE", "DamagedJobFile", "JobFile", "read_job_fil
 
 
 class DamagedJobFile(OutputError):
-    """Neither job.yaml nor its copy can be read."""
+    """An error raised if neither job.yaml nor its copy can be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobFile:
     values: dict[str, Any]
     is_copy: bool
-    """Whether job.yaml itself is damaged or gone, and these are the values of its copy."""
+    """Whether job.yaml itself is damaged or missing and the values come from its copy."""
 
 
 def write_job_file(folder: Path, values: dict[str, Any]) -> None:
@@ -39,7 +40,8 @@ def write_job_file(folder: Path, values: dict[str, Any]) -> None:
 
 
 def read_job_file(folder: Path) -> JobFile | None:
-    """What a job was started with, None if it never was. Raises DamagedJobFile, or UnknownFormat."""
+    """Return the settings that a job was started with; None if it never was. Raises DamagedJobFile or
+    UnknownFormat."""
     paths = folder / JOB_FILE, folder / CHECKPOINTS / JOB_FILE
     if not any(path.exists() for path in paths):
         return None
@@ -56,7 +58,8 @@ def read_job_file(folder: Path) -> JobFile | None:
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
-    """ValueError for what no Weftune has written; a file from before checksums need only have the shape."""
+    """Parse a job file. Raises ValueError for content that no Weftune has written; a file from before
+    checksums need only have the right shape."""
     text, mark, checksum = content.rpartition(MARK)
     if mark and checksum.strip() != _checksum(text):
         raise ValueError("it does not match its checksum")

@@ -1,4 +1,4 @@
-"""A status rebuilt from what the jobs have left in their folders, where status.json is damaged."""
+"""The status rebuilt from the jobs' folders, for a damaged status.json."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from weftune.jobs.store.status import JobStatus, RunStatus, job_from_json
 
 
 def rebuilt_status(output: Path, complaint: str) -> RunStatus:
-    """What the folders and the lines say; whoever failed or was cancelled is known only where a damaged
-    status can still be read in part."""
+    """Rebuild the status from the folders and the lines; jobs that failed or were cancelled are known only if
+    a damaged status can still be read in part."""
     told = _ended(output / STATUS)
     folders = sorted(path.parent for path in output.glob(f"*/{JOB_FILE}") if not path.parent.is_symlink())
     lines: dict[str, list[Mapping[str, Any]]] = {}
@@ -40,8 +40,8 @@ def rebuilt_status(output: Path, complaint: str) -> RunStatus:
 
 
 def found_job(folder: Path, lines: Sequence[Mapping[str, Any]] | None = None) -> JobStatus:
-    """How a job stands by its folder: finished if its adapter is there, else waiting to go on. `lines` are
-    its metrics, where they were read already."""
+    """Return the status of a job by its folder: finished if its adapter is there, else queued to resume.
+    `lines` are its metrics, if they were read already."""
     if lines is None:
         lines = [line for line in _lines(folder.parent / METRICS) if line.get("job") == folder.name]
     steps = [line for line in lines if "loss" in line]
@@ -66,7 +66,8 @@ def found_job(folder: Path, lines: Sequence[Mapping[str, Any]] | None = None) ->
 
 
 def _ended(path: Path) -> dict[str, JobStatus]:
-    """The jobs that a damaged status still names as failed or cancelled: no flipped bit makes such a word."""
+    """Return the jobs that a damaged status still names as failed or cancelled: no flipped bit makes such a
+    word."""
     found = {}
     with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
         for name, value in json.loads(path.read_bytes())["jobs"].items():
@@ -84,7 +85,7 @@ def _standing(job: JobStatus) -> str:
 
 
 def _job_values(folder: Path) -> Mapping[str, Any]:
-    """The content of the job's file; empty if it cannot be read."""
+    """Return the content of the job's file; empty if it cannot be read."""
     try:
         found = read_job_file(folder)
     except DamagedJobFile:

@@ -10,13 +10,14 @@ from typing import Any
 from weftune.core.files import json_text
 
 UNKNOWN = "weftune train jobs.yaml --resume"
-"""For outputs of versions that did not record how they were called: the reader puts the file's name in."""
+"""Command for outputs of versions that did not record theirs; the user puts in the name of the file."""
 PYTHON = ""
 """The recorded command of a run that a Python program started with jobs that are in no file."""
 
 
 def train_command(jobs: str | Path, output: str | Path | None, max_steps: int | None = None) -> str:
-    """The command that resumes what `weftune.train(jobs, output=output, max_steps=max_steps)` started."""
+    """Return the command that resumes what `weftune.train(jobs, output=output, max_steps=max_steps)`
+    started."""
     words = ["weftune", "train", str(jobs)]
     words += [] if output is None else ["--output", str(output)]
     words += [] if max_steps is None else ["--max-steps", str(max_steps)]
@@ -30,7 +31,7 @@ def resume_line(
     retry: Sequence[str] = (),
     changes: Mapping[str, Any] | None = None,
 ) -> str:
-    """The line that resumes a run; `command` is what its status records.
+    """Return the line that resumes a run; `command` is what its status records.
 
     Jobs of `restart` are trained anew. Jobs of `retry` continue although they failed, with the dotted keys of
     `changes` set to new values.

@@ -1,11 +1,11 @@
-"""The scheduler: who comes aboard at a window boundary, who gives way, and who waits for what.
+"""The scheduler: which jobs are admitted at a window boundary, which are preempted, and why the others wait.
 
-`plan.layout.seats` has the rule: by priority, those aboard before those that wait, then by the order of the
-file. A job aboard gives way (it is saved and queued again) only where that lets one of higher priority come
-aboard at this boundary. A job that does not fit may be overtaken by smaller ones behind it, `MOST_OVERTAKEN`
-times; then nobody behind it is admitted until it is aboard, so that no stream of small jobs keeps a large one
-out. A job too large to run even alone is set aside and blocks nobody. A job that waits for the adapter of
-another is not in the queue yet: nobody overtakes it.
+`plan.layout.seats` has the rule: jobs are ordered by priority, attached jobs before waiting ones, then by the
+order of the file. An attached job is preempted (it is saved and queued again) only if that lets one of higher
+priority be admitted at this boundary. A job that does not fit may be overtaken by smaller ones behind it,
+`MOST_OVERTAKEN` times; then no job behind it is admitted until it is attached, so that no stream of small
+jobs keeps a large one out. A job too large to run even alone is set aside and blocks no other. A job that
+waits for the adapter of another is not in the queue yet: it cannot be overtaken.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from weftune.plan.layout.seats import MOST_OVERTAKEN, Fits, Seats, in_order, sea
 class Admission:
     admitted: tuple[str, ...]
     preempted: Mapping[str, str]
-    """Name, of a job aboard → the admitted one of higher priority that it gives way to."""
+    """Preempted job → the admitted job of higher priority that replaces it."""
     waiting: Mapping[str, str]
-    """Name → why it must wait; of all that have not been aboard."""
+    """Waiting job that has not been preempted now → why it must wait."""
     too_large: Mapping[str, str]
-    """Name → why it cannot run even alone."""
+    """Job → why it cannot run even alone."""
     overtaken: Mapping[str, int]
-    """Name of a waiting job → how many have come aboard before it that stood behind it; for the next
+    """Waiting job → number of jobs behind it that have been admitted before it; needed at the next
     boundary."""
 
 
@@ -37,8 +37,8 @@ def admit(
     fits: Fits,
     overtaken: Mapping[str, int] | None = None,
 ) -> Admission:
-    """Who changes places at this boundary; `overtaken` is what the last one's Admission says. Whoever has a
-    `starts_from` waits: once that adapter is there, the caller leaves it empty."""
+    """Decide which jobs are admitted and preempted at this boundary; `overtaken` is that of the last
+    Admission. A job with `starts_from` waits: once that adapter exists, the caller leaves the field empty."""
     never = too_large(waiting, fits)
     early = {job.name: f"waits for {job.starts_from}" for job in waiting if job.starts_from}
     possible = [job for job in waiting if job.name not in never and job.name not in early]
@@ -58,14 +58,14 @@ def admit(
 
 
 def _first_before(job: JobShape, admitted: Sequence[JobShape]) -> str:
-    """Of those that came aboard with a higher priority, the one nearest to the job's own."""
+    """Return the admitted job of higher priority whose priority is nearest to the job's own."""
     return [other.name for other in admitted if other.priority > job.priority][-1]
 
 
 def _overtaken(
     order: Sequence[JobShape], seated: set[str], present: set[str], before: Mapping[str, int]
 ) -> dict[str, int]:
-    """Of everybody without a seat."""
+    """Return how often each job without a seat has been overtaken."""
     counts: dict[str, int] = {}
     came = 0
     for job in reversed(order):

@@ -1,7 +1,7 @@
 """The records of shares: while several processes train into one output, each has a store for its own jobs.
 
-A share's store says all that there is to say of its jobs, what came before included; the output's own store
-has everything else. Gathering can be repeated: a kill in the middle of it loses nothing and doubles nothing.
+A share's store holds everything about its jobs, including their past; the output's own store has everything
+else. Gathering can be repeated: a kill in the middle of it neither loses nor duplicates anything.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from weftune.jobs.store.status import RunStatus
 from weftune.plan.layout.split import DeviceShare
 
 SHARES = ".shares"
-"""The folder of the shares' stores, as long as they are at work; no job can have its name."""
+"""Folder of the shares' stores while they are running; no job can have its name."""
 DEALT = "shares.json"
-"""Which jobs trained together when jobs were last divided, and the seconds that took beside the
-prediction."""
+"""File of the last division of the jobs into shares, with the measured seconds of each share beside the
+predicted ones."""
 LEAVING = 10.0
-"""Seconds that the processes of a launcher that was killed have to notice it."""
+"""Seconds within which the processes of a killed launcher must notice that it is gone."""
 
 
 def share_folder(output: Path, number: int) -> Path:
@@ -45,7 +45,7 @@ def share_folder(output: Path, number: int) -> Path:
 
 
 def share_folders(output: Path) -> list[Path]:
-    """Those that there are."""
+    """Return the folders of the shares that exist."""
     numbers = sorted(int(path.name) for path in (output / SHARES).glob("*") if path.name.isdecimal())
     return [share_folder(output, number) for number in numbers]
 
@@ -75,7 +75,7 @@ def deal(output: Path, status: RunStatus, shares: Sequence[DeviceShare]) -> None
 
 
 def _lines(folder: Path, jobs: Collection[str]) -> bytes:
-    """The metrics of these jobs."""
+    """Return the metrics of these jobs."""
     return kept_lines(folder / METRICS, lambda line: line.get("job") in jobs)
 
 
@@ -96,12 +96,12 @@ def gather(output: Path, whole: RunStatus) -> RunStatus:
         replace_file(output / WINDOWS, _windows([output, *folders]))
         _keep_learned(output, folders)
         _keep_seconds(output, statuses)
-    # Those that are paused stay so: the run may be about to end.
+    # Paused jobs stay paused: the run may be about to end.
     return waiting_again(combined(output, whole, statuses), (State.RUNNING,))
 
 
 def dissolve(output: Path) -> None:
-    """Delete the shares; renamed first, since half a share could pass for a complete one."""
+    """Delete the shares; they are renamed first, since half a share could pass for a complete one."""
     old = output / f"{SHARES}.old"
     shutil.rmtree(old, ignore_errors=True)
     if (output / SHARES).exists():
@@ -110,7 +110,7 @@ def dissolve(output: Path) -> None:
 
 
 def read_shares(output: Path) -> list[RunStatus]:
-    """What the shares that are at work say; one that cannot be read is left out."""
+    """Return the statuses of the running shares; one that cannot be read is left out."""
     found = []
     for folder in share_folders(output):
         with suppress(OutputError):
@@ -119,7 +119,8 @@ def read_shares(output: Path) -> list[RunStatus]:
 
 
 def combined(output: Path, whole: RunStatus, shares: Sequence[RunStatus]) -> RunStatus:
-    """One status of the output's own and its shares': they ran at the same time, each on its device."""
+    """Combine the status of the output with those of its shares: they ran at the same time, each on its
+    device."""
     if not shares:
         return whole
     before = _before(output, whole)
@@ -144,7 +145,7 @@ def combined(output: Path, whole: RunStatus, shares: Sequence[RunStatus]) -> Run
 
 
 def _before(output: Path, whole: RunStatus) -> RunStatus:
-    """The run's totals when the jobs were divided: `whole` may already count what the shares did."""
+    """Return the run's totals when the jobs were divided: `whole` may already count what the shares did."""
     try:
         totals: Any = json.loads((output / DEALT).read_bytes())["before"]
         seconds, solo = float(totals["seconds"]), totals["solo_seconds"]
@@ -154,7 +155,7 @@ def _before(output: Path, whole: RunStatus) -> RunStatus:
 
 
 def _windows(folders: Sequence[Path]) -> bytes:
-    """Every line once: each has its moment, so equal ones were gathered before."""
+    """Return every line once: each has its timestamp, so equal lines were gathered before."""
     lines = (
         line for folder in folders for line in kept_lines(folder / WINDOWS, lambda _: True).splitlines(True)
     )
@@ -162,14 +163,14 @@ def _windows(folders: Sequence[Path]) -> bytes:
 
 
 def _keep_learned(output: Path, folders: Sequence[Path]) -> None:
-    """Later windows are planned by what the share with the most windows has learned."""
+    """Keep the learned models of the share with the most windows, which later windows are planned with."""
     found = [folder / LEARNED for folder in folders if (folder / LEARNED).exists()]
     if found:
         replace_file(output / LEARNED, max(found, key=_windows_seen).read_bytes())
 
 
 def _keep_seconds(output: Path, shares: Sequence[RunStatus]) -> None:
-    """What every share took, beside what was predicted of it."""
+    """Record the measured seconds of every share beside the predicted ones."""
     try:
         record: Any = json.loads((output / DEALT).read_bytes())
         for entry, share in zip(record["shares"], shares, strict=True):

@@ -1,4 +1,4 @@
-"""The states of a job, and the moves between them."""
+"""The states of a job, and the transitions between them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ class State(StrEnum):
     QUEUED = "queued"
     RUNNING = "running"
     PAUSED = "paused"
-    """Stopped where it stood, by Ctrl-C or by a file that could not be written; --resume goes on."""
+    """Stopped at its current step, by Ctrl-C or by a file that could not be written; --resume continues
+    it."""
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
 
     @property
     def ended(self) -> bool:
-        """Whether only the user's word (--restart, --retry) can set it going again."""
+        """Whether only the user (--restart, --retry) can make the job continue."""
         return not MOVES[self]
 
 
@@ -34,7 +35,7 @@ MOVES: Mapping[State, frozenset[State]] = {
 
 
 def move(old: State, new: State) -> State:
-    """`new`, if a job may go there from `old`; any other move is a bug of the caller's."""
+    """Return `new` if a job may change to it from `old`; any other transition is a bug in the caller."""
     if new not in MOVES[old]:
         raise ValueError(f"a job cannot go from {old} to {new}")
     return new

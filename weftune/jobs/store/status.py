@@ -22,11 +22,11 @@ CHECKSUM = "checksum"
 class JobStatus:
     state: State = State.QUEUED
     reason: str = ""
-    """Why it waits, is paused, failed or was cancelled; empty otherwise."""
+    """Reason why the job waits, is paused, failed or was cancelled; empty otherwise."""
     step: int = 0
     """Optimizer steps done."""
     steps: int = 0
-    """Optimizer steps in all; 0 until its data are counted."""
+    """Total number of optimizer steps; 0 until the data are counted."""
     trained_tokens: int = 0
     eval_loss: float | None = None
     """Validation loss of the adapter that is kept: at `best_step` with `keep: best`, else at the last
@@ -37,13 +37,14 @@ class JobStatus:
     base_loss: float | None = None
     """Validation loss of the base without any adapter."""
     warning: str = ""
-    """What is wrong with the adapter of a job that trained to its end; empty if nothing is."""
+    """Problem with the adapter of a job that trained to its end; empty if there is none."""
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """Times are seconds since 1970; `seconds` counts the time spent training, over all resumptions."""
+    """The status of a run. Times are seconds since 1970; `seconds` is the time spent training, over all
+    resumptions."""
 
     base: str = ""
     device: str = ""
@@ -55,7 +56,8 @@ class RunStatus:
     """Predicted seconds of the same jobs one after another."""
     peak_bytes: int | None = None
     command: str | None = None
-    """Shell command that resumes the run. Empty for jobs that a Python program holds; None: not known."""
+    """Shell command that resumes the run. Empty if the jobs are held by a Python program; None if it is
+    unknown."""
     notes: tuple[str, ...] = ()
     jobs: Mapping[str, JobStatus] = field(default_factory=dict)
 
@@ -71,8 +73,8 @@ def to_json(status: RunStatus) -> dict[str, Any]:
 
 
 def status_text(status: RunStatus) -> str:
-    """`to_json` as the text of status.json. What has not changed of a job since the last time is not written
-    out again: with thousands of jobs that takes most of the time."""
+    """Return `to_json` as the text of status.json. Jobs that have not changed since the last call are not
+    serialised again: with thousands of jobs that takes most of the time."""
     whole = {item.name: getattr(status, item.name) for item in fields(RunStatus) if item.name != "jobs"}
     whole = {"format": FORMAT, **whole}
     names = [json_text(name) for name in status.jobs]
@@ -88,9 +90,9 @@ def status_text(status: RunStatus) -> str:
 @dataclass(frozen=True, slots=True)
 class _JobTexts:
     compact: str
-    """As the checksum is made of it."""
+    """Text of which the checksum is computed."""
     indented: str
-    """As it stands in the file."""
+    """Text that is written to the file."""
 
 
 _JOB_FIELDS = tuple(item.name for item in fields(JobStatus))
@@ -101,16 +103,17 @@ def _job_texts(job: JobStatus) -> _JobTexts:
     values = {name: getattr(job, name) for name in _JOB_FIELDS}
     if job.notes:
         return _JobTexts(json_text(values), json_text(values, indent=2).replace("\n", "\n    "))
-    # As the line above would have it, which takes ten times as long: a thousand jobs change in a second.
+    # Same text as in the line above, which takes ten times as long: a thousand jobs change in a second.
     lines = [f'"{name}": {json_text(value)}' for name, value in values.items()]
     return _JobTexts(f"{{{', '.join(lines)}}}", "{\n      " + ",\n      ".join(lines) + "\n    }")
 
 
 def from_json(value: Any, path: Path) -> RunStatus:
-    """Raises ValueError for anything that `to_json` did not write, and UnknownFormat for a later one's."""
+    """Parse a status. Raises ValueError for anything that `to_json` did not write, and UnknownFormat for a
+    status of a later version."""
     if not isinstance(value, dict):
         raise ValueError("it is no status")
-    # Before the format: a flipped bit there is damage, no newer Weftune.
+    # Checked before the format: a flipped bit there is damage, not a newer Weftune.
     if CHECKSUM in value and value[CHECKSUM] != _checksum(value):
         raise ValueError("it does not match its checksum")
     refuse_unknown_format(value.get("format"), path)
@@ -122,7 +125,8 @@ def from_json(value: Any, path: Path) -> RunStatus:
 
 
 def _checksum(whole: Mapping[str, Any]) -> str:
-    """Of all the rest. A bit that a disk has flipped often leaves valid JSON with another number in it."""
+    """Return the checksum of all other keys. A bit that a disk has flipped often leaves valid JSON with
+    another number in it."""
     rest = {key: value for key, value in whole.items() if key != CHECKSUM}
     return _text_checksum(json_text(rest))
 
@@ -143,7 +147,7 @@ def _known(value: Mapping[str, Any], record: type) -> dict[str, Any]:
 
 
 def _typed(record: type, values: dict[str, Any]) -> Any:
-    """pydantic holds the types, so that a hand-edited file fails here and not in the middle of a run."""
+    """Check the types with pydantic, so that a hand-edited file fails here and not in the middle of a run."""
     return _adapter_of(record).validate_python(values)
 
 

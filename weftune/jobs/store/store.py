@@ -35,8 +35,9 @@ from weftune.jobs.store.status import JobStatus, RunStatus
 
 
 def open_store(output: Path, resume: bool, command: str | None = None) -> Store:
-    """Take the output folder. One in use, or one that holds something and is not resumed, is refused; so is
-    the resumption of one that is not there. `command` is the shell command that resumes this run."""
+    """Open and lock the output folder. A folder that is in use, or that is not empty and not resumed, is
+    refused; so is the resumption of a folder that does not exist. `command` is the shell command that resumes
+    this run."""
     if output.exists() and not output.is_dir():
         raise OutputError(f"{output} is a file; choose another --output")
     if resume and not output.exists():
@@ -64,7 +65,7 @@ def open_store(output: Path, resume: bool, command: str | None = None) -> Store:
 
 
 def refuse_output(output: Path, resume: bool, command: str | None = None) -> None:
-    """What `open_store` would refuse, found without writing anything."""
+    """Raise the errors that `open_store` would raise, without writing anything."""
     nearest = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
     if not nearest.is_dir():
         raise OutputError(f"{nearest} is a file; choose another --output")
@@ -78,7 +79,7 @@ def refuse_output(output: Path, resume: bool, command: str | None = None) -> Non
 
 
 def open_share(output: Path, number: int) -> Store:
-    """Take the store of one share of the jobs, as it was dealt or as a process before this one left it."""
+    """Open and lock the store of one share of the jobs, as it was dealt or as an earlier process left it."""
     records = share_folder(output, number)
     lock = lock_folder(records, output)
     try:
@@ -89,7 +90,7 @@ def open_share(output: Path, number: int) -> Store:
 
 
 def _status_of(output: Path, resume: bool, command: str | None = None) -> tuple[RunStatus, str]:
-    """The status to go on from, and where it had to be rebuilt, the sentence that says so."""
+    """Return the status to resume from and, if it had to be rebuilt, the sentence that says so."""
     left_over = {LOCK, WORKER_LOGS, *(temporary(output / name).name for name in (STATUS, METRICS, WINDOWS))}
     is_empty = all(entry.name in left_over for entry in output.iterdir())
     if is_empty:
@@ -114,36 +115,36 @@ def _status_of(output: Path, resume: bool, command: str | None = None) -> tuple[
 
 
 STATUS_SECONDS = 1.0
-"""Between two writes of the status that nothing but a step asks for."""
+"""Seconds between two writes of the status, unless one is requested at once."""
 
 
 class Store:
-    """The status in memory and on disk, and the two files of lines. Made by `open_store`."""
+    """The status in memory and on disk, and the two files of lines. It is created by `open_store`."""
 
     def __init__(self, output: Path, records: Path, status: RunStatus, lock: int) -> None:
         self.output = output
-        """Where the jobs' folders are."""
+        """Folder that holds the jobs' folders."""
         self.records = records
-        """Where this store's own files are: the output, unless it is the store of a share."""
+        """Folder of this store's own files: the output, unless it is the store of a share."""
         self._run = status
-        """All but the jobs and the moment of the last write, which have places of their own."""
+        """Status without the jobs and the time of the last write, which have fields of their own."""
         self._jobs = dict(status.jobs)
         self._updated = status.updated
         self.rebuilt = ""
-        """Where the status was found damaged: the sentence that says so and what is used instead."""
+        """Sentence that says that the status was found damaged, and what is used instead; empty otherwise."""
         self._lock: int | None = lock
         self._metrics = LineFile(records / METRICS)
         self._windows = LineFile(records / WINDOWS)
         self._one_writer = threading.RLock()
-        """Held while lines are appended and while it is settled what is written."""
+        """Lock held while lines are appended and while the content of a write is collected."""
         self._disk = threading.RLock()
-        """Held, and taken first, while something is brought to the disk or a file is closed."""
+        """Lock held, and taken first, while something is written to disk or a file is closed."""
         self._written = float("-inf")
-        """When the status was last written, or last could not be."""
+        """Time at which the status was last written, or last could not be."""
         self._late: threading.Timer | None = None
-        """What will write the status soon."""
+        """Timer that will write the status soon."""
         self._trouble: OutputError | None = None
-        """Why it could not."""
+        """Error of the timer's last write that has not been raised yet."""
 
     def __enter__(self) -> Store:
         return self
@@ -153,22 +154,22 @@ class Store:
 
     @property
     def status(self) -> RunStatus:
-        """As it stands now; what is asked of one job alone, `job` answers without a copy of all."""
+        """Current status. For a single job, `job` avoids a copy of all jobs."""
         return replace(self._run, updated=self._updated, jobs=dict(self._jobs))
 
     def take(self, status: RunStatus) -> None:
-        """Go on from another status."""
+        """Continue from another status."""
         self._run, self._jobs, self._updated = status, dict(status.jobs), status.updated
 
     def resume_line(self, *, restart: Sequence[str] = (), retry: Sequence[str] = ()) -> str:
-        """The line that resumes this run, to be pasted."""
+        """Return the line that resumes this run, to be pasted."""
         return resume_line(self._run.command, restart=restart, retry=retry)
 
     def describe(self, base: str, device: str, dtype: str) -> None:
         self._run = replace(self._run, base=base, device=device, dtype=dtype)
 
     def measure(self, seconds: float, solo_seconds: float | None, peak_bytes: int | None) -> None:
-        """The run's totals so far; what came before a resumption is the caller's to add."""
+        """Record the run's totals so far; the caller adds those from before a resumption."""
         self._run = replace(self._run, seconds=seconds, solo_seconds=solo_seconds, peak_bytes=peak_bytes)
 
     def note(self, sentence: str) -> None:
@@ -176,13 +177,13 @@ class Store:
             self._run = replace(self._run, notes=(*self._run.notes, sentence))
 
     def add_job(self, name: str) -> None:
-        """Enter a job as queued; one that is already known, or has left a folder, keeps its status."""
+        """Add a job as queued; one that is already known, or has left a folder, keeps its status."""
         if name not in self:
             folder = self.output / name
             self._put(name, found_job(folder) if (folder / JOB_FILE).exists() else JobStatus())
 
     def restart_job(self, name: str) -> None:
-        """Forget all that a job did, its metrics too; its folder is the caller's."""
+        """Forget everything that a job did, including its metrics; its folder is left to the caller."""
         self._put(name, JobStatus())
         with self._disk, self._one_writer:
             self._metrics.keep(lambda line: line.get("job") != name)
@@ -193,7 +194,7 @@ class Store:
         self._put(name, replace(self.job(name), state=State.PAUSED, reason=reason))
 
     def retry_job(self, name: str, sentence: str) -> None:
-        """Queue a job that has stopped, by the user's word; it keeps what it did."""
+        """Queue a job that has stopped, at the user's request; it keeps its progress."""
         self._put(name, replace(self.job(name), state=State.QUEUED, reason=""))
         self.note_job(name, sentence)
 
@@ -201,7 +202,7 @@ class Store:
         self._put(name, replace(self.job(name), state=move(self.job(name).state, state), reason=reason))
 
     def explain_job(self, name: str, reason: str) -> None:
-        """Why a queued job still waits."""
+        """Record why a queued job still waits."""
         assert self.job(name).state is State.QUEUED
         self._put(name, replace(self.job(name), reason=reason))
 
@@ -240,8 +241,8 @@ class Store:
         """Drop the metrics that each job wrote beyond its cursor: it will write them again.
 
         A cursor of -1 drops the evaluation at step 0 too. Jobs that are not named keep all their lines.
-        `evaluated` is the last step that a job has evaluated, where that may be less than its cursor. What
-        rungs have judged stays, since a trial is judged there once, and so does the loss of the base alone,
+        `evaluated` is the last step that a job has evaluated, which may be less than its cursor. Evaluations
+        at rungs are kept, since a trial is evaluated there only once, and so is the loss of the base alone,
         if the status has it.
         """
         eval_cursors = cursors if evaluated is None else evaluated
@@ -269,10 +270,10 @@ class Store:
             self._windows.append(line)
 
     def write_status(self) -> None:
-        """Bring everything to the disk: the lines first, so that no status speaks of lines not there.
+        """Write everything to disk: the lines first, so that no status refers to missing lines.
 
-        Where lines cannot be written the status still is, and the OutputError comes after it: what state a
-        job is in matters more than its curve. Nobody who appends lines waits for the disk.
+        If lines cannot be written, the status still is, and the OutputError is raised after it: the state of
+        a job matters more than its curve. Appending lines never waits for the disk.
         """
         files, troubles = (self._metrics, self._windows), []
         with self._disk:
@@ -295,8 +296,8 @@ class Store:
         return self._written + STATUS_SECONDS - time.monotonic()
 
     def write_status_soon(self) -> None:
-        """Have the status on disk within a second, by a thread: the disk holds up no step. What went wrong
-        the last time is raised here."""
+        """Write the status within a second in a thread, so that no step waits for the disk. An error of the
+        last such write is raised here."""
         with self._one_writer:
             if self._late is None:
                 self._late = threading.Timer(max(0.0, self._wait()), self._write_late)
@@ -308,7 +309,7 @@ class Store:
 
     def _write_late(self) -> None:
         with self._disk:
-            # Or else it has been written meanwhile, or the store is closed.
+            # Otherwise it has been written meanwhile, or the store is closed.
             if self._late is threading.current_thread():
                 try:
                     self.write_status()
@@ -321,8 +322,8 @@ class Store:
             self._late = None
 
     def gather(self) -> None:
-        """Take in what the shares of the jobs have recorded; their stores end with it."""
-        # Their files are about to be replaced.
+        """Merge the records of the shares into this store, and delete the shares' stores."""
+        # The files of lines are about to be replaced.
         with self._disk:
             self._metrics.close()
             self._windows.close()
@@ -341,7 +342,7 @@ class Store:
 
 
 def _troubles(writes: Iterable[Callable[[], None]]) -> list[OutputError]:
-    """Attempt each of them: what went wrong."""
+    """Attempt every write and return the errors."""
     found = []
     for write in writes:
         try:

@@ -12,14 +12,15 @@ from weftune.jobs.sweeps.spec import Sweep
 def sweep_warnings(
     sweeps: Iterable[Sweep], jobs: Mapping[str, JobSpec], steps: Mapping[str, int]
 ) -> list[str]:
-    """Of all sweeps; `steps` are those of the trials that are known, by name."""
+    """Return the warnings about all sweeps; `steps` maps each known trial to its number of steps."""
     return [
         f"{sweep.name}: {sentence}" for sweep in sweeps for sentence in _rung_warnings(sweep, jobs, steps)
     ]
 
 
 def _rung_warnings(sweep: Sweep, jobs: Mapping[str, JobSpec], steps: Mapping[str, int]) -> Iterator[str]:
-    """A first rung within the warm-up: trials that differ in their learning rate are still alike there."""
+    """Warn of a first rung within the warm-up: trials that differ in their learning rate are still alike
+    there."""
     known = [trial.name for trial in sweep.trials if trial.name in steps]
     early = []
     for name in known:

@@ -12,20 +12,20 @@ from typing import Any
 from weftune.jobs.sweeps.spec import Choices, ValueRange
 
 GENERATIONS = 4
-"""Of TPE: each is proposed when the one before has ended."""
+"""Number of TPE's generations; each is proposed when the one before has ended."""
 PATIENCE = 20
 """Draws in a row that may repeat others before ranges are drawn with one digit more."""
 
 
 def grid(over: Mapping[str, Choices]) -> list[dict[str, Any]]:
-    """Every combination, the last key changing fastest."""
+    """Return every combination, the last key changing fastest."""
     lists = [choices for choices in over.values() if not isinstance(choices, ValueRange)]
     assert len(lists) == len(over), "a grid has no ranges"
     return [dict(zip(over, values, strict=True)) for values in product(*lists)]
 
 
 def combinations(over: Mapping[str, Choices]) -> float:
-    """How many trials can differ: infinite where a range has more than whole numbers."""
+    """Return the number of distinct trials; infinite if a range has more than whole numbers."""
     return math.prod(_count(choices) for choices in over.values())
 
 
@@ -38,10 +38,10 @@ def _count(choices: Choices) -> float:
 def draws(
     over: Mapping[str, Choices], count: int, seed: int, known: Iterable[Mapping[str, Any]] = ()
 ) -> list[dict[str, Any]]:
-    """So many combinations at random, distinct from one another and from those that are `known`.
+    """Return `count` random combinations, distinct from one another and from those that are `known`.
 
-    Only `Random.random` is asked: its sequence is the one that Python promises to keep. Numbers from a range
-    have three digits: names tell them whole, and the last bit of a machine's logarithm decides nothing.
+    Only `Random.random` is used, whose sequence Python promises to keep. Numbers from a range have three
+    digits, so that names contain them in full and the last bit of a machine's logarithm decides nothing.
     """
     uniform = Random(seed).random
     seen = {identity(values) for values in known}
@@ -60,12 +60,13 @@ def draws(
 
 
 def identity(values: Mapping[str, Any]) -> str:
-    """What two equal combinations have in common, whatever the order of their keys: records sort them."""
+    """Return a text that is the same for equal combinations, whatever the order of their keys: records sort
+    them."""
     return json.dumps(values, sort_keys=True, default=repr)
 
 
 def _drawn(choices: Choices, uniform: float, digits: int) -> Any:
-    """The value of `choices` at `uniform`, from 0 up to but not including 1."""
+    """Return the value of `choices` at `uniform`, from 0 up to but not including 1."""
     if not isinstance(choices, ValueRange):
         return choices[int(uniform * len(choices))]
     low, high = choices.min, choices.max
@@ -86,7 +87,8 @@ def is_whole(choices: ValueRange) -> bool:
 
 
 def tidy(choices: ValueRange, value: float, digits: int = 3) -> float:
-    """A value of a range in few digits: so many of the range's width, and on a logarithmic one of its own."""
+    """Round a value of a range to `digits` digits of the range's width or, on a logarithmic range, of the
+    value itself if that is smaller."""
     first = _power_of_ten(choices.max - choices.min)
     if choices.log:
         first = min(first, _power_of_ten(value))
@@ -94,12 +96,12 @@ def tidy(choices: ValueRange, value: float, digits: int = 3) -> float:
 
 
 def _power_of_ten(value: float) -> int:
-    """Of the first digit; `math.log10` may err by a bit, and then by a digit."""
+    """Return the power of ten of the first digit; `math.log10` may err by a bit, and then by a digit."""
     return int(f"{value:.17e}".partition("e")[2])
 
 
 def generations(trials: int) -> Iterator[int]:
-    """The sizes of TPE's generations: a quarter of the trials each, and at last what is left."""
+    """Yield the sizes of TPE's generations: a quarter of the trials each, and the remainder in the last."""
     size = -(-trials // GENERATIONS)
     for start in range(0, trials, size):
         yield min(size, trials - start)

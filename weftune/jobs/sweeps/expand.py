@@ -1,4 +1,5 @@
-"""A job with `sweep` into the jobs of its trials, every one of them checked before the first is trained."""
+"""The expansion of a job with `sweep` into the jobs of its trials, all of them checked before the first is
+trained."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from weftune.jobs.sweeps.trials import own_keys, trial_layer
 
 @dataclass(slots=True)
 class Expanded:
-    """What comes of one job with `sweep`; nothing but what was found, where something is wrong."""
+    """The expansion of one job with `sweep`; it holds only the mistakes in `found` if there are any."""
 
     found: list[Placed] = field(default_factory=list)
     jobs: list[JobSpec] = field(default_factory=list)
@@ -46,7 +47,7 @@ def expand(keys: Layer, folder: Path) -> Expanded:
 
 
 def _one_by_one(sweep: Sweep) -> Iterator[dict[str, Any]]:
-    """Every value by itself: those too that no draw has hit yet."""
+    """Yield every value by itself, including those that no draw has hit yet."""
     for key, choices in sweep.spec.over.items():
         if not isinstance(choices, ValueRange):
             yield from grid({key: choices})
@@ -73,7 +74,8 @@ def _jobs(sweep: Sweep) -> Expanded:
 
 
 def trial_clashes(names: Sequence[Any], sweeps: Sequence[Sweep]) -> Iterator[tuple[int, str]]:
-    """The position of every job whose trials have a name that another job or its trial takes."""
+    """Yield the position of every job with a trial whose name another job or its trial has, with the
+    message."""
     owners = {
         name.lower(): index for index, name in reversed(list(enumerate(names))) if isinstance(name, str)
     }
@@ -92,7 +94,8 @@ def trial_clashes(names: Sequence[Any], sweeps: Sequence[Sweep]) -> Iterator[tup
 
 
 def refuse_shares(sweeps: Sequence[Sweep]) -> None:
-    """A sweep is trained by one process, or by workers that train every trial together."""
+    """Raise UserError if there is a sweep: it is trained by one process, or by workers that train every trial
+    together."""
     if sweeps:
         raise UserError(
             f"The trials of sweep {sweeps[0].name} are compared with one another while they train, which "

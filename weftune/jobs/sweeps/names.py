@@ -23,9 +23,9 @@ SHORT: Mapping[str, str] = {
     "warmup": "w",
 }
 BY_VALUE = ("schedule", "targets")
-"""Keys whose values say by themselves what they are."""
+"""Keys whose values are clear without the key."""
 LEAST_OF_SWEEP = 16
-"""Letters of the sweep's name that a long list of values leaves."""
+"""Minimum number of letters that a long list of values leaves of the sweep's name."""
 
 
 def named(
@@ -41,7 +41,8 @@ def trial_names(
     drawn: Sequence[Mapping[str, Any]],
     taken: Iterable[str] = (),
 ) -> list[str]:
-    """A name for each of `drawn`, none of them in `taken`; a number tells apart what would be one name."""
+    """Return a name for each of `drawn`, none of them in `taken`; a number distinguishes names that would be
+    equal."""
     told = _told(over)
     used = {sweep.lower(), *(name.lower() for name in taken)}
     names = []
@@ -53,8 +54,8 @@ def trial_names(
 
 
 def _told(over: Mapping[str, Choices]) -> list[Loc]:
-    """The ways to the values that names tell: those that differ; of several that go together the first. Of a
-    single trial one value of each key."""
+    """Return the locations of the values that names contain: those that differ, and only the first of several
+    that change together. For a single trial, one value of each key."""
     told: list[Loc] = []
     for key, choices in over.items():
         if isinstance(choices, ValueRange):
@@ -97,7 +98,7 @@ def _part(way: Loc, value: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A value in the few characters that a name may have: `3e-4`, `0.05`, `cosine`."""
+    """Return a value in the few characters that a name may have: `3e-4`, `0.05`, `cosine`."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -114,7 +115,8 @@ def value_text(value: Any) -> str:
 
 
 def number_text(value: float) -> str:
-    """At most four digits, with an exponent where that is shorter, or as short and without many zeros."""
+    """Return a number in at most four digits, with an exponent if that is shorter, or as short and without
+    many zeros."""
     plain = f"{value:.4f}".rstrip("0").rstrip(".") if abs(value) >= 1000 else f"{float(f'{value:.4g}')!r}"
     plain = plain.removesuffix(".0")
     digits, _, power = f"{value:.3e}".partition("e")

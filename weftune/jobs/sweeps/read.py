@@ -1,4 +1,4 @@
-"""The key `sweep` of a job into a SweepSpec, or every mistake in it."""
+"""The reader that turns the key `sweep` of a job into a SweepSpec, or reports every mistake in it."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from weftune.jobs.sweeps.spec import Choices, Halving, SweepSpec, ValueRange
 from weftune.jobs.sweeps.ways import leaves_of, way_of
 
 NARROWEST = 1e-9
-"""The least width of a range over its values: far wider than the distance of two numbers."""
+"""Minimum width of a range relative to its values: far more than the distance between two numbers."""
 RANGE_KEYS = ("min", "max", "log")
 BEST = {"eval_loss": "min", "eval_mean_token_accuracy": "max"}
-"""What is better of each metric."""
+"""Metric → whether its minimum or its maximum is best."""
 
 
 def read_sweep(job: Mapping[str, Any]) -> tuple[SweepSpec | None, list[Fault]]:
-    """What `sweep` of a job's keys asks for; None where something is wrong with it."""
+    """Return the sweep that a job's keys request, and the faults in it; None if there are any."""
     value = job["sweep"]
     if not isinstance(value, Mapping):
         return None, [Fault(("sweep",), f"must be {EXPECTED[('sweep',)]}, got {show(value)}")]
     faults: dict[Loc, str] = {}
     for fault in number_faults({"sweep": {key: below for key, below in value.items() if key != "over"}}):
         faults.setdefault(fault.loc, fault.sentence)
-    # What may stand in `over` depends on the job's other keys, which the record does not know.
+    # The values that `over` may have depend on the job's other keys, which the record does not know.
     made = build(SweepSpec, {**value, **({"over": {}} if "over" in value else {})}, "sweep", ("sweep",))
     over, found = _read_over(value["over"]) if "over" in value else ({}, [])
     more = [*(made if isinstance(made, list) else []), *found, *_disagreements(value, job, over, bool(found))]
@@ -58,7 +58,8 @@ def read_sweep(job: Mapping[str, Any]) -> tuple[SweepSpec | None, list[Fault]]:
 def _disagreements(
     value: Mapping[str, Any], job: Mapping[str, Any], over: Mapping[str, Choices], broken: bool
 ) -> Iterator[Fault]:
-    """What each key may be by itself, but not beside the others; `broken`: some of `over` is not known."""
+    """Yield faults of keys that are valid by themselves but not together; `broken` means that a part of
+    `over` is unknown."""
     yield from _search_faults(value, over, broken or not over)
     if job.get("eval") is None:
         at = next((key for key in ("halving", "metric") if value.get(key) is not None), None)
@@ -183,7 +184,7 @@ def _choice_faults(key: str, value: Any, loc: Loc) -> Iterator[Fault]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """In Python true is 1."""
+    """Return whether two values are equal; in Python, true equals 1."""
     return isinstance(one, bool) == isinstance(other, bool) and one == other
 
 
@@ -231,7 +232,8 @@ def _range_key(name: str) -> str:
 
 
 def _no_range(key: str, value: Mapping[str, Any]) -> str:
-    """Other tools wrap a list, and keys below a section are easily nested."""
+    """Return the message for a mapping that is no range: other tools wrap a list, and keys below a section
+    are easily nested."""
     if any(isinstance(value.get(name), list | tuple) for name in ("values", "choices", "grid")):
         return f"write the list itself, {key}: [...]"
     inside = [name for name in value if name in SECTIONS.get(key, ())]
@@ -241,7 +243,7 @@ def _no_range(key: str, value: Mapping[str, Any]) -> str:
 
 
 def _overlaps(over: Mapping[str, Choices]) -> Iterator[Fault]:
-    """Keys that another key of `over` sets as well."""
+    """Yield a fault for every key of `over` that sets the same value as an earlier key."""
     ways = {key: leaves_of(key, choices) for key, choices in over.items()}
     keys = list(over)
     for index, key in enumerate(keys):

@@ -1,4 +1,4 @@
-"""sweep.json: how a sweep stands. Written at every change, and read by whoever resumes or shows it."""
+"""sweep.json: the state of a sweep, written at every change and read to resume or to show the sweep."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from weftune.jobs.sweeps.spec import Judge, Metric, Mode, Search
 
 SWEEP_FILE = "sweep.json"
 BEST = "best"
-"""The folder of the winners, beside the record."""
+"""Folder of the winners, beside the record."""
 CHECKSUM = "checksum"
 
 
 def best_folder(sweep: Path, trial: str) -> Path:
-    """The folder of a winner in that of its sweep: `best` itself where one trial was kept."""
+    """Return the folder of a winner in that of its sweep: `best` itself if one trial was kept."""
     best = sweep / BEST
     return best if (best / CONFIG).is_file() else best / trial
 
@@ -39,24 +39,25 @@ TrialState = Literal["waiting", "running", "resting", "left", "failed", "finishe
 class TrialRecord:
     name: str
     values: Mapping[str, Any]
-    """What sets it apart from the others."""
+    """Values in which the trial differs from the others."""
     state: TrialState = "waiting"
     reason: str = ""
     steps: int = 0
-    """In all; 0 until its data are counted."""
+    """Total number of steps; 0 until the data are counted."""
     at_rungs: Mapping[str, float | None] = field(default_factory=dict)
-    """Step of a rung → the metric there; null where it was not finite."""
+    """Step of a rung → the metric there; null if it was not finite."""
     score: float | None = None
     """The metric of a finished trial's adapter, of the rung at which a trial was dropped, or of the last
     evaluation so far."""
     score_step: int | None = None
     """The step of the weights that `score` was measured with."""
     warning: str = ""
-    """What is wrong with a finished trial's adapter; such a trial is ranked behind all others."""
+    """Problem with a finished trial's adapter; such a trial is ranked behind all others."""
     left_at: int | None = None
-    """The step at which it left or failed."""
+    """Step at which the trial left or failed."""
     generation: int = 0
-    """Of `tpe`: trials of later ones were proposed by how those before ended."""
+    """Number of the trial's generation; later generations of `tpe` are proposed from how the earlier ones
+    ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class SampleCount:
     trained: int = 0
     """Samples that the trials' steps have taken so far."""
     all: int = 0
-    """What they would take if nobody left."""
+    """Samples that the trials' steps would take if none left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,32 +76,33 @@ class SweepRecord:
     mode: Mode
     keep: int
     at: tuple[float, ...] = ()
-    """The shares of the steps after which trials are halved."""
+    """Shares of the steps after which trials are halved."""
     share: float | None = None
-    """Of the trials, that goes on from each of them."""
+    """Share of the trials that continues from each rung."""
     judge: Judge | None = None
-    """What the rungs judge; None in records of a Weftune that could judge the last weights only."""
+    """Weights that the rungs evaluate; None in records of a Weftune that could evaluate the last weights
+    only."""
     steps: int = 0
-    """Of the first trial; each has its own where they are searched over."""
+    """Number of steps of the first trial; each trial has its own if they are searched over."""
     rungs: tuple[int, ...] = ()
-    """Of the first trial, its last step included."""
+    """Rungs of the first trial, its last step included."""
     trials: tuple[TrialRecord, ...] = ()
-    """So far: later generations of `tpe` follow."""
+    """Trials so far; later generations of `tpe` follow."""
     expected: int = 0
-    """Trials that there will be, at least those that there are."""
+    """Expected number of trials in all, at least those so far."""
     decisions: tuple[Decision, ...] = ()
     best: tuple[str, ...] = ()
-    """Whose adapters are in `best`, the best first; empty until the sweep has ended."""
+    """Trials whose adapters are in `best`, the best first; empty until the sweep has ended."""
     samples: SampleCount = SampleCount()
 
     @property
     def count(self) -> int:
-        """All trials, those that are yet to be proposed too."""
+        """Number of all trials, including those that are yet to be proposed."""
         return max(self.expected, len(self.trials))
 
 
 class DamagedSweep(OutputError):
-    """There is a sweep.json, and it cannot be read."""
+    """An error raised if there is a sweep.json that cannot be read."""
 
     def __init__(self, path: Path, complaint: str) -> None:
         self.complaint = complaint
@@ -108,7 +110,7 @@ class DamagedSweep(OutputError):
 
 
 def write_record(folder: Path, record: SweepRecord) -> None:
-    """Raises OutputError where the disk does not take it."""
+    """Write the record of a sweep. Raises OutputError if the disk does not take it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -118,9 +120,9 @@ def write_record(folder: Path, record: SweepRecord) -> None:
 
 
 def read_record(folder: Path) -> SweepRecord | None:
-    """The record of the sweep in this folder, None if there is none.
+    """Return the record of the sweep in this folder; None if there is none.
 
-    Raises DamagedSweep, or UnknownFormat for a later Weftune's.
+    Raises DamagedSweep, or UnknownFormat for a record of a later Weftune.
     """
     path = folder / SWEEP_FILE
     try:
@@ -131,7 +133,7 @@ def read_record(folder: Path) -> SweepRecord | None:
         raise DamagedSweep(path, str(error).splitlines()[0]) from None
     if not isinstance(value, dict):
         raise DamagedSweep(path, "it is no record of a sweep")
-    # Before the format: a flipped bit there is damage, no newer Weftune.
+    # Checked before the format: a flipped bit there is damage, not a newer Weftune.
     if CHECKSUM in value and value.pop(CHECKSUM) != _checksum(value):
         raise DamagedSweep(path, "it does not match its checksum")
     refuse_unknown_format(value.pop("format", None), path)
@@ -143,7 +145,7 @@ def read_record(folder: Path) -> SweepRecord | None:
 
 
 def records_in(output: Path) -> list[SweepRecord]:
-    """The sweeps of a run; one whose record cannot be read is left out."""
+    """Return the records of a run's sweeps; one that cannot be read is left out."""
     found = []
     for path in sorted(output.glob(f"*/{SWEEP_FILE}")):
         with suppress(OutputError):
@@ -153,7 +155,8 @@ def records_in(output: Path) -> list[SweepRecord]:
 
 
 def proposed_trials(output: Path, sweeps: Collection[str]) -> list[str]:
-    """Trials of later generations that earlier runs into `output` have proposed: no jobs file names them."""
+    """Return the trials of later generations that earlier runs into `output` have proposed: no jobs file
+    names them."""
     mine = [record for record in records_in(output) if record.name in sweeps]
     return [trial.name for record in mine for trial in record.trials if trial.generation > 0]
 
@@ -167,7 +170,8 @@ def _plain(value: Any) -> Any:
 
 
 def _checksum(whole: Mapping[str, Any]) -> str:
-    """Of all the rest: a bit that a disk has flipped often leaves valid JSON with another number in it."""
+    """Return the checksum of all other keys: a bit that a disk has flipped often leaves valid JSON with
+    another number in it."""
     return f"{zlib.crc32(json_text(whole).encode()):08x}"
 
 

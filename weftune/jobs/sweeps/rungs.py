@@ -1,16 +1,17 @@
-"""Successive halving as a state machine: who may train up to which step, who rests, who leaves.
+"""Successive halving as a state machine: up to which step each trial may train, and which trials rest or
+leave.
 
-A rung is a step at which all trials of a generation are judged, and from which only the best go on. It is
-decided when each of its trials has been evaluated there or has ended: so a decision depends on the recorded
-values and on nothing else, in whatever order they arrive. Trials leave a sweep
+A rung is a step at which all trials of a generation are evaluated, and from which only the best continue. It
+is decided when each of its trials has been evaluated there or has ended, so a decision depends on the
+recorded values and on nothing else, in whatever order they arrive. Trials leave a sweep
 
-- at a rung, where they are not among the best `max(1, ceil(keep × n))` of the `n` trials that began it; among
-  equals the first of the file goes on;
+- at a rung, if they are not among the best `max(1, ceil(keep × n))` of the `n` trials that began it; among
+  equals the first of the file continues;
 - between rungs, when their training loss does not fall (`LossTrend`).
 
 A trial that fails, is cancelled or leaves between rungs counts as the worst at the rungs that it has not
-passed. One that its own `early_stop` has ended is finished: at later rungs it takes nobody's place, and at
-the end it is ranked among the others.
+passed. A trial that its own `early_stop` has ended is finished: at later rungs it does not take the place of
+another, and at the end it is ranked among the others.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from weftune.jobs.spec.spec import in_steps
 from weftune.jobs.sweeps.spec import Halving, Mode, SweepSpec
 
 LEFT = "left the sweep at step"
-"""How the reason of every trial begins that has left."""
+"""Beginning of the reason of every trial that has left."""
 TREND_STEPS = 10
-"""Steps whose mean loss is compared."""
+"""Number of steps whose mean loss is compared."""
 FIRST_TREND = 20
-"""The step before which no trial leaves because of its training loss."""
+"""Step before which no trial leaves because of its training loss."""
 TREND_SHARE = 0.1
-"""Nor in this first share of its steps."""
+"""Share of its first steps in which no trial leaves because of its training loss."""
 
 
 class TrialEnd(StrEnum):
-    """How a trial came to make no more steps."""
+    """The ways in which a trial ends."""
 
     LEFT = "left"
     FAILED = "failed"
@@ -47,25 +48,25 @@ class TrialEnd(StrEnum):
 class EndedTrial:
     how: TrialEnd
     step: int
-    """The last that it made."""
+    """Last step that the trial made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Who goes on from a rung and who leaves there, the best first. Trials that had failed or left before are
-    in neither."""
+    """The trials that continue from a rung and those that leave there, the best first. Trials that had failed
+    or left before are in neither."""
 
     generation: int
     rung: int
     step: int
-    """Of the generation's first trial; where numbers of steps are searched over, trials have their own."""
+    """Step of the generation's first trial; each trial has its own if numbers of steps are searched over."""
     kept: tuple[str, ...]
     left: tuple[str, ...]
     began: int
-    """Trials that began the rung."""
+    """Number of trials that began the rung."""
 
     def reason(self, trial: str, step: int) -> str:
-        """Why a trial leaves here."""
+        """Return why a trial leaves here."""
         place = ordinal(len(self.kept) + self.left.index(trial) + 1)
         go_on = "the best goes on" if len(self.kept) == 1 else f"the best {len(self.kept)} go on"
         return f"{LEFT} {step}: {place} of {self.began}, {go_on}"
@@ -77,14 +78,14 @@ def ordinal(number: int) -> str:
 
 
 def rung_steps(halving: Halving | None, steps: int) -> tuple[int, ...]:
-    """The steps of a trial's rungs, all of them before its last."""
+    """Return the steps of a trial's rungs, all of them before its last."""
     shares = () if halving is None else sorted(halving.at)
     return tuple(min(in_steps(share, steps), steps - 1) for share in shares)
 
 
 def averaged_spans(halving: Halving | None, steps: int) -> tuple[tuple[int, int], ...]:
-    """The first and the last step of the weights whose mean each rung judges: the last quarter of the steps
-    so far, but nothing from before the last rung. Empty where rungs judge the last weights."""
+    """Return the first and the last step of the weights whose mean each rung evaluates: the last quarter of
+    the steps so far, but none from before the last rung. Empty if rungs evaluate the last weights."""
     if halving is None or halving.judge == "last":
         return ()
     rungs = rung_steps(halving, steps)
@@ -93,12 +94,13 @@ def averaged_spans(halving: Halving | None, steps: int) -> tuple[tuple[int, int]
 
 
 def quota(keep: float, count: int) -> int:
-    """How many of `count` go on."""
+    """Return how many of `count` trials continue."""
     return count if keep >= 1 else max(1, in_steps(keep, count))
 
 
 def worth(value: float | None, mode: Mode) -> float:
-    """A number that is lower for a better value; what is missing or not finite is the worst."""
+    """Return a number that is lower for a better value; a value that is missing or not finite is the
+    worst."""
     if value is None or not math.isfinite(value):
         return math.inf
     return value if mode == "min" else -value
@@ -106,14 +108,14 @@ def worth(value: float | None, mode: Mode) -> float:
 
 @dataclass(slots=True)
 class Rungs:
-    """A sweep's trials on their way."""
+    """The state of a sweep's trials."""
 
     spec: SweepSpec
     generations: list[tuple[str, ...]] = field(default_factory=list)
-    """Trials that are compared with one another; `tpe` has several such groups, one after another."""
+    """Groups of trials that are compared with one another; `tpe` has several, one after another."""
     decisions: list[Decision] = field(default_factory=list)
     values: dict[str, dict[int, float | None]] = field(default_factory=dict)
-    """Trial → step of a rung → what was measured there first."""
+    """Trial → step of a rung → the value that was measured there first."""
     ended: dict[str, EndedTrial] = field(default_factory=dict)
     _steps: dict[str, int] = field(default_factory=dict)
     _generation: dict[str, int] = field(default_factory=dict)
@@ -121,16 +123,16 @@ class Rungs:
     # -- events ------------------------------------------------------------------------------------------
 
     def begin(self, trials: Sequence[str]) -> None:
-        """A generation of trials, in the order of the file."""
+        """Add a generation of trials, in the order of the file."""
         self._generation |= dict.fromkeys(trials, len(self.generations))
         self.generations.append(tuple(trials))
 
     def enter(self, trial: str, steps: int) -> None:
-        """The number of a trial's steps is known."""
+        """Record the number of a trial's steps."""
         self._steps[trial] = steps
 
     def evaluate(self, trial: str, step: int, value: float | None) -> bool:
-        """Take a value; False where that step is no rung, or has its value already."""
+        """Record a value; return False if that step is no rung, or has its value already."""
         seen = self.values.setdefault(trial, {})
         if step not in self.rungs(trial) or step in seen:
             return False
@@ -141,12 +143,12 @@ class Rungs:
         self.ended.setdefault(trial, EndedTrial(how, step))
 
     def adopt(self, decision: Decision) -> None:
-        """Let a decision hold; those who leave have ended."""
+        """Apply a decision; the trials that leave have ended."""
         self.decisions.append(decision)
         for trial in decision.left:
             self.end(trial, TrialEnd.LEFT, self.rungs(trial)[decision.rung])
 
-    # -- answers -----------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------
 
     @property
     def trials(self) -> Iterator[str]:
@@ -159,7 +161,7 @@ class Rungs:
         return self._steps.get(trial, 0)
 
     def limit(self, trial: str) -> int:
-        """The step up to which the trial may train now."""
+        """Return the step up to which the trial may train now."""
         generation = self._generation[trial]
         rung = len(self._decided(generation))
         rungs = self.rungs(trial)
@@ -172,7 +174,7 @@ class Rungs:
         return self.limit(trial) < self.steps(trial) and self.limit(trial) not in self.values.get(trial, {})
 
     def due(self) -> list[Decision]:
-        """The decisions that can be made now, one for a generation at most; nothing changes by asking."""
+        """Return the decisions that can be made now, at most one per generation; the call changes nothing."""
         found = (self._due(generation) for generation in range(len(self.generations)))
         return [decision for decision in found if decision is not None]
 
@@ -200,7 +202,7 @@ class Rungs:
         ]
         return sorted(finished, key=key)
 
-    # -- how ---------------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------------
 
     def _due(self, generation: int) -> Decision | None:
         halving, rung = self.spec.halving, len(self._decided(generation))
@@ -221,7 +223,7 @@ class Rungs:
         return trial in self.ended or self._has_value(trial, rung)
 
     def _counts(self, trial: str, rung: int) -> bool:
-        """Whether it was evaluated at the rung, and had not failed or left by then."""
+        """Whether the trial was evaluated at the rung, and had not failed or left by then."""
         if not self._has_value(trial, rung):
             return False
         ended, step = self.ended.get(trial), self.rungs(trial)[rung]
@@ -238,7 +240,8 @@ class Rungs:
         return [decision for decision in self.decisions if decision.generation == generation]
 
     def _began(self, generation: int, rung: int) -> tuple[str, ...]:
-        """Who began a rung: all, or those kept at the one before, in the order of the file."""
+        """Return the trials that began a rung: all, or those kept at the one before, in the order of the
+        file."""
         return tuple(trial for trial in self.generations[generation] if self._begins(trial, rung))
 
     def _begins(self, trial: str, rung: int) -> bool:
@@ -246,9 +249,9 @@ class Rungs:
 
 
 class LossTrend:
-    """Whether a trial's training loss falls: from step 20 on, or from a tenth of the steps if that is later,
-    the mean of its last ten step losses must be below that of its first ten. At the last step nobody asks:
-    all has been paid for by then."""
+    """A check that a trial's training loss falls: from step 20 on, or from a tenth of the steps if that is
+    later, the mean of its last ten step losses must be below that of its first ten. The last step is not
+    checked: all the work has been done by then."""
 
     def __init__(self, steps: int) -> None:
         self._from = max(FIRST_TREND, in_steps(TREND_SHARE, steps))
@@ -264,11 +267,11 @@ class LossTrend:
         self._last.append(loss)
 
     def fault(self) -> str | None:
-        """Why the trial leaves now, or None."""
+        """Return why the trial leaves now, or None."""
         if not self._from <= self._step < self._steps:
             return None
         if len(self._first) < TREND_STEPS:
-            # Lines of the metrics were lost, and nothing can be said.
+            # Lines of the metrics were lost, so the trend is unknown.
             return None
         first, last = _mean(self._first), _mean(self._last)
         if last < first:

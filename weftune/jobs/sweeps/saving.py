@@ -1,4 +1,4 @@
-"""What halving is expected to save: the samples of all rungs over those of all trials to their end."""
+"""The expected saving of halving: the samples of all rungs over those of all trials to their end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
 @dataclass(frozen=True, slots=True)
 class TrialWork:
-    """A trial's training: steps, and what a step of it comes to in samples, tokens or seconds."""
+    """A trial's training: its steps, and its samples, tokens or seconds per step."""
 
     steps: int
     per_step: float
@@ -21,11 +21,11 @@ class TrialWork:
 @dataclass(frozen=True, slots=True)
 class Saving:
     rungs: tuple[int, ...]
-    """The trials that begin each rung."""
+    """Number of trials that begin each rung."""
     whole: float
-    """What all trials come to if each is trained to its end."""
+    """Work of all trials if each is trained to its end."""
     expected: float
-    """What those come to that halving is expected to train."""
+    """Work of the trials that halving is expected to train."""
 
     @property
     def share(self) -> float:
@@ -33,12 +33,12 @@ class Saving:
 
 
 def trial_count(spec: SweepSpec) -> int:
-    """All trials of a sweep, those of later generations too."""
+    """Return the number of all trials of a sweep, including those of later generations."""
     return int(combinations(spec.over)) if spec.trials is None else spec.trials
 
 
 def rung_counts(spec: SweepSpec) -> tuple[int, ...]:
-    """The trials that begin each rung; every generation of `tpe` is halved by itself."""
+    """Return the number of trials that begin each rung; every generation of `tpe` is halved by itself."""
     count = trial_count(spec)
     groups = generations(count) if spec.search == "tpe" else [count]
     return tuple(map(sum, zip(*(_counts(group, spec.halving) for group in groups), strict=True)))
@@ -52,7 +52,8 @@ def _counts(trials: int, halving: Halving | None) -> list[int]:
 
 
 def expected_saving(spec: SweepSpec, works: Sequence[TrialWork]) -> Saving:
-    """The trials that leave are taken to be like the mean of all. `works` may be some of them only."""
+    """Return the expected saving. Trials that leave are assumed to be like the mean of all; `works` may be
+    only some of them."""
     counts = rung_counts(spec)
     scale = counts[0] / len(works)
     spans = [
@@ -63,7 +64,7 @@ def expected_saving(spec: SweepSpec, works: Sequence[TrialWork]) -> Saving:
 
 
 def _spans(work: TrialWork, halving: Halving | None) -> Iterable[float]:
-    """From each rung to the next."""
+    """Return the work from each rung to the next."""
     ends = [*rung_steps(halving, work.steps), work.steps]
     starts = [0, *ends[:-1]]
     return [(end - start) * work.per_step for start, end in zip(starts, ends, strict=True)]

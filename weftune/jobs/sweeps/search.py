@@ -13,17 +13,19 @@ from weftune.jobs.sweeps.tpe import Tpe
 
 
 class Proposer(Protocol):
-    """Where trials come from. It keeps nothing: told the same it proposes the same, so a run can resume."""
+    """A source of trials. It keeps no state: from the same ends it proposes the same trials, so a run can
+    resume."""
 
     def first(self) -> tuple[Trial, ...]: ...
 
     def next(self, ended: Ends) -> tuple[Trial, ...]:
-        """The generation after all of `ended`, which are all trials so far; empty when there are no more."""
+        """Return the generation after all of `ended`, which are all trials so far; empty if there are no
+        more."""
         ...
 
 
 def proposer(sweep: Sweep, taken: Iterable[str] = ()) -> Proposer:
-    """Of a sweep that was read; `taken` are the names of the run's other jobs."""
+    """Return the proposer for a sweep that was read; `taken` are the names of the run's other jobs."""
     return propose(sweep.name, sweep.spec, int(sweep.keys.values.get("seed", 0)), taken)
 
 

@@ -1,4 +1,4 @@
-"""What the key `sweep` of a job asks for, and the trials that come of it."""
+"""The records of a job's key `sweep`, and of the trials that result from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Judge = Literal["mean", "last"]
 
 @dataclass(frozen=True, slots=True)
 class ValueRange:
-    """Numbers from `min` to `max`; whole ones where both ends are whole. `log`: even in their logarithms."""
+    """Numbers from `min` to `max`, whole ones if both ends are whole. `log` spaces them evenly in their
+    logarithms."""
 
     min: float
     max: float
@@ -25,20 +26,21 @@ class ValueRange:
 
 
 Choices = tuple[Any, ...] | ValueRange
-"""Values that a key may have: those of a list (of mappings, too), or a range."""
+"""Values that a key may have: those of a list (which may be mappings), or a range."""
 
 
 @dataclass(frozen=True, slots=True)
 class Halving:
-    """At each share `at` of a trial's steps all are evaluated, and only a share `keep` of them goes on."""
+    """A rule by which all trials are evaluated at each share `at` of their steps, and only a share `keep` of
+    them continues."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     at: tuple[float, ...]
     keep: float
     judge: Judge = "mean"
-    """What is evaluated there: the mean of a trial's weights over the last quarter of its steps, or the last
-    ones."""
+    """Weights that are evaluated there: the mean of a trial's weights over the last quarter of its steps, or
+    the last ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +48,15 @@ class SweepSpec:
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     over: Mapping[str, Choices]
-    """Dotted key of the job → what it may be."""
+    """Dotted key of the job → the values that it may have."""
     search: Search = "grid"
     trials: int | None = None
-    """How many are drawn; a grid has all of its own."""
+    """Number of trials that are drawn. None for a grid, which has all of its combinations."""
     metric: Metric = "eval_loss"
     mode: Mode = "min"
     halving: Halving | None = None
     keep: int = 1
-    """Winners whose adapters are kept in `best`."""
+    """Number of winners whose adapters are kept in `best`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class Trial:
 
 
 Ends = Sequence[tuple[Trial, float | None]]
-"""Trials with the last value that was evaluated of each; None where there is none."""
+"""Trials, each with its last evaluated value; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,8 @@ class Sweep:
     name: str
     spec: SweepSpec
     trials: tuple[Trial, ...]
-    """Of `tpe` the first generation: later ones depend on how these end."""
+    """Trials of the sweep. For `tpe`, those of the first generation: later ones depend on how these end."""
     keys: Layer = field(default_factory=lambda: Layer({}, {}), repr=False, compare=False)
-    """The job's own keys, `sweep` among them, over which a trial's values are laid."""
+    """The job's own keys, including `sweep`, over which a trial's values are merged."""
     folder: Path = field(default=Path(), repr=False, compare=False)
-    """What the job's paths are relative to."""
+    """Folder that the job's paths are relative to."""

@@ -19,14 +19,16 @@ if TYPE_CHECKING:
     import optuna
 
 MAX_REPEATS = 50
-"""Proposals in a row that repeat other trials before the rest of a generation is drawn at random."""
+"""Number of proposals in a row that may repeat other trials before the rest of a generation is drawn at
+random."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tpe:
-    """The first generation is drawn at random; each later one is asked when the one before has ended.
+    """A proposer that draws the first generation at random, and asks for each later one when the one before
+    has ended.
 
-    Nothing is kept between calls: the sampler is told all ends anew, and seeded by how many there are.
+    No state is kept between calls: the sampler is given all ended trials anew, and is seeded by their number.
     """
 
     name: str
@@ -39,7 +41,7 @@ class Tpe:
         return named(self.name, self.spec, draws(self.spec.over, count, self.seed), self.taken)
 
     def next(self, ended: Ends) -> tuple[Trial, ...]:
-        # By name: what ended first, which hangs on the clock, must not matter.
+        # Sorted by name: the order in which trials ended depends on the clock and must not matter.
         known = sorted(ended, key=lambda one: one[0].name)
         count = min(next(generations(self._trials)), self._trials - len(known))
         if count <= 0:
@@ -56,7 +58,7 @@ class Tpe:
         return self.spec.trials
 
     def _proposed(self, study: optuna.Study, known: Ends, count: int, seed: int) -> list[Mapping[str, Any]]:
-        """Distinct from one another and from all before."""
+        """Return `count` combinations that are distinct from one another and from all before."""
         over = self.spec.over
         asked = {key: _distribution(choices) for key, choices in over.items()}
         before = [trial.values for trial, _ in known]
@@ -82,7 +84,7 @@ def _study(spec: SweepSpec, known: Ends, seed: int) -> optuna.Study:
             'search: tpe needs Optuna: pip install "weftune[sweeps]", or write search: random'
         ) from None
     direction: Literal["minimize", "maximize"] = "minimize" if spec.mode == "min" else "maximize"
-    # One trial to start with: the first generation is told, not asked.
+    # One startup trial: the first generation is given to the sampler, not requested from it.
     sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True, n_startup_trials=1)
     study = optuna.create_study(direction=direction, sampler=sampler)
     complete, pruned = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED
@@ -90,7 +92,7 @@ def _study(spec: SweepSpec, known: Ends, seed: int) -> optuna.Study:
         is_known = value is not None and math.isfinite(value)
         study.add_trial(
             optuna.trial.create_trial(
-                # A trial without a value is told as worse than every other, so that its like is avoided.
+                # A trial without a value counts as worse than every other, so that similar ones are avoided.
                 state=complete if is_known else pruned,
                 value=value if is_known else None,
                 params={key: _param(choices, trial.values[key]) for key, choices in spec.over.items()},
@@ -101,7 +103,8 @@ def _study(spec: SweepSpec, known: Ends, seed: int) -> optuna.Study:
 
 
 def _distribution(choices: Choices) -> optuna.distributions.BaseDistribution:
-    """Values of a list by their index: they may be mappings, which Optuna has no room for."""
+    """Return Optuna's distribution. Values of a list are given by their index, since they may be mappings,
+    which Optuna does not support."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if not isinstance(choices, ValueRange):
@@ -123,7 +126,7 @@ def _value(choices: Choices, param: Any) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Optuna logs every study, and warns of what it calls experimental."""
+    """Silence Optuna, which logs every study and warns of what it calls experimental."""
     try:
         import optuna
     except ImportError:

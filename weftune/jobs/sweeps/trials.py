@@ -1,4 +1,5 @@
-"""A trial as a job: the trial's values laid over the sweep's own keys, and where each was written."""
+"""A trial as a job: the trial's values merged over the sweep's own keys, and the place where each was
+written."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from weftune.jobs.sweeps.ways import nested, way_of
 
 
 def trial_job(sweep: Sweep, trial: Trial) -> JobSpec:
-    """The job that a trial is: of later generations too, which no file lists."""
+    """Return the job of a trial, also for later generations, which no file lists."""
     job, found = settle(JobSpec, trial_layer(sweep, trial), sweep.folder)
     if job is None:
         raise SpecError(in_file_order(found))
@@ -22,7 +23,7 @@ def trial_job(sweep: Sweep, trial: Trial) -> JobSpec:
 
 
 def trial_layer(sweep: Sweep, trial: Trial) -> Layer:
-    """The keys of a trial; those that `over` sets point to the value there."""
+    """Return the keys of a trial; the places of those that `over` sets point to the value there."""
     job = own_keys(sweep.keys)
     places = {loc: place for loc, place in job.places.items() if not loc}
     for key, value in trial.values.items():
@@ -32,7 +33,7 @@ def trial_layer(sweep: Sweep, trial: Trial) -> Layer:
 
 
 def own_keys(keys: Layer) -> Layer:
-    """A job's keys without `sweep`."""
+    """Return a job's keys without `sweep`."""
     values = {key: value for key, value in keys.values.items() if key != "sweep"}
     return Layer(values, {loc: place for loc, place in keys.places.items() if loc[:1] != ("sweep",)})
 

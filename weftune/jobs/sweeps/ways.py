@@ -1,4 +1,4 @@
-"""The dotted keys of `over` as ways into a job's keys."""
+"""The dotted keys of `over` as locations in a job's keys."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from weftune.jobs.sweeps.spec import Choices, ValueRange
 
 
 def way_of(key: str) -> Loc:
-    """`adapter.rank` as `("adapter", "rank")`; what follows is one name: patterns hold dots themselves."""
+    """Return `adapter.rank` as `("adapter", "rank")`; the rest is one name, since patterns contain dots
+    themselves."""
     return tuple(key.split(".", 2))
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A trial's values as keys of a job: `{"adapter.rank": 8}` is `{"adapter": {"rank": 8}}`."""
+    """Return a trial's values as keys of a job: `{"adapter.rank": 8}` becomes `{"adapter": {"rank": 8}}`."""
     whole: dict[str, Any] = {}
     for key, value in values.items():
         *above, last = way_of(key)
@@ -28,7 +29,8 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def leaves(way: Loc, value: Any) -> Iterator[tuple[Loc, Any]]:
-    """What a value of the key at `way` sets: itself, or what a mapping holds."""
+    """Yield the locations and values that a value of the key at `way` sets: itself, or the content of a
+    mapping."""
     if isinstance(value, Mapping):
         for name, below in value.items():
             yield from leaves((*way, name), below)
@@ -37,7 +39,7 @@ def leaves(way: Loc, value: Any) -> Iterator[tuple[Loc, Any]]:
 
 
 def leaves_of(key: str, choices: Choices) -> list[Loc]:
-    """The ways to everything that some value of `choices` sets."""
+    """Return the locations of everything that some value of `choices` sets."""
     if isinstance(choices, ValueRange):
         return [way_of(key)]
     return list(dict.fromkeys(way for value in choices for way, _ in leaves(way_of(key), value)))

@@ -1,5 +1,5 @@
-"""Addresses of what jobs have at the sites of a group, by slot, in device memory: content that a captured
-graph reads anew at every replay.
+"""Addresses of the jobs' tensors at the sites of a group, by slot, in device memory: a captured graph reads
+them anew at every replay.
 
 Shapes: P sites, S slots, A addresses and n numbers of an entry.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from weftune.ops.lora.rows import views, words
 
 AddressEntry = tuple[Sequence[int], Sequence[int]]
-"""Addresses and numbers."""
+"""Addresses and numbers of one slot at one site."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class AddressTable:
     host: Tensor
     buffer: Tensor
     address_PSA: Tensor
-    """int64; all are 0 where a slot has nothing at a site."""
+    """int64 addresses; all are 0 if a slot has nothing at a site."""
     number_PSn: Tensor
 
     @staticmethod
     def empty(sites: int, slots: int, device: torch.device, *, addresses: int, numbers: int) -> AddressTable:
-        # In 32-bit words; the 64-bit addresses come first, where they are aligned.
+        # Sizes in 32-bit words; the 64-bit addresses come first, so that they are aligned.
         shapes = [(sites, slots, 2 * addresses), (sites, slots, numbers)]
         host = torch.zeros(words(shapes), dtype=torch.int32)
         buffer = host.to(device, copy=True)
@@ -40,7 +40,7 @@ class AddressTable:
         return self.address_PSA.shape[1]
 
     def put(self, slot: int, entries: Sequence[AddressEntry | None]) -> None:
-        """One for every site, on the host until `send`."""
+        """Set a slot's entries, one per site. They stay on the host until `send`."""
         sites, slots, addresses = self.address_PSA.shape
         shapes = [(sites, slots, 2 * addresses), tuple(self.number_PSn.shape)]
         address, number = views(self.host, shapes)
@@ -49,5 +49,5 @@ class AddressTable:
             address_PSA[site, slot], number_PSn[site, slot] = (0, 0) if entry is None else entry
 
     def send(self) -> None:
-        """Bring the host's table to the device, in one copy."""
+        """Copy the host's table to the device."""
         self.buffer.copy_(self.host.pin_memory() if self.buffer.is_cuda else self.host, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Work on a second stream, beside the main stream's next kernels.
+"""Work on a second stream, concurrent with the main stream's next kernels.
 
 A matrix product leaves multiprocessors idle in its last wave. Memory-bound work that the product does not
 depend on can use that time.
@@ -15,13 +15,14 @@ import torch
 
 class Aside:
     def __init__(self, device: torch.device) -> None:
-        """The second stream first waits for everything launched on the current stream until now."""
+        """Make the second stream wait for everything launched on the current stream until now."""
         self._stream = _stream(device) if device.type == "cuda" else None
         self._ready = torch.cuda.current_stream(device).record_event() if self._stream else None
 
     @contextmanager
     def done(self) -> Iterator[None]:
-        """Work launched within runs on the second stream; later work of the main stream waits for it.
+        """Run the work launched inside the context on the second stream; later work of the main stream waits
+        for it.
 
         It must not allocate: the allocator would not know that freed memory is still in use there.
         """

@@ -26,11 +26,12 @@ from weftune.ops.lora.table import Group
 from weftune.ops.lora.weave import Order, rank_block
 
 TIE = 1.01
-"""An order within this share of the fastest counts as equal, so that noise does not decide."""
+"""Ratio to the fastest time within which an order counts as equal, so that noise does not decide."""
 MOST_ROWS = 1 << 14
-"""More rows than these keep every part of a device as busy, and would only make the trial longer."""
+"""Maximum number of rows in a trial. More rows keep a device no busier and would only make the trial
+longer."""
 MOST_THREADS = 8
-"""Compilers at once: beyond these they wait for the interpreter's lock."""
+"""Maximum number of concurrent compilations: more would wait for the interpreter's lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +43,25 @@ class Shape:
     widths: tuple[int, ...]
     """Outputs of each part."""
     rows: int
-    """Up to a power of two, so that trials are few."""
+    """Rows, rounded up to a power of two, so that trials are few."""
     ranks: int
-    """Of one part, up to a power of two that a tensor core takes."""
+    """Ranks of one part, rounded up to a power of two that a tensor core takes."""
     bands: int
-    """Parts of each site."""
+    """Number of parts of each site."""
     slots: int
-    """As in the group's own table: kernels are compiled for it, and not a second time for the trial."""
+    """Number of slots in the group's table: kernels are compiled for it, and not a second time for the
+    trial."""
     drops: bool
     residual: bool
     transposed: bool
-    """Whether the frozen weight lies in memory as [K, N]."""
+    """Whether the frozen weight is stored as [K, N]."""
     aligned: bool
     coded: bool = False
-    """Whether the frozen weight is one of 8-bit floats, which products are made of."""
+    """Whether the frozen weight is stored as 8-bit floats that products read directly."""
 
     @property
     def text(self) -> str:
-        """For the file, where machines and people read it."""
+        """Readable key of the shape in the file."""
         words = [str(self.dtype).removeprefix("torch."), f"{self.rows} rows", f"{self.features} inputs"]
         words += [f"{'+'.join(map(str, self.widths))} outputs", f"rank {self.ranks}", f"{self.slots} slots"]
         words += [f"{self.bands} bands"] if self.bands > 1 else []
@@ -69,9 +71,10 @@ class Shape:
 
 
 Measure = Callable[[Shape, Sequence[Order]], Mapping[Order, float]]
-"""Microseconds of every order that the device can run; `torch.OutOfMemoryError` if a trial does not fit."""
+"""A function that returns the microseconds of every order that the device can run, and raises
+`torch.OutOfMemoryError` if a trial does not fit."""
 Compile = Callable[[Shape, Order], None]
-"""Have the kernels of an order compiled."""
+"""A function that compiles the kernels of an order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,27 +98,27 @@ class Choices:
         compile: Compile | None = None,
         pinned: bool = False,
     ) -> None:
-        """Without a file nothing is measured: an interpreter's times say nothing about a GPU. `pinned`, the
-        first order that may be used is taken whatever others take, and the file is not read."""
+        """Without a file nothing is measured: an interpreter's times say nothing about a GPU. If `pinned`,
+        the first allowed order is used without measuring, and the file is not read."""
         self._measure = measure
         self._file = file
         self._capturing = capturing
         self._compile = compile
         self.pinned = pinned
         self.forced: Order | None = None
-        """For measurements: every site takes this order, whether or not it is the best."""
+        """Order that every site uses, for measurements, whether or not it is the best. None disables it."""
         self._compiled: set[Contest] = set()
         self._orders: dict[Contest, Order] = {}
 
     @property
     def compiles(self) -> bool:
-        """Whether `compile_ahead` does anything."""
+        """Whether `compile_ahead` has any effect."""
         return self._file is not None and self._compile is not None
 
     def compile_ahead(self, contests: Iterable[Contest]) -> None:
-        """Compile the kernels of all contests that are not decided yet, side by side.
+        """Compile the kernels of all undecided contests in parallel.
 
-        Whatever goes wrong is left to the pass that needs the kernel.
+        Errors are left to the pass that needs the kernel.
         """
         new = {one for one in contests if len(one.orders) > 1} - self._compiled - self._orders.keys()
         if self._file is None or self._compile is None or not new or self._capturing():
@@ -135,7 +138,7 @@ class Choices:
         torch.cuda.empty_cache()
 
     def _taken(self, contest: Contest) -> tuple[Order, ...]:
-        """The orders that may come out of a contest."""
+        """Return the orders that a contest may choose."""
         if self.forced is not None:
             return (self.forced,)
         return contest.orders[:1] if self.pinned else contest.orders
@@ -149,7 +152,7 @@ class Choices:
         rows: Rows,
         orders: tuple[Order, ...],
     ) -> Order:
-        """One of `orders`, those that may be used; the first of them where nothing can be measured."""
+        """Return one of the allowed `orders`; the first if nothing can be measured."""
         if self.forced is not None:
             return self.forced
         if self._file is None or self.pinned or len(orders) == 1:
@@ -157,7 +160,8 @@ class Choices:
         contest = Contest(shape_of(x_TK.dtype, weight_NK, residual_TN is not None, group, rows), orders)
         if contest not in self._orders:
             if self._capturing():
-                # Nothing may wait for the device now. Not remembered: the next pass may well measure.
+                # Nothing may wait for the device now. The choice is not stored: the next pass may be able to
+                # measure.
                 return orders[0]
             self._orders[contest] = self._find(self._file, contest)
         return self._orders[contest]
@@ -171,11 +175,11 @@ class Choices:
         with phase(Phase.TRYING), suppress(torch.OutOfMemoryError):
             times = self._measure(contest.shape, orders)
         if times is None:
-            # Another process may have more room, so the file is not told.
+            # Another process may have more memory, so nothing is written to the file.
             torch.cuda.empty_cache()
             return orders[0]
         if not times:
-            # No kernel of theirs runs on this device. The library's product runs on all.
+            # None of their kernels runs on this device. The library's product runs on all devices.
             return Order.wide
         return file.add(contest.text, MeasuredOrder(fastest(times), times), orders).order
 
@@ -198,6 +202,6 @@ def shape_of(dtype: torch.dtype, weight_NK: Tensor, residual: bool, group: Group
 
 
 def fastest(times: Mapping[Order, float]) -> Order:
-    """The first order, as the enum has them, among those as good as the fastest."""
+    """Return the first order, in the order of the enum, among those as good as the fastest."""
     enough = TIE * min(times.values())
     return next(order for order in Order if order in times and times[order] <= enough)

@@ -1,7 +1,7 @@
-"""The cache file of measured orders: one for every kind of device and version of its compiler.
+"""The cache file of measured orders: one per kind of device and version of its compiler.
 
-It can be deleted at any time: what is missing is measured again. Processes that write at once replace the
-file whole, so it is never half written; at worst one of them measures a shape again later.
+It can be deleted at any time: missing orders are measured again. Processes that write at the same time
+replace the whole file, so it is never half written; at worst one of them measures a shape again later.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class TrialMachine:
     torch: str
     triton: str
     kernels: str
-    """A checksum of the sources of the ops: a changed kernel has other times."""
+    """Checksum of the sources of the ops: a changed kernel has other times."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredOrder:
     order: Order
     microseconds: Mapping[Order, float]
-    """For whoever reads the file; the choice is made."""
+    """Measured times, for readers of the file only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,15 @@ class ChoiceFile:
 
     @property
     def path(self) -> Path:
-        """The kernels are not in the name: their next version replaces the file."""
+        """Path of the file. Its name does not depend on the kernels, so that their next version replaces the
+        file."""
         machine = self.machine
         words = (machine.device, machine.capability, "torch", machine.torch, "triton", machine.triton)
         return self.folder / f"{re.sub(r'[^a-z0-9.]+', '-', ' '.join(words).lower())}.json"
 
     def read(self) -> dict[str, MeasuredOrder]:
-        """What is known, by shape and orders; nothing if the file is not there or not this machine's."""
+        """Return a map from shape and orders to the measured order; empty if the file is missing or from
+        another machine."""
         try:
             content = json.loads(self.path.read_bytes())
         except (OSError, ValueError, RecursionError):
@@ -66,8 +68,8 @@ class ChoiceFile:
         return {contest: found for contest, entry in entries if (found := _measured(entry)) is not None}
 
     def add(self, contest: str, measured: MeasuredOrder, orders: Sequence[Order]) -> MeasuredOrder:
-        """The order that is valid from now on: what another process wrote meanwhile, if it is one of the
-        orders."""
+        """Store a measured order and return the valid one: that of another process if it has written one of
+        the orders meanwhile."""
         known = self.read()
         if contest not in known or known[contest].order not in orders:
             known[contest] = measured
@@ -88,7 +90,7 @@ class ChoiceFile:
                 partial.unlink(missing_ok=True)
                 raise
         except OSError:
-            # A cache that cannot be written costs a trial in every process, and no training.
+            # If the cache cannot be written, every process runs the trial again; training is not affected.
             return
 
 
@@ -102,7 +104,7 @@ def _measured(entry: Any) -> MeasuredOrder | None:
 
 
 def file_for(device: torch.device) -> ChoiceFile | None:
-    """Where the device's orders are kept; None for a device on which nothing is measured."""
+    """Return the file of the device's orders, or None for a device on which nothing is measured."""
     if device.type != "cuda":
         return None
     import triton

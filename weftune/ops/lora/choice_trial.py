@@ -1,6 +1,7 @@
-"""A trial of the orders of the tiled route: a made-up site of the same shape, forward and backward, timed.
+"""A trial that times the orders of the tiled route, forward and backward, on a synthetic site of the same
+shape.
 
-Nothing of the base or of the jobs aboard is read or written, not even torch's random numbers.
+Nothing of the base or of the running jobs is read or written, not even torch's random state.
 
 Shapes: T rows, K inputs, N outputs of all parts, R ranks.
 """
@@ -30,17 +31,17 @@ from weftune.ops.lora.weave import Order, Weave, tiling
 
 JOBS = 8
 DROPOUT = 0.1
-"""Masks cost the same whatever they drop."""
+"""Dropout of the trial; the cost of masks does not depend on it."""
 BUDGET = 60_000.0
-"""Microseconds that all rounds may take together, if the fewest do not take more."""
+"""Microseconds that all rounds may take together, unless `FEWEST` rounds take more."""
 FEWEST, MOST = 3, 9
-"""Rounds that count."""
+"""Minimum and maximum number of timed rounds."""
 HEAD_START = 4_000_000
-"""Cycles, some milliseconds: what the host needs to launch one round."""
+"""Device cycles, some milliseconds, that the host needs to launch one round."""
 
 
 def choices_on(device: torch.device) -> Choices:
-    """For the sites of a base on this device; pinned where kernels are to be deterministic."""
+    """Return the choices for the sites of a base on this device; pinned if kernels must be deterministic."""
     return Choices(
         partial(time_orders, device=device),
         file_for(device),
@@ -58,14 +59,14 @@ def compile_order(shape: Shape, order: Order, device: torch.device) -> None:
 
 @torch.no_grad()
 def time_orders(shape: Shape, orders: Sequence[Order], device: torch.device) -> dict[Order, float]:
-    """Microseconds of one forward and backward in each order that the device can run."""
+    """Return the microseconds of one forward and backward in each order that the device can run."""
     with torch.cuda.device(device):
         site = made_up_site(shape, device)
         scratch = torch.empty(2 * _cache_bytes(device), dtype=torch.int8, device=device)
         runnable = [order for order in orders if _runs(site, order)]
         if not runnable:
             return {}
-        # It settles clocks and caches, and tells how many rounds the budget has.
+        # The first round stabilises clocks and caches, and determines how many rounds fit the budget.
         first = _round(site, runnable, scratch)
         rounds = max(FEWEST, min(MOST, int(BUDGET / sum(first.values()))))
         taken = [_round(site, runnable, scratch) for _ in range(rounds)]
@@ -74,7 +75,7 @@ def time_orders(shape: Shape, orders: Sequence[Order], device: torch.device) -> 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Stands for one in the base, with eight jobs aboard."""
+    """A synthetic site with eight jobs, in place of one of the base."""
 
     x_TK: Tensor
     dy_TN: Tensor
@@ -83,7 +84,7 @@ class Site:
     group: Group
     rows: Rows
     entries: list[list[Entry]]
-    """Kept alive here: the group's table has only their addresses."""
+    """Adapters, kept alive here: the group's table has only their addresses."""
 
     def step(self, order: Order) -> None:
         chosen = tiling(self.rows, self.group, self.x_TK.shape[1], self.x_TK.dtype)
@@ -93,7 +94,8 @@ class Site:
 
 
 def _runs(site: Site, order: Order) -> bool:
-    """Compile and warm up. A kernel that asks more than this device has ends the order, not the job."""
+    """Compile and warm up, and return whether the order runs. A kernel that needs more than this device has
+    excludes the order and does not fail the job."""
     from triton.errors import TritonError
 
     try:
@@ -104,13 +106,13 @@ def _runs(site: Site, order: Order) -> bool:
 
 
 def _round(site: Site, orders: Sequence[Order], scratch: Tensor) -> dict[Order, float]:
-    """All orders in turn, so that a change of clocks meets them all.
+    """Time all orders in turn, so that a change of clocks affects them all.
 
-    What the device's cache holds is overwritten before each, as the other layers of a model would.
+    The device's cache is overwritten before each, as the other layers of a model would do.
     """
     marks = {order: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for order in orders}
-    # While the device idles through this the host gets ahead of it, and launches are not part of the times:
-    # in training a captured graph launches all.
+    # During this sleep of the device the host gets ahead of it, so that launches are not part of the times:
+    # in training a captured graph launches everything.
     torch.cuda._sleep(HEAD_START)
     for order, (began, ended) in marks.items():
         scratch.zero_()

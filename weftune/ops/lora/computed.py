@@ -1,8 +1,7 @@
 """Jobs whose A and B are computed: A = d ⊙ the rows of one constant, B = e ⊙ the columns of another (VeRA).
 
-The kernels write A and B, where the job's entry in the slot table has them, at every forward and again for
-every backward, so that all layers share the room for them; and from dA and dB they find the gradients of d
-and e.
+The kernels write A and B to the addresses in the job's slot table entry at every forward and again for every
+backward, so that all layers share their memory; and they compute the gradients of d and e from dA and dB.
 
 Shapes: R ranks, K inputs, N outputs of a site.
 """
@@ -20,14 +19,15 @@ from weftune.ops.lora.addresses import AddressTable
 from weftune.ops.lora.scales import Columns
 
 RANKS, COLUMNS = 16, 256
-"""What a program takes of A and B at a time."""
+"""Block of A and B that a program processes at a time."""
 RANK_COLUMNS = 2048
-"""What it takes of dA to add up a rank."""
+"""Columns of dA that a program processes at a time to sum over a rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedPair:
-    """Such a job at one site. The kernels keep only the addresses: the job keeps the tensors alive."""
+    """One job's computed A and B at one site. The kernels keep only the addresses: the job keeps the tensors
+    alive."""
 
     d_R: Tensor
     e_N: Tensor
@@ -35,19 +35,19 @@ class ComputedPair:
     de_N: Tensor
     """Accumulators of the gradients of d and e."""
     a_RK: Tensor
-    """At least as wide as the site's inputs."""
+    """Constant of A, at least as wide as the site's inputs."""
     b_RN: Tensor
-    """At least as wide as its outputs."""
+    """Constant of B, at least as wide as the site's outputs."""
 
 
 def computed_table(sites: int, slots: int, device: torch.device) -> AddressTable:
-    """Addresses of d, e, their accumulators and the constants; the ranks, 0 where a slot has no such job, and
-    how far the next rank is in either constant."""
+    """Return an empty table of the addresses of d, e, their accumulators and the constants, and of three
+    numbers: the ranks, 0 if a slot has no such job, and the row stride of either constant."""
     return AddressTable.empty(sites, slots, device, addresses=6, numbers=3)
 
 
 def put_computed(table: AddressTable, slot: int, found: Sequence[ComputedPair | None]) -> None:
-    """One for every site."""
+    """Set a slot's entries, one per site."""
     table.put(slot, [None if one is None else (_addresses(one), _numbers(one)) for one in found])
 
 
@@ -60,7 +60,7 @@ def _numbers(one: ComputedPair) -> tuple[int, int, int]:
 
 
 def write_pairs(like_TK: Tensor, table: AddressTable, matrices_PS4: Tensor, columns: Columns) -> None:
-    """A and B of all slots that have them computed, for inputs like these."""
+    """Write A and B of all slots that have them computed, for inputs like these."""
     from weftune.ops.triton import computed
 
     computed.write_pairs[(len(columns) * table.slots, _blocks(like_TK, columns))](
@@ -69,7 +69,8 @@ def write_pairs(like_TK: Tensor, table: AddressTable, matrices_PS4: Tensor, colu
 
 
 def add_pair_gradients(like_TK: Tensor, table: AddressTable, matrices_PS4: Tensor, columns: Columns) -> None:
-    """From dA and dB, which are zero afterwards, add to the accumulators of d and e."""
+    """Add the gradients that follow from dA and dB to the accumulators of d and e, and set dA and dB to
+    zero."""
     from weftune.ops.triton import computed
 
     computed.add_pair_gradients[(len(columns) * table.slots, _blocks(like_TK, columns))](
@@ -78,7 +79,7 @@ def add_pair_gradients(like_TK: Tensor, table: AddressTable, matrices_PS4: Tenso
 
 
 def _blocks(like_TK: Tensor, columns: Columns) -> int:
-    """Of columns, in the widest matrix."""
+    """Return the number of column blocks of the widest matrix."""
     widest = max(like_TK.shape[1], *(high - low for low, high in columns))
     return -(-widest // COLUMNS)
 

@@ -1,10 +1,10 @@
 """The tiled route of a mixture's experts: their frozen linears, all jobs' adapters, the activation and the
 router's weights as one autograd node.
 
-Choices (a token and one of its experts) are sorted by expert and, at each of them, by job, on the device: so
-what a job has at an expert is one run of rows, which the kernels of a site take for the rows of a slot of its
-own. The router's weight is multiplied in before the last product: its gradient then needs what the activation
-gave, and no expert's output is kept. Of a pass only gate and up stay, all else is recomputed.
+Choices (a token and one of its experts) are sorted by expert and then by job, on the device: so the rows of a
+job at an expert are one run, which the kernels of a site treat as the rows of a separate slot. The router's
+weight is multiplied in before the last product: its gradient then needs the activation's output, and no
+expert's output is kept. A pass keeps only gate and up; everything else is recomputed.
 
 Shapes: T tokens, k experts of a token, S = T · k choices, E experts, J owners of tokens, U runs, G parts of
 runs or of experts, D hidden width, I inner width, F = 2I, K inputs, N outputs of a linear, R ranks up to a
@@ -28,17 +28,17 @@ from weftune.ops.lora.tiled_kernels import add_dx, alignment, da, down, ds_db, p
 from weftune.ops.lora.weave import DIRECT_RANKS, Order, RowSpan, Weave, blocks_for, fuses, tiling
 
 TILE = 64
-"""Rows of a program, where all of them are one job's."""
+"""Rows per program, if all of them belong to one job."""
 COLUMNS = 1024
-"""Of a program, where all of them are in one row."""
+"""Columns per program, if all of them are in one row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """Whose tokens the rows of a microbatch are."""
+    """The owner of each row of a microbatch."""
 
     owner_T: Tensor
-    """int32, the place in `jobs`."""
+    """int32 index into `jobs`."""
     jobs: tuple[str | None, ...]
 
 
@@ -48,7 +48,8 @@ class ExpertSite:
 
     weight_ENK: Tensor
     group: Group | None
-    """Slot n · E + e of its table is the n-th adapter at expert e; None where nobody has one."""
+    """Group whose table has the n-th adapter at expert e in slot n · E + e. None if no job has an adapter
+    here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +64,17 @@ class Dealt:
     blocks_G5: Tensor
     """(start, stop, expert, first run, end of the runs) of at most BLOCK rows of one expert."""
     used_1: Tensor
-    """How many of the blocks have rows."""
+    """Number of blocks that have rows."""
     rows: Rows
-    """The runs as tiles and pieces; each run is one piece, alone in its slot."""
+    """Runs as tiles and pieces; each run is one piece, the only one of its slot."""
 
     def sorted_tokens(self, x_TD: Tensor) -> Tensor:
-        """The tokens, once for every choice."""
+        """Return the tokens, once for every choice."""
         return x_TD.index_select(0, self.order_S // self.places_Tk.shape[1])
 
 
 def deal(chosen_Tk: Tensor, owners: Owners, numbers_J: Tensor, experts: int, slots: int) -> Dealt:
-    """The host waits for nothing."""
+    """Sort the choices and assign them to programs, without waiting for the device."""
     from weftune.ops.triton import experts as kernels
 
     count, device = len(owners.jobs), chosen_Tk.device
@@ -84,7 +85,7 @@ def deal(chosen_Tk: Tensor, owners: Owners, numbers_J: Tensor, experts: int, slo
     every = torch.arange(runs + 1, dtype=torch.int32, device=device)
     edges = torch.searchsorted(key_S, every, out_int32=True)
     used = _ends(edges[::count], BLOCK)
-    # Of both there may be fewer: then the last have no slot, or no rows.
+    # There may be fewer of both: then the last ones have no slot or no rows.
     pieces_U4 = key_S.new_full((min(rows, runs), 4), -1)
     tiles_G3 = key_S.new_zeros(rows // TILE + len(pieces_U4), 3)
     blocks_G5 = key_S.new_empty(rows // BLOCK + experts, 5)
@@ -111,7 +112,7 @@ def deal(chosen_Tk: Tensor, owners: Owners, numbers_J: Tensor, experts: int, slo
 
 
 def _ends(edges: Tensor, most: int) -> Tensor:
-    """How many parts of at most so many rows there are up to the end of each run."""
+    """Return the number of parts of at most `most` rows up to the end of each run."""
     return ((edges.diff() + (most - 1)) // most).cumsum(dim=0, dtype=torch.int32)
 
 
@@ -126,7 +127,7 @@ def _dealt_rows(key_S: Tensor, pieces_U4: Tensor, tiles_G3: Tensor, slots: int) 
         sums_M3=none,
         runs_U3=none,
         edges_V=none,
-        # Of slots and rows without dropout only the number is looked at.
+        # Without dropout only the number of slots and rows is used.
         key_S=key_S.new_empty(slots),
         token_index_T=key_S,
     )
@@ -142,10 +143,10 @@ def woven_experts(
     numbers_J: Tensor | None,
     order: Order | None = None,
 ) -> Tensor:
-    """Σ over a token's experts of down(weight · silu(gate) ⊙ up), every job's adapters included.
+    """Return Σ over a token's experts of down(weight · silu(gate) ⊙ up), every job's adapters included.
 
-    `sites` are gate and up, which are one, and down. `numbers_J`: which of the adapters in their tables an
-    owner has, −1 for none; None where nobody has one. The backward adds dA and dB to the jobs' own
+    `sites` are gate and up as one site, and down. `numbers_J` is the number of each owner's adapter in their
+    tables, −1 for none; None if no owner has an adapter. The backward adds dA and dB to the jobs' own
     accumulators. `anchor` is a scalar that requires a gradient and gets none: with it the backward is called
     even where x needs no gradient.
     """
@@ -165,7 +166,7 @@ class WovenLinear:
     dealt: Dealt
     order: Order
     weave: Weave | None
-    """None where nobody has an adapter."""
+    """None if no job has an adapter."""
 
     @classmethod
     def of(cls, site: ExpertSite, dealt: Dealt, order: Order | None = None) -> WovenLinear:
@@ -174,11 +175,11 @@ class WovenLinear:
         if group is None:
             return cls(weight_ENK, dealt, order, None)
         chosen = tiling(rows, group, weight_ENK.shape[2], weight_ENK.dtype)
-        # No dropout: training or not, all is the same.
+        # There is no dropout, so training and evaluation are the same.
         return cls(weight_ENK, dealt, order, Weave(group, rows, True, chosen, order))
 
     def forward(self, x_SK: Tensor) -> tuple[Tensor, Tensor | None]:
-        """y, and the s that its backward needs."""
+        """Return y and the s that its backward needs."""
         s_SR = None if self.weave is None else down(x_SK, self.weave)
         if self.order.fuses:
             return self._product(x_SK, s_SR, backward=False), s_SR
@@ -188,7 +189,7 @@ class WovenLinear:
         return y_SN, s_SR
 
     def ds(self, dy_SN: Tensor, s_SR: Tensor | None) -> Tensor | None:
-        """ds; dB is added to the jobs' accumulators."""
+        """Return ds and add dB to the jobs' accumulators."""
         return None if self.weave is None or s_SR is None else ds_db(dy_SN, s_SR, self.weave)[0]
 
     def add_da(self, x_SK: Tensor, ds_SR: Tensor | None) -> None:
@@ -240,12 +241,12 @@ class WovenLinear:
 
 
 def _whole(y_SN: Tensor, weave: Weave) -> RowSpan:
-    """All columns."""
+    """Return the span of all columns."""
     return RowSpan(0, -(-y_SN.shape[1] // weave.tiling.up.columns), 0, y_SN.shape[1])
 
 
 def best_order(site: ExpertSite) -> Order:
-    """A product of our own where the device has it: it adds the adapters before it rounds."""
+    """Return the fused order if the device supports it: it adds the adapters before it rounds."""
     weight_NK, rank = site.weight_ENK.flatten(0, 1), site.group.rank if site.group else 1
     aligned = site.weight_ENK.shape[1] % 8 == 0
     fused = aligned and rank <= DIRECT_RANKS and fuses(weight_NK, weight_NK.device)
@@ -253,7 +254,7 @@ def best_order(site: ExpertSite) -> Order:
 
 
 def multiplies_at_once(site: ExpertSite) -> bool:
-    """Whether there is a kernel for all experts."""
+    """Return whether one kernel handles all experts."""
     return best_order(site).fuses or has_kernel(site.weight_ENK)
 
 
@@ -300,7 +301,7 @@ class _Experts(torch.autograd.Function):
 
 
 def _gated(gate_up_SF: Tensor, weight_S: Tensor) -> Tensor:
-    """weight · silu(gate) · up."""
+    """Return weight · silu(gate) · up."""
     from weftune.ops.triton import experts
 
     rows, width = gate_up_SF.shape[0], gate_up_SF.shape[1] // 2
@@ -317,7 +318,7 @@ def _gated(gate_up_SF: Tensor, weight_S: Tensor) -> Tensor:
 
 
 def _gated_backward(dact_SI: Tensor, gate_up_SF: Tensor, weight_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The activation once more, and the gradients of gate and up and of the weights."""
+    """Recompute the activation, and return it with the gradients of gate and up and of the weights."""
     from weftune.ops.triton import experts
 
     rows, width = dact_SI.shape
@@ -338,7 +339,7 @@ def _gated_backward(dact_SI: Tensor, gate_up_SF: Tensor, weight_S: Tensor) -> tu
 
 
 def _summed(y_SD: Tensor, places_Tk: Tensor) -> Tensor:
-    """Σ over a token's choices."""
+    """Return Σ over a token's choices."""
     from weftune.ops.triton import experts
 
     (tokens, active), width = places_Tk.shape, y_SD.shape[1]

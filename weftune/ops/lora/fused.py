@@ -1,10 +1,11 @@
-"""Launchers of the frozen product that has the adapters in it, forward and backward.
+"""Launchers of the fused product of the frozen weight and the adapters, forward and backward.
 
-What the copy engines read and write is described on the host at every launch; a captured graph keeps the
-descriptions, as it keeps addresses.
+The tensor descriptors of the copy engines are created on the host at every launch; a captured graph keeps
+them, as it keeps addresses.
 
-What large slots add is written first, where the product will be: a product reads of it what it overwrites. It
-is rounded to 16 bits, as s is, before the sum: that is a digit of its own, not of the sum.
+The addition of large slots is first written to the product's output, which the product reads before it
+overwrites it. It is rounded to 16 bits before the sum, as s is: this loses digits of the addition itself, not
+those below the last digit of the sum.
 
 Shapes: T rows, K inputs, N outputs of all parts, P parts, R ranks of one part up to a power of two.
 """
@@ -28,7 +29,7 @@ def fused_y(
     u_TN: Tensor | None,
     weave: Weave,
 ) -> Tensor:
-    """residual + bias + g ⊙ (xWᵀ + sB); where outputs are scaled, u takes them before they are."""
+    """Return residual + bias + g ⊙ (xWᵀ + sB). If outputs are scaled, u receives them unscaled."""
     operands = forward_operands(x_TK, weight)
     y_TN = x_TK.new_empty(operands.shape)
     if weave.has_large:
@@ -38,7 +39,7 @@ def fused_y(
 
 
 def fused_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, weave: Weave) -> Tensor:
-    """dyW + the dropped ds · A of all parts."""
+    """Return dyW + the dropped ds · A of all parts."""
     operands = backward_operands(dy_TN, weight)
     dx_TK = dy_TN.new_empty(operands.shape)
     if weave.has_large:
@@ -94,7 +95,7 @@ def _launch(
         rows,
         outputs,
         left.shape[1],
-        # Of one site the kernel takes the width as a number: so sites of other widths share it.
+        # For a single site the width is a runtime argument, so that sites of other widths share the kernel.
         COLUMNS=() if backward or weave.sites == 1 else weave.columns,
         BACKWARD=backward,
         TURNED=turned,

@@ -15,7 +15,7 @@ from weftune.core.coded import CODES, CodedWeight
 from weftune.ops.fp8 import codes_in_float32, row_codes
 
 Right = Tensor | CodedWeight
-"""A weight [N, K] that is multiplied by as it is."""
+"""A weight [N, K] that products read as it is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class Operands:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the product."""
+        """Shape of the product."""
         return len(self.left_TM), len(self.right_LM)
 
     def summed(self, low: int, high: int) -> Tensor:
-        """Some columns of the product in float32, without the scales."""
+        """Return some columns of the product in float32, without the scales."""
         right_LM = self.right_LM[low:high]
         if self.coded:
             return codes_in_float32(self.left_TM, right_LM)
@@ -43,7 +43,7 @@ class Operands:
 
 
 def forward_operands(x_TK: Tensor, weight: Right) -> Operands:
-    """Of xWᵀ."""
+    """Return the operands of xWᵀ."""
     if isinstance(weight, Tensor):
         return Operands(x_TK, weight)
     codes_TK, scale_T = row_codes(x_TK)
@@ -51,7 +51,7 @@ def forward_operands(x_TK: Tensor, weight: Right) -> Operands:
 
 
 def backward_operands(dy_TN: Tensor, weight: Right) -> Operands:
-    """Of dyW."""
+    """Return the operands of dyW."""
     if isinstance(weight, Tensor):
         return Operands(dy_TN, weight.T)
     codes_TN, scale_T = row_codes(dy_TN, weight.scale())
@@ -59,14 +59,14 @@ def backward_operands(dy_TN: Tensor, weight: Right) -> Operands:
 
 
 def matrix_like(like: Tensor, weight: Right) -> Tensor:
-    """The weight as a matrix of `like`'s dtype."""
+    """Return the weight as a matrix of `like`'s dtype."""
     if isinstance(weight, Tensor):
         return weight
     return (weight.codes().to(torch.float32) * weight.scale()[:, None]).to(like.dtype)
 
 
 def in_float32(left: Tensor, right: Tensor) -> Tensor:
-    """left · right as it is summed up; torch has no such product of 16-bit numbers on a CPU."""
+    """Return left · right in float32; torch has no such product of 16-bit numbers on a CPU."""
     if left.dtype == torch.float32:
         return left @ right
     if left.is_cuda:

@@ -53,7 +53,7 @@ class Block:
 
     @property
     def factor(self) -> float:
-        """The scale, with what dropout scales the kept values up by: applied once, to rank-sized tensors."""
+        """Scale, including dropout's factor for the kept values: applied once, to rank-sized tensors."""
         return self.scale / (1.0 - self.dropout)
 
     @property
@@ -72,17 +72,18 @@ class Blocks:
     blocks: tuple[Block, ...]
     token_index_T: Tensor
     anchor: Tensor
-    """A scalar that requires a gradient and gets none: it has autograd record sites whose x needs none."""
+    """Scalar that requires a gradient and gets none: it makes autograd record sites whose x needs none."""
 
     def kept(self, block: Block, features: int) -> Tensor | None:
-        """Which values of the block's rows of x survive its dropout; None where it has none."""
+        """Return the mask of values that dropout keeps in the block's rows of x, or None if it has no
+        dropout."""
         if block.dropout == 0.0:
             return None
         return kept_TK(block.key, self.token_index_T[block.rows], features, block.dropout)
 
 
 def add_lora(x_TK: Tensor, y_TN: Tensor, blocks: Blocks, route: Route) -> Tensor:
-    """y with every job's part added to its own rows. Except by reference, y itself is overwritten."""
+    """Return y with every job's part added to its own rows. All routes except the reference overwrite y."""
     if route is Route.reference:
         return _reference(x_TK, y_TN, blocks)
     return _Segmented.apply(x_TK, y_TN, blocks.anchor, blocks)
@@ -122,7 +123,7 @@ class _Segmented(torch.autograd.Function):
         x_TK, *s_by_block = ctx.saved_tensors
         dx_TK = _zero_outside(ctx.blocks, torch.empty_like(x_TK)) if ctx.needs_input_grad[0] else None
         for block, s in zip(ctx.blocks.blocks, s_by_block, strict=True):
-            # Beside other kinds, y is summed in float32.
+            # If the site also has adapters of other kinds, y is summed in float32.
             dy, kept = dy_TN[block.rows].to(s.dtype), ctx.blocks.kept(block, x_TK.shape[1])
             ds = (dy @ block.weights.b_rN.T).mul_(block.factor)
             _add_product(block.gradient.b_rN, s.T, dy)
@@ -152,5 +153,5 @@ def _zero_outside(blocks: Blocks, values_TK: Tensor) -> Tensor:
 
 
 def _masked(x_TK: Tensor, kept: Tensor | None) -> Tensor:
-    """x with dropped values at exactly zero, even a NaN; not yet scaled up."""
+    """Return x with dropped values at exactly zero, even a NaN; not yet scaled up."""
     return x_TK if kept is None else torch.where(kept, x_TK, 0.0)

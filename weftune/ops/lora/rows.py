@@ -1,7 +1,7 @@
 """The rows of a microbatch as the tiled kernels read them: how they are assigned to programs, in device
 memory.
 
-Sizes and addresses never change: the jobs aboard are content, replaced by one copy, so that a captured graph
+Sizes and addresses never change: the running jobs are content, replaced by one copy, so that a captured graph
 sees it.
 
 Shapes: T rows of the microbatch, S slots, G tiles, Q pieces, M sums, U runs, V blocks and one.
@@ -21,7 +21,7 @@ from torch import Tensor
 from weftune.ops.dropout import signed
 
 BLOCK = 128
-"""Rows of a program of the fused product: what a tensor core of two warp groups takes at once."""
+"""Rows per program of the fused product: as many as the tensor cores of two warp groups take at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Rows:
     piece: int
     buffer: Tensor
     tiles_G3: Tensor
-    """(start, stop, slot) of runs of at most `tile` rows that cover all rows; slot −1 where no adapter is."""
+    """(start, stop, slot) of runs of at most `tile` rows that cover all rows; slot −1 means no adapter."""
     pieces_Q4: Tensor
     """(start, stop, slot, alone) of runs of at most `piece` rows that cover all rows: first those of slots
     that have several, then the only ones of their slots (alone = 1), then the rows of no slot (slot −1)."""
@@ -53,13 +53,14 @@ class Rows:
     runs_U3: Tensor
     """(start, stop, slot) of the rows of each slot, cut at the multiples of BLOCK, in order."""
     edges_V: Tensor
-    """The block b of BLOCK rows has the runs edges[b] up to edges[b + 1]."""
+    """First run of each block: block b of BLOCK rows has the runs edges[b] up to edges[b + 1]."""
     key_S: Tensor
     token_index_T: Tensor
 
     @staticmethod
     def empty(rows: int, slots: int, device: torch.device, tile: int = 64, piece: int = 1024) -> Rows:
-        """For microbatches of so many rows, padding included; filled with nothing but padding."""
+        """Return a record for microbatches of `rows` rows, padding included; it holds only padding at
+        first."""
         shapes = _row_shapes(rows, slots, tile, piece)
         buffer = torch.empty(words(shapes), dtype=torch.int32, device=device)
         record = Rows(tile, piece, buffer, *views(buffer, shapes))
@@ -68,7 +69,7 @@ class Rows:
 
     @property
     def partials(self) -> int:
-        """How many pieces can there be of slots that have several: each has more than `piece` rows."""
+        """Maximum number of pieces of slots that have several: each such slot has more than `piece` rows."""
         return 2 * len(self.sums_M3)
 
     def fill(self, seats: Sequence[Seat], token_index: np.ndarray) -> None:
@@ -110,7 +111,7 @@ def _row_shapes(rows: int, slots: int, tile: int, piece: int) -> list[tuple[int,
 
 
 def _runs(seats: Sequence[Seat], rows: int) -> list[Seat]:
-    """All rows in order, those of no job as runs of slot −1."""
+    """Return runs that cover all rows in order, with slot −1 for rows of no job."""
     runs, row = [], 0
     for seat in sorted((seat for seat in seats if seat.start < seat.stop), key=lambda seat: seat.start):
         assert row <= seat.start, "segments overlap"
@@ -129,13 +130,13 @@ def _split(run: Seat, most: int) -> list[tuple[int, int]]:
 
 
 def _cut(run: Seat) -> list[tuple[int, int]]:
-    """The rows of a run by the block that they are in."""
+    """Return the rows of a run, split at the borders of blocks."""
     edges = [run.start, *range(run.start // BLOCK * BLOCK + BLOCK, run.stop, BLOCK), run.stop]
     return list(pairwise(edges))
 
 
 def _pieces(runs: Sequence[Seat], most: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """The pieces in the order that `Rows` promises, and the sums."""
+    """Return the pieces in the order documented in `Rows`, and the sums."""
     several: list[tuple[int, ...]] = []
     alone: list[tuple[int, ...]] = []
     nobody: list[tuple[int, ...]] = []
@@ -159,16 +160,17 @@ def _put(target: np.ndarray, entries: Sequence[tuple[int, ...]], unused: tuple[i
 
 
 def words(shapes: Sequence[tuple[int, ...]]) -> int:
-    """The 32-bit words of a buffer for `views` of these shapes."""
+    """Return the number of 32-bit words of a buffer for `views` of these shapes."""
     return sum(map(_room, shapes))
 
 
 def views(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-    """The parts of a buffer of 32-bit words."""
+    """Return the parts of a buffer of 32-bit words."""
     parts = buffer.split([_room(shape) for shape in shapes])
     return tuple(part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
 def _room(shape: tuple[int, ...]) -> int:
-    """In whole 16 bytes: Triton compiles a kernel anew for every pattern of aligned addresses."""
+    """Return the words of a view, rounded up to 16 bytes: Triton compiles a kernel anew for every pattern of
+    aligned addresses."""
     return -(-math.prod(shape) // 4) * 4

@@ -1,9 +1,9 @@
 """Vectors of jobs that scale the outputs or the inputs of a site on the tiled route:
 y = residual + b + g_out ⊙ ((x ⊙ g_in)Wᵀ + sB), every job with its own g.
 
-g is the product of a trained vector and, where the job has one, of a vector that no gradient goes through: of
-DoRA that is 1 / ‖W + scale · BA‖, computed at every forward, when W is at hand. As with matrices, the kernels
-find a slot's vectors by their addresses.
+g is the product of a trained vector and, if the job has one, a vector without gradient: for DoRA that is 1 /
+‖W + scale · BA‖, computed at every forward, when W is available. As with matrices, the kernels find a slot's
+vectors by their addresses.
 
 Shapes: T rows, K inputs, N outputs, M columns that are scaled, Q pieces of slots that have several.
 """
@@ -20,9 +20,9 @@ from weftune.ops.lora.addresses import AddressTable
 from weftune.ops.lora.rows import Rows
 
 COLUMNS, ROWS = 128, 32
-"""What a program scales at a time."""
+"""Block that a program scales at a time."""
 Columns = tuple[tuple[int, int], ...]
-"""For every site of a group, where its columns begin and end."""
+"""First column and end of every site of a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +31,21 @@ class SiteScale:
 
     value_M: Tensor
     total_M: Tensor
-    """The accumulator of its gradient."""
+    """Accumulator of its gradient."""
     inverse_M: Tensor | None = None
-    """float32: what the value is multiplied by. The kernels write it at every forward."""
+    """float32 factor of the value, which the kernels write at every forward. None if there is no such
+    factor."""
     scales_bias: bool = False
 
 
 def scale_table(sites: int, slots: int, device: torch.device) -> AddressTable:
-    """Addresses of values, of their accumulators and of what values are multiplied by, 0 where that is
-    nothing; one number, whether the bias is scaled, too."""
+    """Return an empty table of the addresses of values, of their accumulators and of the values' factors, 0
+    if there is none; its one number is whether the bias is scaled, too."""
     return AddressTable.empty(sites, slots, device, addresses=3, numbers=1)
 
 
 def put_scales(table: AddressTable, slot: int, scales: Sequence[SiteScale | None]) -> None:
-    """One for every site."""
+    """Set a slot's scales, one per site."""
     table.put(slot, [None if one is None else (_addresses(one), (one.scales_bias,)) for one in scales])
 
 
@@ -57,7 +58,7 @@ def _addresses(scale: SiteScale) -> tuple[int, int, int]:
 
 
 def scaled(x_TM: Tensor, table: AddressTable, columns: Columns, rows: Rows) -> Tensor:
-    """x ⊙ g, each row with its own job's g; rows of jobs that have none are copied."""
+    """Return x ⊙ g, each row with its own job's g; rows of jobs without one are copied."""
     from weftune.ops.triton import scales
 
     out_TM = torch.empty_like(x_TM)
@@ -86,8 +87,8 @@ def unscaled(
     rows: Rows,
     in_place: bool,
 ) -> Tensor:
-    """The way back from g ⊙ u: g ⊙ dy, `in_place` of dy or beside it. What dy · u sums up to over a job's
-    rows is added to its accumulator."""
+    """Compute the backward of g ⊙ u: return g ⊙ dy, which overwrites dy if `in_place`. The sum of dy · u over
+    a job's rows is added to its accumulator."""
     from weftune.ops.triton import scales
 
     du_TM = dy_TM if in_place else torch.empty_like(dy_TM)

@@ -3,8 +3,8 @@ memory.
 
 Sizes and addresses never change: jobs join and leave by changing entries, so that a captured graph sees it.
 
-A rank above BAND is cut into bands. A and B are held by ranks, so a band of either is a run of whole rows: to
-the kernels it is a part by itself, at the address where these begin, with at most BAND ranks and the same
+A rank above BAND is cut into bands. A and B are stored by ranks, so a band of either is a run of whole rows:
+the kernels treat it as a separate part at the address of its first row, with at most BAND ranks and the same
 columns and masks as the site's other bands. Parts are the first bands of all sites, then the second bands.
 
 Shapes: S slots, P parts (the bands of the sites of a group), R ranks of one job, K inputs, N outputs of one
@@ -26,11 +26,11 @@ from weftune.ops.lora.addresses import AddressTable
 from weftune.ops.lora.rows import views, words
 
 ALIGNMENT = 16
-"""Bytes that a kernel loads at a time where all widths allow it."""
+"""Bytes that a kernel loads at a time if all widths allow it."""
 BAND = 128
-"""Ranks of a part, at most: a whole one is what a tile of 64 rows or 128 columns has registers for."""
+"""Maximum ranks of a part: as many as a tile of 64 rows or 128 columns has registers for."""
 NEVER = -(1 << 31)
-"""The threshold that keeps every value."""
+"""Threshold that keeps every value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Entry:
 
     @property
     def band_bytes(self) -> tuple[int, ...]:
-        """How far the next BAND ranks of A, B, dA and dB are."""
+        """Offset in bytes to the next BAND ranks of A, B, dA and dB."""
         return tuple(BAND * matrix.shape[-1] * matrix.element_size() for matrix in self.matrices)
 
 
@@ -69,17 +69,17 @@ class SlotTable:
     """The address of each slot's adapter at each site of a group."""
 
     aligned: bool
-    """Every address is a multiple of ALIGNMENT."""
+    """Whether every address is a multiple of ALIGNMENT."""
     bands: int
-    """Of every site, whether or not a job has ranks in all of them."""
+    """Bands of every site, whether or not a job has ranks in all of them."""
     host: Tensor
     buffer: Tensor
     address_PS4: Tensor
     """int64 addresses of A, B, dA, dB."""
     factor_PS2: Tensor
-    """float32: what s is multiplied by when training (dropout included) and when evaluating."""
+    """float32 factors of s when training (dropout included) and when evaluating."""
     rank_PS: Tensor
-    """0 where the slot is empty or its job has no adapter at the site, or no ranks in the band."""
+    """Ranks; 0 if the slot is empty or its job has no adapter at the site, or no ranks in the band."""
     threshold_PS: Tensor
     crc_P: Tensor
 
@@ -98,12 +98,13 @@ class SlotTable:
         return table
 
     def write(self, slot: int, entries: Sequence[Entry | None]) -> None:
-        """Seat a job: one entry for every site, None where it has no adapter there."""
+        """Put a job into a slot: one entry per site, None if it has no adapter there."""
         self.put(self.host_views(), slot, entries)
         self.send()
 
     def put(self, views: Sequence[np.ndarray], slot: int, entries: Sequence[Entry | None]) -> None:
-        """The same on the host alone, until `send`: for many jobs at once. `views` are the `host_views`."""
+        """Put a job into a slot on the host only, until `send`, which serves many jobs at once. `views` are
+        the `host_views`."""
         address_PS4, factor_PS2, rank_PS, threshold_PS, _ = views
         assert len(entries) * self.bands == len(rank_PS)
         for site, entry in enumerate(entries):
@@ -124,8 +125,8 @@ class SlotTable:
                     address_PS4[part, slot] += [band * step for step in entry.band_bytes]
 
     def put_experts(self, views: Sequence[np.ndarray], first: int, entry: Entry) -> None:
-        """A job's adapters at all experts of the only site, from slot `first` on: its matrices are stacked,
-        [experts, R, K] and [experts, R, N]."""
+        """Put a job's adapters at all experts of the only site into the slots from `first` on: its matrices
+        are stacked, [experts, R, K] and [experts, R, N]."""
         address_PS4, factor_PS2, rank_PS, _, _ = views
         experts, rank, _ = entry.a_RK.shape
         assert rank <= self.bands * BAND == len(rank_PS) * BAND
@@ -142,22 +143,23 @@ class SlotTable:
         self.write(slot, [None] * (len(self.crc_P) // self.bands))
 
     def host_views(self) -> tuple[np.ndarray, ...]:
-        """The table on the host: addresses, factors, ranks, thresholds, checksums of the sites' names."""
+        """Return views of the host's table: addresses, factors, ranks, thresholds, checksums of the sites'
+        names."""
         parts, slots = self.rank_PS.shape
         return tuple(view.numpy() for view in _table_views(self.host, _table_shapes(parts, slots)))
 
     def send(self) -> None:
-        """Bring the host's table to the device, in one copy."""
+        """Copy the host's table to the device."""
         self.buffer.copy_(self.host.pin_memory() if self.buffer.is_cuda else self.host, non_blocking=True)
 
 
 def bands_for(rank: int) -> int:
-    """How many bands have room for so many ranks."""
+    """Return the number of bands that `rank` ranks need."""
     return max(1, -(-rank // BAND))
 
 
 def _table_shapes(parts: int, slots: int) -> list[tuple[int, ...]]:
-    """In 32-bit words; the 64-bit addresses come first, where they are aligned."""
+    """Return the shapes in 32-bit words; the 64-bit addresses come first, so that they are aligned."""
     return [(parts, slots, 8), (parts, slots, 2), (parts, slots), (parts, slots), (parts,)]
 
 
@@ -174,24 +176,24 @@ class Group:
     """The columns of the output that belong to each site."""
     table: SlotTable
     rank: int
-    """No job's rank is above this."""
+    """Upper bound of the jobs' ranks."""
     drops: bool
     """Whether any job drops values here."""
     g_out: AddressTable | None = None
-    """The scales of outputs (`ops.lora.scales`); None where no job has had any."""
+    """Scales of outputs (`ops.lora.scales`). None if no job has had any."""
     g_in: AddressTable | None = None
-    """The scales of inputs, where the group is one site."""
+    """Scales of inputs, if the group is a single site."""
     lengths: bool = False
-    """Whether scales of outputs may have to be divided by the lengths of rows."""
+    """Whether scales of outputs may have to be divided by the norms of rows."""
     computed: AddressTable | None = None
-    """What matrices are computed from (`ops.lora.computed`); None where no job has had such."""
+    """Vectors and constants of computed matrices (`ops.lora.computed`). None if no job has had any."""
 
     @property
     def bands(self) -> int:
         return self.table.bands
 
     def write(self, slot: int, entries: Sequence[Entry | None]) -> None:
-        """Seat a job: one entry for every site, None where it has no adapter there."""
+        """Put a job into a slot: one entry per site, None if it has no adapter there."""
         present = [entry for entry in entries if entry is not None]
         assert all(entry.rank <= self.rank for entry in present)
         assert self.drops or all(entry.dropout == 0.0 for entry in present)

@@ -1,12 +1,12 @@
 """The tiled route of a site: the frozen linears of a group and all jobs' adapters as one autograd node.
 
-What is rank-sized goes through Triton kernels that find each job by its slot. The frozen products are the
-library's, in float32, to which the adapters' part is added before it is rounded, or, where the device allows
-it, kernels that add the adapters' part themselves. No shape, no address and no launch depends on who is
-aboard, so all of it can be captured.
+Rank-sized products go through Triton kernels that find each job by its slot. The frozen products are either
+the library's, in float32, to which the adapters' part is added before rounding, or, if the device allows it,
+those of kernels that add the adapters' part themselves. No shape, address or launch depends on the running
+jobs, so all of it can be captured.
 
-Adapters are LoRA, and what can be brought to its form: vectors that scale outputs or inputs beside it (DoRA,
-IA³), and matrices that are computed from vectors (VeRA).
+Adapters are LoRA and methods that can be brought to its form: vectors that scale outputs or inputs beside it
+(DoRA, IA³), and matrices that are computed from vectors (VeRA).
 
 Shapes: T rows, K inputs, N outputs of all parts, P parts, R ranks of one part up to a power of two, Q pieces
 of slots that have several.
@@ -48,7 +48,8 @@ from weftune.ops.lora.wide import wide_dx, wide_y
 def contest_at(
     weight: Weight, residual: bool, group: Group, rows: Rows, dtype: torch.dtype
 ) -> Contest | None:
-    """What `woven_linear` will have to choose from; None for a weight that is a matrix only in a product."""
+    """Return the contest that `woven_linear` will decide, or None for a weight that becomes a matrix only for
+    a product."""
     if not isinstance(weight, Tensor) and not is_coded(weight):
         return None
     weight_NK = _lying(weight)
@@ -67,11 +68,11 @@ def woven_linear(
     training: bool,
     choices: Choices | None = None,
 ) -> Tensor:
-    """y = residual + bias + g_out ⊙ ((x ⊙ g_in)Wᵀ + every job's factor · drop(x)AᵀB).
+    """Return y = residual + bias + g_out ⊙ ((x ⊙ g_in)Wᵀ + every job's factor · drop(x)AᵀB).
 
-    The backward adds dA and dB to the jobs' own accumulators; of a group of several sites it may overwrite
-    the gradient that it is given. `anchor` is a scalar that requires a gradient
-    and gets none: with it the backward is called even where x needs no gradient.
+    The backward adds dA and dB to the jobs' own accumulators; for a group of several sites it may overwrite
+    its incoming gradient. `anchor` is a scalar that requires a gradient and gets none: with it the backward
+    is called even where x needs no gradient.
     """
     assert x_TK.shape[0] == len(rows.token_index_T)
     right = multiplied(weight)
@@ -85,12 +86,12 @@ def woven_linear(
 
 
 def multiplied(weight: Weight) -> Right:
-    """What products are made of: the weight as it is stored, or a matrix."""
+    """Return the operand of products: the weight as it is stored, or a matrix."""
     return weight if is_coded(weight) else matrix_of(weight)
 
 
 def _lying(right: Right) -> Tensor:
-    """As it lies in memory for xWᵀ, [N, K]."""
+    """Return the tensor [N, K] that xWᵀ reads."""
     return right if isinstance(right, Tensor) else right.codes()
 
 
@@ -106,8 +107,8 @@ class _Woven(torch.autograd.Function):
         weave: Weave,
         made: FrozenWeight | None,
     ) -> Tensor:
-        """`made`: what `right` comes from, and comes from again in the backward, where it is no tensor of the
-        base."""
+        """Compute y. `made` is the weight from which `right` is recomputed in the backward. None if `right`
+        is a tensor of the base."""
         x_TK = x_TK.contiguous()
         y_TN, s_TPR, u_TN = forward(x_TK, right, bias_N, residual_TN, weave)
         ctx.weave, ctx.made = weave, made
@@ -127,7 +128,8 @@ class _Woven(torch.autograd.Function):
 def forward(
     x_TK: Tensor, weight: Right, bias_N: Tensor | None, residual_TN: Tensor | None, weave: Weave
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """y, and what its backward needs: s, and u, the outputs before they are scaled, where they are."""
+    """Return y and what its backward needs: s, and u, the unscaled outputs, or None if outputs are not
+    scaled."""
     group = weave.group
     with torch.cuda.device_of(x_TK):
         if group.computed is not None:
@@ -153,15 +155,15 @@ def backward(
     u_TN: Tensor | None = None,
     bias_N: Tensor | None = None,
 ) -> Tensor | None:
-    """dx, if wanted; gradients of the adapters are added to the jobs' accumulators."""
+    """Return dx if requested, and add the gradients of the adapters to the jobs' accumulators."""
     group = weave.group
     with torch.cuda.device_of(x_TK):
         if group.computed is not None:
             compute_pairs(x_TK, weave)
         if group.g_out is not None:
             assert u_TN is not None
-            # Only fused layers have groups of several sites: what follows those has just made dy, for nobody
-            # else. Elsewhere it may be the gradient of others, too.
+            # Only fused layers have groups of several sites: the operation after them has just computed dy
+            # for them alone. Elsewhere dy may also be the gradient of other operations.
             alone = weave.sites > 1
             dy_TN = unscaled(dy_TN, u_TN, bias_N, group.g_out, group.columns, weave.rows, in_place=alone)
         dx_TK = _low_rank_backward(dy_TN, x_TK, weight, s_TPR, weave, wants_dx or group.g_in is not None)
@@ -187,11 +189,11 @@ def _low_rank_backward(
 
 
 def _gradients_beside(dy_TN: Tensor, x_TK: Tensor, weight: Right, s_TPR: Tensor, weave: Weave) -> Tensor:
-    """dx needs only ds; dA and dB are computed beside the frozen product."""
+    """Return dx, which needs only ds; dA and dB are computed concurrently with the frozen product."""
     ds_TPR = ds(dy_TN, weave)
     partial_da_QPRK, partial_db_QLN = room_for_da(x_TK, weave), room_for_db(dy_TN, weave)
     aside = Aside(x_TK.device)
-    # The product first: what comes aside takes the room that it leaves.
+    # The product first: the work on the second stream uses the multiprocessors that it leaves idle.
     dx_TK = _dx(dy_TN, weight, ds_TPR, weave)
     with aside.done():
         db(dy_TN, s_TPR, partial_db_QLN, weave)

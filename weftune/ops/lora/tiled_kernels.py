@@ -1,6 +1,6 @@
-"""Launchers of the kernels of the tiled route: what they allocate, their grids and their arguments.
+"""Launchers of the kernels of the tiled route: their outputs, grids and arguments.
 
-Triton is imported when the first one is launched, so that this loads where there is none.
+Triton is imported when the first kernel is launched, so that this module loads without it.
 
 Shapes: T rows, K inputs, N outputs of all parts, P parts, R ranks of one part up to a power of two, C shares
 of a sum, Q pieces of slots that have several, L ranks of all bands of a site.
@@ -17,15 +17,16 @@ from weftune.ops.lora.table import ALIGNMENT
 from weftune.ops.lora.weave import DIRECT_RANKS, RowSpan, Weave
 
 LENGTH_ROWS, LENGTH_COLUMNS, LENGTH_RANKS = 64, 128, 64
-"""The block of W that a program takes at a time to find the lengths of its rows, and the ranks of all slots
-that it finds them for."""
+"""Block of W that a program processes at a time to compute the norms of rows, and the total ranks of the
+slots that it computes them for."""
 LENGTH_WARPS, LENGTH_STAGES = 4, 3
 LARGE_SPAN = 1024
-"""Columns of a program that writes what large slots add: most programs find none, so they are to be few."""
+"""Columns per program that writes the addition of large slots: most programs find no large slot, so there
+should be few."""
 
 
 def down(x_TK: Tensor, weave: Weave) -> Tensor:
-    """s = factor · drop(x)Aᵀ [T, P·R]; zero beyond a job's rank and in rows of no job."""
+    """Return s = factor · drop(x)Aᵀ [T, P·R]; zero beyond a job's rank and in rows of no job."""
     from weftune.ops.triton import site
 
     (rows, features), tiling, table, ranks = x_TK.shape, weave.tiling, weave.group.table, weave.ranks
@@ -67,7 +68,7 @@ def down(x_TK: Tensor, weave: Weave) -> Tensor:
 
 
 def sum_rows(partial_CTR: Tensor, s_TPR: Tensor, shares: list[int], weave: Weave) -> None:
-    """s = factor · the sum of its shares, of which each part has so many."""
+    """Compute s = factor · the sum of its shares; `shares` is their number per part."""
     from weftune.ops.triton import site
 
     step = min(weave.rows.tile, max(1, 1024 // weave.ranks))
@@ -100,7 +101,7 @@ def up(
     scale_T: Tensor | None = None,
     scale_N: Tensor | None = None,
 ) -> None:
-    """y = g ⊙ (frozen ⊙ scales + sB) + bias + residual in the columns of the span, which are all that
+    """Compute y = g ⊙ (frozen ⊙ scales + sB) + bias + residual in the columns of the span, which are all that
     `frozen` has."""
     from weftune.ops.triton import site
 
@@ -138,7 +139,8 @@ def up(
 
 
 def ds_db(dy_TN: Tensor, s_TPR: Tensor, weave: Weave) -> tuple[Tensor, Tensor]:
-    """ds = factor · dyBᵀ, and the shares of dB of slots with several pieces; other dB are added at once."""
+    """Return ds = factor · dyBᵀ and the shares of dB of slots with several pieces; other dB are added at
+    once."""
     partial_db_QLN = room_for_db(dy_TN, weave)
     if not weave.tiling.one_read:
         db(dy_TN, s_TPR, partial_db_QLN, weave)
@@ -152,13 +154,13 @@ def ds_db(dy_TN: Tensor, s_TPR: Tensor, weave: Weave) -> tuple[Tensor, Tensor]:
 
 
 def room_for_db(dy_TN: Tensor, weave: Weave) -> Tensor:
-    """For the shares of dB of slots with several pieces."""
+    """Allocate the shares of dB of slots with several pieces."""
     shape = weave.rows.partials, weave.bands * weave.ranks, dy_TN.shape[1]
     return dy_TN.new_empty(shape, dtype=torch.float32)
 
 
 def db(dy_TN: Tensor, s_TPR: Tensor, partial_db_QLN: Tensor, weave: Weave) -> None:
-    """dB alone: added at once, or its shares written."""
+    """Compute dB alone: it is added at once, or its shares are written."""
     _launch_ds_db(dy_TN, s_TPR, None, partial_db_QLN, weave)
 
 
@@ -196,7 +198,7 @@ def _launch_ds_db(
 
 
 def ds(dy_TN: Tensor, weave: Weave) -> Tensor:
-    """ds = factor · dyBᵀ alone."""
+    """Return ds = factor · dyBᵀ, without dB."""
     from weftune.ops.triton import site_gradients
 
     launch, split, table = weave.tiling.ds, weave.tiling.ds_split, weave.group.table
@@ -235,13 +237,13 @@ def ds(dy_TN: Tensor, weave: Weave) -> Tensor:
 
 
 def room_for_da(x_TK: Tensor, weave: Weave) -> Tensor:
-    """For the shares of dA of slots with several pieces."""
+    """Allocate the shares of dA of slots with several pieces."""
     shape = weave.rows.partials, weave.parts, weave.ranks, x_TK.shape[1]
     return x_TK.new_empty(shape, dtype=torch.float32)
 
 
 def da(x_TK: Tensor, ds_TPR: Tensor, partial_da_QPRK: Tensor, weave: Weave) -> None:
-    """dA: added at once, or its shares written."""
+    """Compute dA: it is added at once, or its shares are written."""
     from weftune.ops.triton import site_gradients
 
     launch, table = weave.tiling.da, weave.group.table
@@ -280,8 +282,8 @@ def add_dx(
     weave: Weave,
     scale_T: Tensor | None = None,
 ) -> None:
-    """dx = frozen ⊙ scale + the dropped ds · A in the columns of the span, which are all that `frozen`
-    has."""
+    """Compute dx = frozen ⊙ scale + the dropped ds · A in the columns of the span, which are all that
+    `frozen` has."""
     from weftune.ops.triton import site_gradients
 
     launch, table = weave.tiling.up, weave.group.table
@@ -315,7 +317,7 @@ def add_dx(
 
 
 def large_y(s_TPR: Tensor, y_TN: Tensor, weave: Weave) -> None:
-    """sB of large slots, in their rows of y and nowhere else."""
+    """Write sB of large slots to their rows of y and nowhere else."""
     from weftune.ops.triton import large
 
     launch, table = weave.tiling.large_y, weave.group.table
@@ -342,7 +344,8 @@ def large_y(s_TPR: Tensor, y_TN: Tensor, weave: Weave) -> None:
 
 
 def large_dx(ds_TPR: Tensor, dx_TK: Tensor, weave: Weave) -> None:
-    """The dropped ds · A of slots at the sites where they are large, in their rows of dx and nowhere else."""
+    """Write the dropped ds · A of slots at the sites where they are large to their rows of dx and nowhere
+    else."""
     from weftune.ops.triton import large
 
     launch, table, features = weave.tiling.large_dx, weave.group.table, dx_TK.shape[1]
@@ -373,7 +376,7 @@ def large_dx(ds_TPR: Tensor, dx_TK: Tensor, weave: Weave) -> None:
 
 
 def add_gradients(partial_da_QPRK: Tensor, partial_db_QLN: Tensor, weave: Weave) -> None:
-    """Add what the slots with several pieces have in shares to their accumulators."""
+    """Add the shares of slots with several pieces to their accumulators."""
     from weftune.ops.triton import site_gradients
 
     features, outputs = partial_da_QPRK.shape[-1], partial_db_QLN.shape[-1]
@@ -399,7 +402,7 @@ def add_gradients(partial_da_QPRK: Tensor, partial_db_QLN: Tensor, weave: Weave)
 
 
 def row_lengths(weight_NK: Tensor, weave: Weave) -> None:
-    """What outputs are scaled by besides a trained vector, where that is 1 / ‖W + scale · BA‖."""
+    """Write 1 / ‖W + scale · BA‖ for the slots whose outputs are scaled by it besides a trained vector."""
     from weftune.ops.triton import scales
 
     table, g_out = weave.group.table, weave.group.g_out
@@ -430,14 +433,15 @@ def row_lengths(weight_NK: Tensor, weave: Weave) -> None:
 
 
 def compute_pairs(like_TK: Tensor, weave: Weave) -> None:
-    """A and B of the slots that have them computed."""
+    """Write A and B of the slots that have them computed."""
     group = weave.group
     assert group.computed is not None
     write_pairs(like_TK, group.computed, group.table.address_PS4, group.columns)
 
 
 def take_pair_gradients(like_TK: Tensor, weave: Weave) -> None:
-    """From dA and dB of these slots to what A and B were computed from."""
+    """Add the gradients that follow from dA and dB of these slots to those of the vectors that A and B are
+    computed from."""
     group = weave.group
     assert group.computed is not None
     add_pair_gradients(like_TK, group.computed, group.table.address_PS4, group.columns)
@@ -448,5 +452,5 @@ def alignment(x: Tensor, weave: Weave) -> int:
 
 
 def precision(x: Tensor) -> str:
-    """Exact float32 products; for 16 bits the word means nothing."""
+    """Return the precision of products: exact for float32; without effect for 16 bits."""
     return "ieee" if x.dtype == torch.float32 else "tf32"

@@ -1,5 +1,5 @@
 """Launch parameters of the tiled route for one group and one microbatch: blocks, warps, shares of a sum. They
-do not depend on who is aboard."""
+do not depend on the running jobs."""
 
 from __future__ import annotations
 
@@ -14,38 +14,41 @@ from weftune.ops.lora.rows import BLOCK, Rows
 from weftune.ops.lora.table import ALIGNMENT, BAND, Group
 
 ONE_READ_RANKS = 64
-"""Above so many ranks of a site the shares of ds are larger than dy, and dy is read twice instead."""
+"""Maximum ranks of a site for reading dy once: above, the shares of ds are larger than dy, and dy is read
+twice."""
 TOGETHER_RANKS = 256
-"""So many ranks of all parts fit a program's registers; above, each part has programs of its own."""
+"""Maximum ranks of all parts that fit a program's registers; above, each part has separate programs."""
 LARGE_SHARED_MEMORY = 160 << 10
-"""Bytes; what the blocks for 16 bits were measured with."""
+"""Bytes of shared memory with which the blocks for 16 bits were measured."""
 PROGRAMS = 128
-"""How many programs keep a large GPU's memory busy; sums over many columns are split to come near."""
+"""Number of programs that keep a large GPU's memory busy; sums over many columns are split to approach it."""
 MASKING_PROGRAMS = 512
-"""The same where masks are drawn, which keeps them waiting for arithmetic."""
+"""Number of programs that keep the memory busy if they also draw masks, which makes them wait for
+arithmetic."""
 DIRECT_RANKS = 64
-"""Above so many ranks of a site a fused product has no registers for what they add: it is written first."""
+"""Maximum ranks of a site that a fused product has registers for; above, their addition is written first."""
 FUSED_SHARED_MEMORY = 227 << 10
-"""Bytes that the blocks of a fused product were made for."""
+"""Bytes of shared memory that the blocks of a fused product need."""
 BESIDE_COLUMNS = 32
-"""What a round of a fused product costs beside its columns, in columns."""
+"""Fixed cost of a round of a fused product, in columns."""
 FUSED_COLUMNS = 128
-"""The parts of a fused product begin at multiples of this."""
+"""Columns of which the start of every part of a fused product is a multiple."""
 CODED_INNER = 128
-"""Of 8-bit operands, what a program of a fused product takes at a time of the inner dimension."""
+"""Inner dimension that a program of a fused product processes at a time with 8-bit operands."""
 ROUGH_SUMS = 1 << 15
-"""Hopper's tensor cores keep some 14 bits of a sum of 8-bit products and cut the rest off, so that a sum is
-too small by up to a 2⁻¹⁴th for every 32 products. Up to so many products that is less than what the operands
-have lost; longer sums are added up in float32, for which blocks of 256 columns have no registers."""
+"""Maximum length of a sum of 8-bit products in a tensor core. Hopper's tensor cores keep some 14 bits of such
+a sum and truncate the rest, so that it is too small by up to 2⁻¹⁴ for every 32 products. Up to this length
+that is less than the rounding error of the operands; longer sums are accumulated in float32, for which blocks
+of 256 columns have no registers."""
 
 
 class Order(StrEnum):
-    """Whether the adapters' part is added to a frozen product that the library has written in float32, or
-    inside a fused product before it is written; and whether dA and dB are computed beside the product of the
-    backward, which costs a second read of dy, or before it.
+    """The order of the tiled route: whether the adapters' part is added to a frozen product that the library
+    has written in float32, or inside a fused product before it is written; and whether dA and dB are computed
+    concurrently with the product of the backward, which costs a second read of dy, or before it.
 
-    All of them sum in float32 and round once. A young adapter adds less than the last digit of the frozen
-    product, so a product rounded before the addition would lose it.
+    All of them sum in float32 and round once. A newly initialised adapter adds less than the last digit of
+    the frozen product, so a product rounded before the addition would lose it.
     """
 
     wide = "wide"
@@ -64,15 +67,15 @@ class Order(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KernelLaunch:
-    """The block that a program of one kernel takes."""
+    """The block that a program of one kernel processes."""
 
     columns: int
     warps: int
     stages: int
     rows: int = 64
-    """How many at a time, where the kernel walks over a piece; the others take a tile."""
+    """Rows at a time, for kernels that loop over a piece; the others process a tile."""
     together: int = 1
-    """Parts of one program, of kernels that read x once for several."""
+    """Parts per program, for kernels that read x once for several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,39 +90,39 @@ class RowSpan:
 
 @dataclass(frozen=True, slots=True)
 class ProductBlocks:
-    """What a program of a fused product takes at a time, and how many of them there are."""
+    """The block that a program of a fused product processes at a time, and the number of programs."""
 
     columns: int
     inner: int
     stages: int
     programs: int
     group: int = 8
-    """So many row blocks share their columns in the cache."""
+    """Number of row blocks that share their columns in the cache."""
     warps: int = 8
     rough: int | None = None
-    """Of 8-bit operands, how many products a tensor core may sum by itself; None: all."""
+    """Number of products of 8-bit operands that a tensor core may sum by itself. None means all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
     down: KernelLaunch
     up: KernelLaunch
-    """Also of the adapters' part of dx."""
+    """Launch of `up`, and of the adapters' part of dx."""
     ds: KernelLaunch
-    """Of ds alone."""
+    """Launch of ds without dB."""
     ds_db: KernelLaunch
     db: KernelLaunch
-    """Of dB alone: small enough to find room beside a product."""
+    """Launch of dB alone: small enough to run concurrently with a product."""
     da: KernelLaunch
     large_y: KernelLaunch
-    """Of what a fused product finds written."""
+    """Launch of the addition of large slots, which is written before a fused product."""
     large_dx: KernelLaunch
     y: ProductBlocks
     dx: ProductBlocks
     split: int
-    """Programs that share the sum over K of one tile."""
+    """Number of programs that share the sum over K of one tile."""
     ds_split: int
-    """The same for ds alone, over the outputs of a part."""
+    """Number of programs that share the sum of ds alone over the outputs of a part."""
     one_read: bool
     """Whether ds and dB come from one read of dy."""
 
@@ -148,7 +151,7 @@ class Weave:
 
     @property
     def ranks(self) -> int:
-        """Of one part."""
+        """Ranks of one part, rounded up to a power of two."""
         return rank_block(self.group.rank)
 
     @property
@@ -165,23 +168,23 @@ class Weave:
         return tuple(edge for part in self.group.columns for edge in part)
 
     def blocks(self, columns: int) -> list[int]:
-        """How many blocks of so many columns each site has of the output."""
+        """Return the number of blocks of `columns` columns in each site's output."""
         return [-(-(high - low) // columns) for low, high in self.group.columns]
 
 
 def rank_block(rank: int) -> int:
-    """The ranks of a part, a band at most, up to a power of two that a tensor core takes."""
+    """Return the ranks of a part, at most a band, rounded up to a power of two that a tensor core takes."""
     return max(16, 1 << (min(rank, BAND) - 1).bit_length())
 
 
 def parts_together(group: Group) -> int:
-    """The parts of one band that share programs: all, or each has its own."""
+    """Return the number of parts of one band that share a program: all sites, or 1."""
     sites = len(group.columns)
     return sites if sites * rank_block(group.rank) <= TOGETHER_RANKS else 1
 
 
 def tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -> Tiling:
-    """Blocks that fit the registers and the shared memory of the device."""
+    """Return blocks that fit the registers and the shared memory of the device."""
     count, device = len(rows.token_index_T), rows.buffer.device
     y = blocks_for(count, group.columns, dtype, device)
     dx = _leaving_room(blocks_for(count, ((0, features),), dtype, device), count, features)
@@ -198,35 +201,36 @@ def tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -> Tilin
 
 
 def _split(wanted: int, width: int, launch: KernelLaunch) -> int:
-    """In how many shares a sum over so many columns is made: a power of two, so that few kernels are
+    """Return the number of shares of a sum over `width` columns: a power of two, so that few kernels are
     compiled."""
     most = max(1, min(wanted, width // (4 * launch.columns)))
     return 1 << most.bit_length() - 1
 
 
 def _crowded(rows: Rows, group: Group, launch: KernelLaunch, device: torch.device) -> bool:
-    """Whether there are more programs than multiprocessors: then two share one, with less loaded ahead."""
+    """Return whether there are more programs than multiprocessors: then two share one, with less
+    prefetching."""
     blocks = sum(-(-(high - low) // launch.columns) for low, high in group.columns)
     return blocks * -(-len(rows.token_index_T) // rows.piece) > _programs(device)
 
 
 def orders_for(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[Order, ...]:
-    """The orders that a case allows."""
+    """Return the orders that the weight, the group and the device allow."""
     allowed = fuses(weight_NK, device) and all(low % FUSED_COLUMNS == 0 for low, _ in group.columns)
     always = Order.wide, Order.wide_beside
     return (*always, Order.fused, Order.fused_beside) if allowed else always
 
 
 def fuses(weight_NK: Tensor, device: torch.device) -> bool:
-    """Whether a product of our own can be that of a weight."""
+    """Return whether the fused product can be used for a weight."""
     return weight_NK.dtype.itemsize <= 2 and _in_whole_rows(weight_NK) and _has_copy_engines(device)
 
 
 def contestants(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[Order, ...]:
-    """The orders that a trial decides between; the first needs none to be a good choice.
+    """Return the orders that a trial decides between; the first is a good choice without a trial.
 
-    A product of our own is not written in float32 and read again, so the library's is taken only where that
-    cannot be.
+    A fused product is not written in float32 and read again, so the library's is used only if fusing is not
+    possible.
     """
     if Order.fused in orders_for(weight_NK, group, device):
         return Order.fused, Order.fused_beside
@@ -234,14 +238,16 @@ def contestants(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[
 
 
 def _in_whole_rows(weight_NK: Tensor) -> bool:
-    """Whether a copy engine takes it, and the tensors of the same widths: rows of whole 16 bytes."""
+    """Return whether a copy engine can read the weight and tensors of the same widths: rows of a multiple of
+    16 bytes."""
     values = ALIGNMENT // weight_NK.element_size()
     whole = all(size % values == 0 for size in (*weight_NK.shape, weight_NK.stride(0)))
     return whole and weight_NK.stride(1) == 1 and weight_NK.data_ptr() % ALIGNMENT == 0
 
 
 def _has_copy_engines(device: torch.device) -> bool:
-    """Hopper and later GPUs for data centres: theirs is also the shared memory that the blocks need."""
+    """Return whether the device is a Hopper or later data-centre GPU, which also has the shared memory that
+    the blocks need."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return False
     return _shared_memory(device) >= FUSED_SHARED_MEMORY
@@ -250,7 +256,8 @@ def _has_copy_engines(device: torch.device) -> bool:
 def blocks_for(
     rows: int, columns: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device
 ) -> ProductBlocks:
-    """Of the widths that no part straddles, the one that the rounds of programs take the least time with."""
+    """Return the blocks of the width with the shortest estimated time, among the widths at which no block
+    straddles two parts."""
     programs = _programs(device)
     fitting = [width for width in (256, 128) if all(low % width == 0 for low, _ in columns)] or [128]
 
@@ -261,7 +268,8 @@ def blocks_for(
 
 
 def _leaving_room(blocks: ProductBlocks, rows: int, outputs: int) -> ProductBlocks:
-    """With no more programs than its rounds need: other multiprocessors are for what runs beside."""
+    """Return the blocks with no more programs than their rounds need: other multiprocessors are left for
+    concurrent work."""
     tiles = _tiles(rows, outputs, blocks.columns)
     rounds = max(1, -(-tiles // blocks.programs))
     return replace(blocks, programs=max(1, -(-tiles // rounds)))
@@ -272,7 +280,7 @@ def _tiles(rows: int, outputs: int, columns: int) -> int:
 
 
 def product_blocks(columns: int, dtype: torch.dtype, programs: int) -> ProductBlocks:
-    """Blocks of so many columns that fit the registers and the shared memory."""
+    """Return blocks of `columns` columns that fit the registers and the shared memory."""
     wide = columns == 256
     return ProductBlocks(
         columns=columns,
@@ -283,7 +291,7 @@ def product_blocks(columns: int, dtype: torch.dtype, programs: int) -> ProductBl
 
 
 def blocks_for_codes(blocks: ProductBlocks, length: int) -> ProductBlocks:
-    """The same for 8-bit operands, of which sums have so many products."""
+    """Return the blocks for 8-bit operands, for sums of `length` products."""
     if length <= ROUGH_SUMS:
         return replace(blocks, inner=CODED_INNER)
     return replace(blocks, columns=FUSED_COLUMNS, inner=CODED_INNER, stages=4, rough=CODED_INNER)
@@ -291,7 +299,8 @@ def blocks_for_codes(blocks: ProductBlocks, length: int) -> ProductBlocks:
 
 @cache
 def _programs(device: torch.device) -> int:
-    """One for every multiprocessor; a few where there is no GPU, so that each still takes several turns."""
+    """Return the number of programs: one per multiprocessor; a few without a GPU, so that each still takes
+    several turns."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
@@ -303,7 +312,7 @@ def _for_16_bits(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
 def _of_few_ranks(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
     rank, together = rank_block(group.rank), parts_together(group)
     span = together * rank
-    # Each part's mask is a tile in registers.
+    # Each part's mask occupies a tile of registers.
     columns = 64 if group.drops and together > 1 else 128
     down = KernelLaunch(columns, warps=4, stages=3 if group.drops else 4)
     down = down if span <= 64 else KernelLaunch(64, warps=8, stages=2)
@@ -327,7 +336,7 @@ def _of_few_ranks(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
 
 
 def _of_many_ranks(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
-    """For a whole band, or two of them where two sites are together."""
+    """Return the tiling for a whole band, or for two if two sites share a program."""
     together = parts_together(group)
     down, da = KernelLaunch(64, warps=4, stages=4), KernelLaunch(128, warps=8, stages=3)
     if together > 1:
@@ -349,7 +358,7 @@ def _of_many_ranks(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
 
 
 def _of_large(sites: int) -> dict[str, KernelLaunch]:
-    """What large slots add; to dx they do for all sites at once."""
+    """Return the launches of the addition of large slots; the one to dx covers all sites at once."""
     return {
         "large_y": KernelLaunch(64, warps=8, stages=3),
         "large_dx": KernelLaunch(64, warps=8, stages=3 if sites < 3 else 2),
@@ -357,7 +366,7 @@ def _of_large(sites: int) -> dict[str, KernelLaunch]:
 
 
 def _lean(tiling: Tiling) -> Tiling:
-    """Half the columns, and loads at most one step ahead: for GPUs made for desks."""
+    """Return a tiling with half the columns and less prefetching, for consumer GPUs."""
 
     def lean(launch: KernelLaunch) -> KernelLaunch:
         return replace(launch, columns=launch.columns // 2, stages=min(2, launch.stages))
@@ -374,14 +383,15 @@ def _lean(tiling: Tiling) -> Tiling:
 
 
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have; without a GPU nothing limits it."""
+    """Return the bytes of shared memory that one program may use; there is no limit without a GPU."""
     if device.type != "cuda":
         return LARGE_SHARED_MEMORY
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
 def _for_32_bits(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
-    """Exact float32 has no tensor core: operands live in registers, so the blocks are small."""
+    """Return the tiling for float32. Exact float32 has no tensor core: operands live in registers, so the
+    blocks are small."""
     launch = KernelLaunch(32, warps=8, stages=1, rows=32)
     reader = replace(launch, together=parts_together(group))
     return Tiling(

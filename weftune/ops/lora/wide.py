@@ -1,7 +1,8 @@
 """The frozen product by the library, in float32, with the adapters' part added before it is rounded.
 
-A product of 16-bit numbers that the library adds to something is rounded to 16 bits before it is added, at
-nearly every shape and whatever torch is told of its sums: of what a young adapter adds a sixth was kept.
+If the library adds a product of 16-bit numbers to another tensor, it rounds the product to 16 bits first, at
+nearly every shape and whatever torch's settings for sums: only a sixth of the addition of a newly initialised
+adapter was kept.
 
 Shapes: T rows, K inputs, N outputs of all parts, W columns of a span, P parts, R ranks of one part up to a
 power of two.
@@ -19,7 +20,8 @@ from weftune.ops.lora.tiled_kernels import add_dx, up
 from weftune.ops.lora.weave import RowSpan, Weave
 
 SPAN_BYTES = 256 << 20
-"""Of a product in float32 that are in memory at a time; only a block of columns is never cut."""
+"""Bytes of a float32 product that are in memory at a time; a block of columns is never split and may exceed
+it."""
 
 
 def wide_y(
@@ -31,11 +33,11 @@ def wide_y(
     u_TN: Tensor | None,
     weave: Weave,
 ) -> Tensor:
-    """residual + bias + g ⊙ (xWᵀ + sB); where outputs are scaled, u takes them before they are."""
+    """Return residual + bias + g ⊙ (xWᵀ + sB). If outputs are scaled, u receives them unscaled."""
     operands = forward_operands(x_TK, weight)
     y_TN = x_TK.new_empty(operands.shape)
     for span in spans(weave.group.columns, weave.tiling.up.columns, len(y_TN)):
-        # Without a name, which would keep it while the next one is made.
+        # Not assigned to a variable, which would keep it alive while the next one is computed.
         up(
             s_TPR,
             operands.summed(span.low, span.high),
@@ -52,7 +54,7 @@ def wide_y(
 
 
 def wide_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, weave: Weave) -> Tensor:
-    """dyW + the dropped ds · A of all parts."""
+    """Return dyW + the dropped ds · A of all parts."""
     operands = backward_operands(dy_TN, weight)
     dx_TK = dy_TN.new_empty(operands.shape)
     for span in spans(((0, dx_TK.shape[1]),), weave.tiling.up.columns, len(dx_TK)):
@@ -61,7 +63,7 @@ def wide_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, weave: Weave) -> Tenso
 
 
 def spans(parts: tuple[tuple[int, int], ...], columns: int, rows: int) -> Iterator[RowSpan]:
-    """All blocks of so many columns, no part sharing one with the next, in as few spans as are allowed."""
+    """Yield all blocks of `columns` columns, none shared by two parts, in as few spans as allowed."""
     edges = [(at, min(at + columns, high)) for low, high in parts for at in range(low, high, columns)]
     most = max(1, SPAN_BYTES // (torch.float32.itemsize * rows * columns))
     count = -(-len(edges) // most)

@@ -1,5 +1,5 @@
-"""Kernels of the optimizer update. A program takes a block of one job; the jobs are found through a table of
-addresses, so that one launch serves them all.
+"""Kernels of the optimizer update. A program processes a block of one job; the jobs are found through a table
+of addresses, so that one launch serves them all.
 
 Shapes: J jobs, B values of a program.
 """
@@ -22,14 +22,15 @@ VECTOR, LENGTH = (tl.constexpr(n) for n in range(2))
 
 @triton.jit
 def _size(entry, EVEN: tl.constexpr):
-    """How many values there are. Where all vectors have a multiple of 16, masks allow wide accesses."""
+    """Return the number of values. If all vectors have a multiple of 16, masks allow wide accesses."""
     size = tl.load(entry)
     return tl.multiple_of(size, 16) if EVEN else size
 
 
 @triton.jit
 def squares(table_J2, squares_JB, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of squares of each block of each vector. Blocks behind a vector's end are left as they were."""
+    """Compute the sum of squares of each block of each vector. Blocks after a vector's end are left
+    unchanged."""
     job, block = tl.program_id(1), tl.program_id(0)
     table_J2 += job * 2
     size = _size(table_J2 + LENGTH, EVEN)
@@ -50,13 +51,14 @@ def update(
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One step of AdamW: moments, master and the weights that passes read; the gradient is zeroed. What
-    `finite_JB` says of blocks behind a job's end is left as it was."""
+    """Apply one step of AdamW: moments, master and the weights that passes read; the gradient is zeroed.
+    Values of `finite_JB` for blocks after a job's end are left unchanged."""
     job, block = tl.program_id(1), tl.program_id(0)
     table_J6 += job * 6
     numbers_J8 += job * 8
     size = _size(table_J6 + SIZE, EVEN)
-    # As many programs as the largest job has blocks: those of a small job are mostly these.
+    # There are as many programs per job as the largest job has blocks, so most programs of a small job end
+    # here.
     if block.to(tl.int64) * BLOCK >= size:
         return
     at_B = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -85,7 +87,7 @@ def update(
     tl.store(master, w_B, mask=inside_B)
     tl.store(weights, w_B.to(WEIGHT), mask=inside_B)
     tl.store(gradient, tl.zeros_like(g_B), mask=inside_B)
-    # Written so that a NaN, which is below nothing, counts.
+    # Written so that a NaN, for which every comparison is false, counts as not finite.
     bounded_B = tl.abs(w_B) < float("inf")
     odd = tl.sum(tl.where(inside_B & (bounded_B == 0), 1, 0), axis=0)
     tl.store(finite_JB + job * tl.num_programs(0) + block, odd == 0)

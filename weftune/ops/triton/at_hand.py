@@ -1,4 +1,4 @@
-"""Whether the Triton kernels can run on a tensor, and the memory layout that they read."""
+"""Check whether the Triton kernels can run on a tensor, and the memory layout that they read."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""The kernels compute in float32, so float64 is left to torch."""
+"""Dtypes of the kernels, which compute in float32; float64 is left to torch."""
 
 
 def kernels_at_hand(x: Tensor) -> bool:
-    """Whether Triton can run on this tensor: compiled on a GPU, or by its interpreter where that is on."""
+    """Return whether Triton can run on this tensor: compiled on a GPU, or by its interpreter if that is
+    enabled."""
     return kernels_run(x.device, x.dtype)
 
 
@@ -23,7 +24,7 @@ def kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def with_whole_rows(x: Tensor) -> Tensor:
-    """x with its last dimension contiguous; the strides of the others are the kernels' to honour."""
+    """Return x with its last dimension contiguous; kernels take the strides of the others into account."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

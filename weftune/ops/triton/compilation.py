@@ -1,4 +1,4 @@
-"""The seconds in which Triton compiles kernels, counted by the run's clock."""
+"""The time in which Triton compiles kernels, counted by the run's clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weftune.core.clock import Phase, claim
 
 
 def count_compilation() -> None:
-    """Have Triton tell of every compilation from now on, unless somebody else listens already."""
+    """Make Triton report every compilation from now on, unless another listener is installed."""
     from triton import knobs
 
     if knobs.compilation.listener is None:
@@ -16,5 +16,6 @@ def count_compilation() -> None:
 
 
 def _note_compilation(*, times: Any, **_: Any) -> None:
-    """Called by Triton, in the thread that compiles; kernels from its cache take next to nothing."""
+    """Claim the time of a compilation. Triton calls this in the thread that compiles; kernels from its cache
+    take almost no time."""
     claim(Phase.COMPILING, times.total / 1e6)

@@ -1,4 +1,4 @@
-"""Kernels that compute a slot's A and B from constants and two trained vectors, and the way back.
+"""Kernels that compute a slot's A and B from constants and two trained vectors, and their backward.
 
 Shapes: R ranks and C columns that a program takes at a time, W columns of a rank, P sites, S slots, K inputs,
 N outputs.
@@ -21,7 +21,7 @@ def pair_pointer(pairs, entry, WHICH: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def width_of(site, WIDTHS: tl.constexpr, P: tl.constexpr):
-    """The outputs of a site."""
+    """Return the number of outputs of a site."""
     width = WIDTHS[0]
     for p in tl.static_range(1, P):
         width = tl.where(site == p, WIDTHS[p], width)
@@ -33,8 +33,8 @@ def write_pairs(
     like, pairs, strides, matrices, K,
     WIDTHS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """A = d ⊙ the rows of one constant and B = e ⊙ the columns of the other, C columns of both, for a slot
-    whose matrices are computed."""
+    """Write A = d ⊙ the rows of one constant and B = e ⊙ the columns of the other, C columns of both, for a
+    slot whose matrices are computed."""
     entry = tl.program_id(0)
     ranks = tl.load(strides + entry * 3)
     if ranks == 0:
@@ -64,8 +64,8 @@ def add_pair_gradients(
     WIDTHS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """de += Σ over ranks of dB ⊙ its constant, C columns of it; dd += Σ over columns of dA ⊙ its constant,
-    the ranks dealt out to the programs. Then dA and dB are zero again."""
+    """Compute de += Σ over ranks of dB ⊙ its constant, for C columns, and dd += Σ over columns of dA ⊙ its
+    constant, with the ranks distributed over the programs. dA and dB are zeroed."""
     entry = tl.program_id(0)
     ranks = tl.load(strides + entry * 3)
     if ranks == 0:

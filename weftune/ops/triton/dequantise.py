@@ -1,7 +1,7 @@
 """Kernels that write the matrix of a quantised weight.
 
-NF4: code[bits] · maximum of the block of 64 values, and that is nested_code[absmax] · nested_absmax + offset,
-where the maxima are quantised in turn, 256 to a block. int8 and fp8: codes · the row's scale.
+NF4: code[bits] · maximum of the block of 64 values; the maximum is nested_code[absmax] · nested_absmax +
+offset if the maxima are quantised in turn, 256 per block. int8 and fp8: codes · the row's scale.
 
 Shapes: W words of a program, four bytes with eight values each, so that a thread reads one word and writes
 16 bytes of half precision beside its neighbour's; C the 16 values of the code, or values of a program, all in
@@ -27,7 +27,7 @@ def write_nf4(
     NESTED: tl.constexpr,
     WORDS: tl.constexpr,
 ) -> None:
-    # All words of a program belong to one block of 256 maxima, so that places within it are small numbers.
+    # All words of a program belong to one block of 256 maxima, so that offsets within it are small numbers.
     start = tl.program_id(0).to(tl.int64) * WORDS
     left = tl.minimum(values - start * 8, WORDS * 8).to(tl.int32)
     word_W = tl.arange(0, WORDS)

@@ -1,8 +1,8 @@
-"""Kernels of a mixture's experts: how rows are assigned to programs, the frozen products with all adapters in
-the last touch, the gated activation weighted by the router, and the sum over a token's experts.
+"""Kernels of a mixture's experts: the assignment of rows to programs, the frozen products with all adapters
+added in the epilogue, the gated activation weighted by the router, and the sum over a token's experts.
 
-Rows are choices (a token and one of its experts), sorted by expert and, at each of them, by job. A program of
-a product has rows of one expert. As in `product`, a job's part is added by selection where rows are its own.
+Rows are choices (a token and one of its experts), sorted by expert and then by job. A program of a product
+has rows of one expert. As in `product`, a job's part is added by selection to its own rows only.
 
 Shapes: M rows of a program, C columns of a program, H of them at a time, D of the inner dimension at a time,
 R ranks up to a power of two, S slots (a job at an expert), B columns of a program, all in one row.
@@ -36,9 +36,9 @@ def deal_runs(
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """The rows `edges[g]` to `edges[g + 1]` are those of owner g % J at expert g // J. A program for each of
-    these runs writes its piece and its tiles, one for each expert its blocks; the `ends` say how many come
-    before."""
+    """Assign rows to programs. The rows `edges[g]` to `edges[g + 1]` are those of owner g % J at expert g //
+    J. One program per run writes its piece and its tiles, and one per expert writes its blocks; the `ends`
+    are cumulative counts."""
     if tl.program_id(0) < E * J:
         run = tl.program_id(0)
         start = tl.load(edges + run)
@@ -105,7 +105,7 @@ def expert_product(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """target [rows, N] = left [rows, K] · every row's expert + the adapters' products.
+    """Compute target [rows, N] = left [rows, K] · every row's expert + the adapters' products.
 
     Forward: right is W of all experts as [experts · N, K], the adapters add sB. Backward: right is W as
     [experts · K, N], and the adapters add ds · A. Without s there are none.
@@ -131,20 +131,20 @@ def expert_product(
         first = tl.load(blocks + row_block * 5 + 3)
         end = tl.load(blocks + row_block * 5 + 4)
         sums = halves(sum_MC)
-        # One after the other, so that the adapters' products find registers.
+        # One after the other, so that there are registers for the adapters' products.
         for half in tl.static_range(2):
             n_H = column_block * C + half * H + tl.arange(0, H)
             y_MH = sums[half]
             if s is not None:
                 turn = first
-                # Not a for loop: that would be made one with the outer loop.
+                # Not a for loop, which would be fused with the outer loop.
                 while turn < end:
                     run = runs + turn * 4
                     slot = tl.load(run + 2)
                     ranks = 0
                     if slot >= 0:
                         ranks = tl.load(rank + slot)
-                    # Where a slot has no ranks nothing of s has been written.
+                    # If a slot has no ranks, its s has not been written.
                     if ranks > 0:
                         mine_M = (row_M >= tl.load(run)) & (row_M < tl.load(run + 1))
                         added_MH = added(
@@ -153,7 +153,7 @@ def expert_product(
                         )  # fmt: skip
                         y_MH += tl.where(mine_M[:, None], added_MH, 0.0)
                     turn += 1
-            # The rows behind are another expert's, so no copy engine may write.
+            # The rows after these belong to another expert, so a copy engine must not write.
             at_MH = row_M.to(tl.int64)[:, None] * N + n_H[None, :]
             stored_MH = (row_M < stop)[:, None] & (n_H < N)[None, :]
             tl.store(target + at_MH, y_MH.to(target.dtype.element_ty), mask=stored_MH)
@@ -161,7 +161,7 @@ def expert_product(
 
 @triton.jit
 def gate_and_up(gate_up, row, column_B, inside_B, WIDTH: tl.constexpr):
-    """Some columns of both, of a row that has one behind the other."""
+    """Load some columns of gate and up from a row in which up follows gate."""
     at_B = gate_up + row * (2 * WIDTH) + column_B
     gate_B = tl.load(at_B, mask=inside_B, other=0.0).to(tl.float32)
     return gate_B, tl.load(at_B + WIDTH, mask=inside_B, other=0.0).to(tl.float32)
@@ -169,7 +169,7 @@ def gate_and_up(gate_up, row, column_B, inside_B, WIDTH: tl.constexpr):
 
 @triton.jit
 def gated_forward(gate_up, weight, act, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """act = weight · silu(gate) · up of a row."""
+    """Compute act = weight · silu(gate) · up of a row."""
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(weight + row).to(tl.float32)
     for low in tl.static_range(0, WIDTH, BLOCK):
@@ -183,7 +183,7 @@ def gated_forward(gate_up, weight, act, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def gated_backward(dact, gate_up, weight, act, dgate_up, dweight, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradients of a row, and its activation once more."""
+    """Compute the gradients of a row, and recompute its activation."""
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(weight + row).to(tl.float32)
     total_B = tl.full((BLOCK,), 0.0, tl.float32)
@@ -207,7 +207,7 @@ def gated_backward(dact, gate_up, weight, act, dgate_up, dweight, WIDTH: tl.cons
 
 @triton.jit
 def summed_choices(y, places, total, WIDTH: tl.constexpr, ACTIVE: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum over a token's experts of some columns, in the order of its choices."""
+    """Sum some columns over a token's experts, in the order of its choices."""
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     column_B = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)

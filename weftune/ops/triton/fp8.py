@@ -1,4 +1,4 @@
-"""Rows of a matrix as 8-bit floats (e4m3) with a scale each.
+"""Conversion of the rows of a matrix to 8-bit floats (e4m3) with a scale per row.
 
 Shapes: R rows of a program, C columns, all that there are and more.
 """
@@ -25,7 +25,8 @@ def row_codes(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """codes · scale is about x ⊙ column_scale; a row with a NaN or an infinity has the scale NaN."""
+    """Compute codes and scale so that codes · scale ≈ x ⊙ column_scale; a row with a NaN or an infinity gets
+    the scale NaN."""
     row_R = tl.program_id(0) * R + tl.arange(0, R)
     column_C = tl.arange(0, C)
     inside_C = column_C < WIDTH
@@ -39,7 +40,7 @@ def row_codes(
     broken_R = tl.max((x_RC != x_RC).to(tl.int32), axis=1) > 0
     scale_R = tl.max(tl.abs(x_RC), axis=1) * (1.0 / LARGEST)
     scale_R = tl.where(broken_R | (scale_R == float("inf")), float("nan"), scale_R)
-    # A row of zeros, or of next to nothing, has codes of zero.
+    # A row of zeros, or of values that are almost zero, has codes of zero.
     scaled_R = scale_R >= LEAST_SCALE
     inverse_R = tl.where(scaled_R, tl.math.div_rn(1.0, tl.where(scaled_R, scale_R, 1.0)), 0.0)
     scaled_RC = x_RC * inverse_R[:, None]

@@ -1,8 +1,9 @@
-"""What large slots add to a product, written where the product will be: a fused product has no registers for
-so many ranks, and adds what it finds to its own sum. Rows of all other slots are left alone.
+"""Kernels that write the addition of large slots to a product's output: a fused product has no registers for
+so many ranks, and adds the values that it finds there to its own sum. Rows of all other slots are not
+touched.
 
-A program takes the rows of one slot in a block of M rows, and SPAN columns, C of them at a time: it keeps
-what it has read of s, and programs that find no large slot are few.
+A program processes the rows of one slot in a block of M rows, and SPAN columns, C of them at a time: it keeps
+its part of s in registers, and there are few programs that find no large slot.
 
 Shapes: M rows of a program, C columns at a time, R the ranks of one part up to a power of two, P parts, S
 slots, K inputs, N outputs of all sites.
@@ -30,7 +31,7 @@ from weftune.ops.triton.slots import (
 
 @triton.jit
 def rows_of(s, row_M, stop, part, ranks, P: tl.constexpr, R: tl.constexpr):
-    """s of one part; zero beyond its ranks."""
+    """Load s of one part; zero beyond its ranks."""
     r_R = tl.arange(0, R)
     at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
     travels_MR = (row_M < stop)[:, None] & (in_eights(r_R, ranks) & (ranks > 0))[None, :]
@@ -39,7 +40,7 @@ def rows_of(s, row_M, stop, part, ranks, P: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def weights_of(weight, column_C, width, ranks, R: tl.constexpr):
-    """Some columns of a part's A or B, which has so many; zero beyond its ranks."""
+    """Load some of the `width` columns of a part's A or B; zero beyond its ranks."""
     r_R = tl.arange(0, R)
     owned_RC = (r_R < ranks)[:, None] & (column_C < width)[None, :]
     return tl.load(weight + r_R[:, None] * width + column_C[None, :], mask=owned_RC, other=0.0)
@@ -64,7 +65,7 @@ def large_y(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """sB of a large slot in SPAN columns of one site."""
+    """Write sB of a large slot in SPAN columns of one site."""
     SITES: tl.constexpr = P // BANDS
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, SITES, SPAN)
     run = runs + tl.program_id(1) * 3
@@ -106,14 +107,14 @@ def large_y(
 
 @triton.jit
 def large_ranks(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.constexpr, R: tl.constexpr):
-    """The ranks of a slot in the first band of a site where it is large; 0 where it is not."""
+    """Return the ranks of a slot in the first band of a site where it is large, or 0 where it is not."""
     ranks = tl.load(rank + site * S + slot)
     return tl.where(is_large(rank, site, slot, S, P, BANDS, R), ranks, 0)
 
 
 @triton.jit
 def survivors(sum_MC, key, token_index, threshold, crc, slot, site, row_M, stop, k_C, S: tl.constexpr):
-    """The values that a site's mask keeps; zero elsewhere."""
+    """Return the values that a site's mask keeps; zero elsewhere."""
     token_M = tl.load(token_index + row_M, mask=row_M < stop, other=0)
     drawn = site_key(key, crc, slot, site)
     row_M1, column_1C = row_factor(token_M, drawn)[:, None], column_factor(k_C, drawn)[None, :]
@@ -143,7 +144,7 @@ def large_dx(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The dropped ds · A of a slot, of all sites where it is large, in SPAN columns."""
+    """Write the dropped ds · A of a slot, summed over all sites where it is large, in SPAN columns."""
     SITES: tl.constexpr = P // BANDS
     run = runs + tl.program_id(1) * 3
     start = tl.load(run)
@@ -160,7 +161,7 @@ def large_dx(
     inside_M1 = (row_M < stop)[:, None]
     low = tl.program_id(0) * SPAN
     end = tl.minimum(low + SPAN, K)
-    # Of more sites the shared memory has no room for all of ds.
+    # With more sites the shared memory has no room for all of ds.
     if BANDS == 1 and SITES <= 3:
         factors = ()
         weights = ()

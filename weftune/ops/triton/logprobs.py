@@ -1,5 +1,5 @@
-"""The kernel of target log-probabilities. A program takes one row of logits, reads it twice and overwrites it
-with the gradient; the second read mostly finds it in the cache.
+"""The kernel of target log-probabilities. A program processes one row of logits, reads it twice and
+overwrites it with the gradient; the second read mostly finds it in the cache.
 
 Shapes: V vocabulary, B values at a time.
 """
@@ -18,7 +18,7 @@ LEAST = tl.constexpr(-3.0e38)
 def _capped(z_B, multiplier, softcap, CAPS: tl.constexpr):
     value_B = z_B.to(tl.float32) * multiplier
     if CAPS:
-        # cap · tanh(v / cap), by the exponential that Triton has.
+        # cap · tanh(v / cap), computed by Triton's exponential.
         small_B = tl.exp(-2.0 * tl.abs(value_B) / softcap)
         tanh_B = (1.0 - small_B) / (1.0 + small_B)
         value_B = softcap * tl.where(value_B < 0, -tanh_B, tanh_B)
@@ -46,7 +46,7 @@ def target_logprobs(
     z += row * vocabulary
     target = tl.load(targets + row)
     wanted = _capped(tl.load(z + target), multiplier, softcap, CAPS)
-    # Finite, so that a lane that has seen nothing does not subtract an infinity from itself.
+    # Finite, so that a lane without values does not subtract an infinity from itself.
     most_B = tl.full((BLOCK,), LEAST, tl.float32)
     sum_B = tl.zeros((BLOCK,), tl.float32)
     # The number of tokens that argmax prefers to the target, by lane.
@@ -63,10 +63,10 @@ def target_logprobs(
         preferred_B += is_preferred_B.to(tl.int32)
     most = tl.max(most_B, axis=0)
     total = tl.sum(sum_B * tl.exp(most_B - most), axis=0)
-    # A maximum passes over a NaN, a sum does not: it reaches the log-probability through `total`.
+    # A maximum ignores a NaN, a sum does not: it reaches the log-probability through `total`.
     norm = most + tl.log(total)
     tl.store(logprobs + row, wanted - norm)
-    # A NaN is preferred to nothing and equal to nothing.
+    # A NaN is neither greater than nor equal to any value.
     tl.store(correct + row, (tl.sum(preferred_B, axis=0) == 0) & (wanted == wanted))
     if GRADIENT:
         # All loads of the target's own logit must be done before it is overwritten.

@@ -1,6 +1,7 @@
 """Kernels of RMSNorm. A program holds whole rows, so that each is read once and its mean stays in registers.
 
-Loads stand before the sum over the row, whose barrier they could not pass: so all of them wait at once.
+Loads are issued before the sum over the row, since they cannot move across its barrier: so their latencies
+overlap.
 
 Shapes: R rows of a program, B its columns (a power of two that covers the width).
 """
@@ -27,7 +28,7 @@ def norm_forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """n and rstd of x; where there is something that n goes onto, their sum in place of n."""
+    """Compute n and rstd of x; if `onto` is given, write onto + n instead of n."""
     row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column_B = tl.arange(0, BLOCK)
     inside_RB = (row_R < rows)[:, None] & (column_B < WIDTH)[None, :]
@@ -62,7 +63,7 @@ def norm_backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """dx = dskip (where there is one) + what flows back through the norm of x."""
+    """Compute dx = dskip (if given) + the gradient through the norm of x."""
     row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column_B = tl.arange(0, BLOCK)
     inside_RB = (row_R < rows)[:, None] & (column_B < WIDTH)[None, :]

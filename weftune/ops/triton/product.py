@@ -1,10 +1,10 @@
-"""The frozen product of a site with all adapters in its last touch: what a program has summed up over the
-frozen weight meets the rank-sized products of its rows' jobs before it is written.
+"""The frozen product of a site with all adapters in its epilogue: a program adds the rank-sized products of
+its rows' jobs to the frozen sum before it is written.
 
-A program may hold rows of several jobs. A job's product is taken for all rows of the program, and added by
-selection where the rows are its own: so a NaN in one job's weights or rows cannot reach another's. Of a slot
-that is large (it has more ranks than registers have room for) the product is found written where this one
-will be, and is added by selection too.
+A program may hold rows of several jobs. A job's product is computed for all rows of the program, and added by
+selection to its own rows only: so a NaN in one job's weights or rows cannot reach another's. The product of a
+large slot (one with more ranks than fit the registers) has been written to the output beforehand, and is
+added by selection too.
 
 Shapes: M rows of a program, C columns of a program, H of them at a time, D of the inner dimension at a time,
 R the ranks of one part up to a power of two, P parts, S slots, W warps.
@@ -32,7 +32,7 @@ from weftune.ops.triton.slots import (
 
 @triton.jit
 def place(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
-    """(row block, column block) of the tile-th program: GROUP row blocks share their columns in the cache."""
+    """Return (row block, column block) of a tile: GROUP row blocks share their columns in the cache."""
     width = GROUP * column_blocks
     first = tile // width * GROUP
     height = tl.minimum(row_blocks - first, GROUP)
@@ -41,7 +41,7 @@ def place(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
 
 @triton.jit
 def part_of(column, N, COLUMNS: tl.constexpr, P: tl.constexpr):
-    """(part, its first column, its end) of a column; of one part only the width is known."""
+    """Return (part, its first column, its end) of a column; for a single part only the width is known."""
     part = 0
     low = 0
     high = N if P == 1 else COLUMNS[1]
@@ -55,7 +55,7 @@ def part_of(column, N, COLUMNS: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def halves(sum_MC):
-    """The left and the right columns; each thread has some of both, so nothing moves."""
+    """Return the left and the right columns; each thread has some of both, so no data moves."""
     M: tl.constexpr = sum_MC.shape[0]
     C: tl.constexpr = sum_MC.shape[1]
     return tl.split(tl.permute(tl.reshape(sum_MC, (M, 2, C // 2)), (0, 2, 1)))
@@ -63,7 +63,7 @@ def halves(sum_MC):
 
 @triton.jit
 def product_by_warps(s_MR, weight_RH, PRECISION: tl.constexpr):
-    """s · weight as one small product for the 16 rows that each warp has of the frozen product.
+    """Return s · weight, as one small product for each warp's 16 rows of the frozen product.
 
     As one large product it would use the instructions of the warp group, and the compiler would then wait
     after each of those of the frozen product.
@@ -100,7 +100,7 @@ def added_by(
     DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`added` for a slot that has at most OWN ranks."""
+    """Compute `added` for a slot that has at most OWN ranks."""
     r_R = tl.arange(0, OWN)
     weight_RH = tl.load(
         weight + r_R[:, None] * (high - low) + (column_H - low)[None, :],
@@ -145,9 +145,10 @@ def added(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What a slot's B (WHICH 1) or A (WHICH 0) of a part adds to its own rows; others may be anything.
+    """Return the addition of a slot's B (WHICH 1) or A (WHICH 0) of a part to its own rows; other rows are
+    undefined.
 
-    Beside much larger neighbours the small ranks have a way of their own.
+    Small ranks have a separate code path if other slots have much larger ones.
     """
     weight = matrix(address, part * S + slot, WHICH, s.dtype.element_ty, ALIGNMENT)
     if R > 32 and ranks <= 16:
@@ -165,7 +166,7 @@ def added(
 
 @triton.jit
 def onto(y_MH, residual, bias, n_H, row, column, N):
-    """y with the residual and the bias added."""
+    """Return y with the residual and the bias added."""
     if residual is not None:
         y_MH += residual.load([row, column]).to(tl.float32)
     if bias is not None:
@@ -175,7 +176,7 @@ def onto(y_MH, residual, bias, n_H, row, column, N):
 
 @triton.jit
 def scales_some(runs, first, end, scales, part, S: tl.constexpr):
-    """Whether one of the runs belongs to a slot that scales outputs."""
+    """Return whether one of the runs belongs to a slot that scales outputs."""
     some = False
     turn = first
     while turn < end:
@@ -188,8 +189,8 @@ def scales_some(runs, first, end, scales, part, S: tl.constexpr):
 def scaled_by_runs(
     y_MH, runs, first, end, bias, scales, with_bias, part, row_M, n_H, low, high, S: tl.constexpr, s
 ):
-    """y with the rows of every run scaled by its slot's g; of a slot that scales the bias, too, with what
-    that is changed by."""
+    """Return y with the rows of every run scaled by its slot's g; for a slot that also scales the bias, the
+    change of the bias is added."""
     turn = first
     while turn < end:
         run = runs + turn * 3
@@ -248,15 +249,15 @@ def product(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """target [T, N] = left [T, K] · right + residual + bias + the adapters' products.
+    """Compute target [T, N] = left [T, K] · right + residual + bias + the adapters' products.
 
-    Where jobs scale their outputs, what they scale is written to `unscaled`, before residual and bias; blocks
-    without rows of such jobs are left as they are.
+    If jobs scale their outputs, the unscaled values are written to `unscaled`, before residual and bias;
+    blocks without rows of such jobs are left unchanged.
 
     Forward: the adapters add sB of the site that the columns belong to. Backward: the adapters add the
-    dropped ds · A of all sites. What large slots add is in `target`. Right lies in memory as [K, N], or
-    TURNED as [N, K]. Of 8-bit operands the sum is multiplied by their scales, and ROUGH is how many products
-    a tensor core may sum by itself, None: all; it keeps some 14 bits of such a sum.
+    dropped ds · A of all sites. The addition of large slots is in `target`. Right is stored as [K, N], or as
+    [N, K] if TURNED. With 8-bit operands the sum is multiplied by their scales, and ROUGH is the number of
+    products that a tensor core may sum by itself (None means all); it keeps some 14 bits of such a sum.
     """
     H: tl.constexpr = C // 2
     SITES: tl.constexpr = P // BANDS
@@ -276,7 +277,7 @@ def product(
         first = tl.load(edges + row_block) * PARTS
         end = tl.load(edges + row_block + 1) * PARTS
         sums = halves(sum_MC)
-        # One after the other, so that the adapters' products find registers.
+        # One after the other, so that there are registers for the adapters' products.
         for half in tl.static_range(2):
             column = column_block * C + half * H
             n_H = column + tl.arange(0, H)
@@ -291,7 +292,7 @@ def product(
             turn = first
             large_M = row_M < 0
             some = False
-            # Not a for loop: that would be made one with the outer loop.
+            # Not a for loop, which would be fused with the outer loop.
             while turn < end:
                 run = runs + turn // PARTS * 3
                 mine_M = (row_M >= tl.load(run)) & (row_M < tl.load(run + 1))

@@ -1,8 +1,8 @@
-"""Kernels that rotate queries and keys while they part with the values, and that turn the gradients back.
-Where heads of queries and keys have a norm, it comes before the rotation.
+"""Kernels that split queries, keys and values and rotate the first two, and that rotate the gradients back.
+If heads of queries and keys have a norm, it is applied before the rotation.
 
-A program takes some heads of one row. Its heads may be queries, keys and values at once: every tile is
-offered to all three outputs, each with its own mask, so that no program has to know which it holds.
+A program processes some heads of one row. These may be queries, keys and values at once: every tile is stored
+to all three outputs, each with its own mask, so that no program has to know which it holds.
 
 Shapes: C heads of a program, B columns: one half of the rotary width (near or far), or the rest.
 """
@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def load_angles(cos_at_B: tl.tensor, sin_at_B: tl.tensor, inside_B: tl.tensor, HALF: tl.constexpr) -> tuple:
-    """Cosines and sines of the near half, then of the far one."""
+    """Load cosines and sines of the near half, then of the far one."""
     near_cos_B = tl.load(cos_at_B, mask=inside_B, other=0.0).to(tl.float32)
     near_sin_B = tl.load(sin_at_B, mask=inside_B, other=0.0).to(tl.float32)
     far_cos_B = tl.load(cos_at_B + HALF, mask=inside_B, other=0.0).to(tl.float32)
@@ -63,7 +63,7 @@ def load_part(
     head_stride: tl.tensor,
     COUNT: tl.constexpr,
 ) -> tl.tensor:
-    """The heads of a tile that belong to one part; zero for the others."""
+    """Load the heads of a tile that belong to one part; zero for the others."""
     owned_CB = ((head_C >= 0) & (head_C < COUNT))[:, None] & inside_B[None, :]
     at_CB = row * row_stride + (head_C * head_stride)[:, None] + column_B[None, :]
     return tl.load(part + at_CB, mask=owned_CB, other=0.0).to(tl.float32)
@@ -89,7 +89,7 @@ def load_parts(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Every head of a tile from the part that it belongs to; zero where that part is None."""
+    """Load every head of a tile from the part that it belongs to; zero if that part is None."""
     k_C = head_C - HEADS
     v_C = k_C - GROUPS
     values_CB = tl.zeros((CHUNK, BLOCK), dtype=tl.float32)
@@ -112,7 +112,7 @@ def load_weights(
     offset: tl.tensor,
     HEADS: tl.constexpr,
 ) -> tl.tensor:
-    """The norm's weights for every head of a tile; those of values are not used."""
+    """Load the norm's weights for every head of a tile; those of values are not used."""
     q_B = tl.load(q_weight + column_B, mask=inside_B, other=0.0).to(tl.float32) + offset
     k_B = tl.load(k_weight + column_B, mask=inside_B, other=0.0).to(tl.float32) + offset
     return tl.where((head_C < HEADS)[:, None], q_B[None, :], k_B[None, :])
@@ -211,7 +211,8 @@ def rotary_backward(
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
 ) -> None:
-    """With a norm, `qkv` is what it was given: dx = rstd · (w · dn − x · rstd² · mean(w · dn · x))."""
+    """Rotate the gradients back. With a norm, `qkv` is its input: dx = rstd · (w · dn − x · rstd² · mean(w ·
+    dn · x))."""
     CHUNKS: tl.constexpr = (HEADS + 2 * GROUPS + CHUNK - 1) // CHUNK
     row = (tl.program_id(0) // CHUNKS).to(tl.int64)
     head_C = tl.program_id(0) % CHUNKS * CHUNK + tl.arange(0, CHUNK)

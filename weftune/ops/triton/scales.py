@@ -1,5 +1,5 @@
-"""Kernels of what jobs scale at a site, and of what their scales and matrices are computed from. A program
-works on rows or on vectors of one slot only.
+"""Kernels that apply jobs' scales at a site, and that compute the factors of these scales. A program that
+applies scales works on rows of one slot only.
 
 Shapes: M rows of a program, C columns of a program, G slots of a program, R ranks of one up to a power of
 two, Z ranks of all of them, P sites, S slots, N columns of a row.
@@ -17,7 +17,7 @@ from weftune.ops.triton.slots import column_block
 
 @triton.jit
 def scale_at(address, entry, column_C, inside_C, TYPE: tl.constexpr):
-    """g of a slot that has one: its value, times what that is multiplied by if there is such."""
+    """Return g of a slot that has one: its value, times the value's factor if there is one."""
     value = tl.load(address + entry * 3).to(tl.pointer_type(TYPE))
     g_C = tl.load(value + column_C, mask=inside_C, other=0.0).to(tl.float32)
     return g_C * inverse_at(address, entry, column_C, inside_C)
@@ -43,7 +43,7 @@ def scale(
     x, out, tiles, address, N,
     COLUMNS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """out = x ⊙ g of the tile's slot, or x where it has none."""
+    """Compute out = x ⊙ g of the tile's slot, or x if it has none."""
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, P, C)
     tile = tl.program_id(1)
     start = tl.load(tiles + tile * 3)
@@ -70,8 +70,8 @@ def unscale(
     IN_PLACE: tl.constexpr, COLUMNS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """du = dy ⊙ g of the piece's slot, or dy where it has none; IN_PLACE, du is dy. Of the value's gradient,
-    Σ dy · u · inverse, the share of a piece is written, or added at once where the piece is the only one of
+    """Compute du = dy ⊙ g of the piece's slot, or dy if it has none; du is dy if IN_PLACE. The piece's share
+    of the value's gradient, Σ dy · u · inverse, is written, or added at once if the piece is the only one of
     its slot."""
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, P, C)
     piece = tl.program_id(1)
@@ -122,7 +122,7 @@ def add_shares(
     partial, sums, address, N,
     COLUMNS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Add what the slots with several pieces have in shares to their accumulators."""
+    """Add the shares of slots with several pieces to their accumulators."""
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, P, C)
     which = tl.program_id(1)
     slot = tl.load(sums + which * 3)
@@ -140,7 +140,7 @@ def add_shares(
 
 @triton.jit
 def nth_slots(scales, site, nth_Z, S: tl.constexpr):
-    """Of the slots whose scale has something to be multiplied by, the n-th; −1 where there are fewer."""
+    """Return the n-th of the slots whose scale has a factor, or −1 if there are fewer."""
     slot_S = tl.arange(0, S)
     asks_S = tl.load(scales + (site * S + slot_S) * 3 + 2) != 0
     number_S = tl.cumsum(asks_S.to(tl.int32), axis=0) - 1
@@ -154,12 +154,12 @@ def row_lengths(
     COLUMNS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
     M: tl.constexpr, C: tl.constexpr, ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """1 / ‖W + scale · BA‖ of M rows of W, for G of the slots whose scale asks for it: W is read once for all
-    of these.
+    """Compute 1 / ‖W + scale · BA‖ of M rows of W, for G of the slots whose scale has this factor: W is read
+    once for all of these.
 
-    From products of rank R: ‖w‖² + 2 scale w·(BA) + scale² ‖BA‖². The ranks of the slots stand one below the
-    other. Products of two slots are left out by selection, and B comes into such products without what is not
-    finite: its owner meets that again in the next product.
+    The squared norm follows from products of rank R: ‖w‖² + 2 scale w·(BA) + scale² ‖BA‖². The ranks of the
+    slots are stacked. Products of two different slots are removed by selection, and non-finite values of B
+    are set to zero in these products: the next product returns them to their own slot.
     """
     Z: tl.constexpr = G * R
     site, low, high, origin = column_block(tl.program_id(1), COLUMNS, P, M)

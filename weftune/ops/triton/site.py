@@ -1,5 +1,5 @@
-"""Forward kernels of the tiled LoRA route. A program works on rows of one slot only, and what lies outside of
-its rows, of its job's rank or of a width is loaded as zero: so no reduction can meet a neighbour's NaN.
+"""Forward kernels of the tiled LoRA route. A program works on rows of one slot only, and values outside its
+rows, its job's rank or a width are loaded as zero: so no reduction can include another job's NaN.
 
 Shapes: M rows of a program, C columns of a program (of the input or of the output), R the ranks of one part
 up to a power of two, P parts, S slots, T rows of the microbatch, K inputs, N outputs of all parts.
@@ -57,7 +57,8 @@ def down_of_tile(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`down` for a slot that has at most OWN ranks in each part: no more are multiplied or written."""
+    """Compute `down` for a slot that has at most OWN ranks in each part: no more are multiplied or
+    written."""
     split, splits = tl.program_id(1), tl.num_programs(1)
     first = tl.program_id(2) * TOGETHER
     row_M = start + tl.arange(0, M)
@@ -139,7 +140,8 @@ def down_by_ranks(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`down` of a tile: beside much larger neighbours the small ranks have a way of their own."""
+    """Compute `down` of a tile. Small ranks have a separate code path if other slots have much larger
+    ones."""
     if R > 32 and most <= 16:
         down_of_tile(
             x, s, partial, key, token_index, address, factor, rank, threshold, crc, evaluating,
@@ -179,9 +181,10 @@ def down(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """s = factor · drop(x)Aᵀ of a tile for TOGETHER parts, x read once; with SPLIT a share of the sum.
+    """Compute s = factor · drop(x)Aᵀ of a tile for TOGETHER parts, with x read once; with SPLIT a share of
+    the sum.
 
-    Nothing is written of parts in which the slot has no ranks, and masks are drawn only for slots that drop.
+    Nothing is written for parts in which the slot has no ranks, and masks are drawn only for slots that drop.
     """
     tile = tl.program_id(0)
     first = tl.program_id(2) * TOGETHER
@@ -229,7 +232,8 @@ def sum_rows(
     M: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """s (or ds) of some rows = factor · the sum of its shares: part p has SHARES[p] up to SHARES[p + 1]."""
+    """Compute s (or ds) of some rows = factor · the sum of its shares: part p has SHARES[p] up to SHARES[p +
+    1]."""
     tile = tl.program_id(0)
     start = tl.load(tiles + tile * 3) + tl.program_id(1) * M
     stop = tl.load(tiles + tile * 3 + 1)
@@ -286,11 +290,12 @@ def up(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """y = g ⊙ (frozen + sB) + bias + residual in the columns of one site, rounded once; u is what is scaled.
+    """Compute y = g ⊙ (frozen + sB) + bias + residual in the columns of one site, rounded once; u is the
+    unscaled sum.
 
     `frozen` has W columns, those of y from `begin` on, where its `first` block begins; it should be float32,
-    and may be y itself; it is multiplied by its scales, if it has any. What is small is added first: the last
-    digit of a residual can be larger than all that a young adapter adds.
+    and may be y itself; it is multiplied by its scales, if it has any. Small terms are added first: the last
+    digit of a residual can be larger than the whole addition of a newly initialised adapter.
     """
     SITES: tl.constexpr = P // BANDS
     site, low, high, origin = column_block(first + tl.program_id(0), COLUMNS, SITES, C)

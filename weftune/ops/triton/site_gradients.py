@@ -1,5 +1,6 @@
-"""Backward kernels of the tiled LoRA route. No atomics: each piece is one program's, and a slot's pieces are
-added in their order. What lies outside of a program's rows, rank or width is zero to it, as in the forward.
+"""Backward kernels of the tiled LoRA route. There are no atomics: each piece belongs to one program, and a
+slot's pieces are added in order. Values outside a program's rows, rank or width are loaded as zero, as in the
+forward.
 
 Shapes: M rows of a program, C columns of a program (of the input or of the output), R the ranks of one part
 up to a power of two, P parts, S slots, T rows of the microbatch, K inputs, N outputs of all parts.
@@ -51,7 +52,8 @@ def ds_db_of_piece(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`ds_db` for a slot that has at most OWN ranks: no more of them are multiplied, though R have room."""
+    """Compute `ds_db` for a slot that has at most OWN ranks: no more are multiplied, though there is room for
+    R."""
     piece = tl.program_id(1)
     band, block = tl.program_id(0) % BANDS, tl.program_id(0) // BANDS
     site, low, high, origin = column_block(block, COLUMNS, P // BANDS, C)
@@ -116,12 +118,12 @@ def ds_db(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dB of some columns over a piece, and these columns' share of ds, from one read of dy.
+    """Compute dB of some columns over a piece, and these columns' share of ds, from one read of dy.
 
-    dB is summed up on its side, columns by ranks: so the tensor cores take both products from the same copy
-    of dy in shared memory, whatever the rank. Beside larger neighbours the small ranks have a way of their
-    own, which needs neither registers nor shared memory that the large ones do not have already. Bands of the
-    same columns are neighbours: the second finds dy in the cache.
+    dB is accumulated transposed, columns by ranks: so the tensor cores read both products from the same copy
+    of dy in shared memory, whatever the rank. Small ranks have a separate code path if other slots have
+    larger ones; it needs no more registers or shared memory than the path for large ranks. Programs of the
+    bands of the same columns are adjacent: the second finds dy in the cache.
     """
     slot = tl.load(pieces + tl.program_id(1) * 4 + 2)
     if slot < 0:
@@ -169,7 +171,7 @@ def ds_of_tile(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`ds_alone` for a slot that has at most OWN ranks: no more are multiplied or written."""
+    """Compute `ds_alone` for a slot that has at most OWN ranks: no more are multiplied or written."""
     split, splits = tl.program_id(1), tl.num_programs(1)
     part = tl.program_id(2)
     row_M = (start + tl.arange(0, M)).to(tl.int64)
@@ -223,9 +225,9 @@ def ds_alone(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """ds = factor · dyBᵀ of a tile and a part, without dB; with SPLIT a share of the sum.
+    """Compute ds = factor · dyBᵀ of a tile and a part, without dB; with SPLIT a share of the sum.
 
-    Nothing is written of parts in which the slot has no ranks.
+    Nothing is written for parts in which the slot has no ranks.
     """
     tile, part = tl.program_id(0), tl.program_id(2)
     low = 0
@@ -286,7 +288,7 @@ def da_of_piece(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`da` for a slot that has at most OWN ranks in each part: no more are multiplied."""
+    """Compute `da` for a slot that has at most OWN ranks in each part: no more are multiplied."""
     piece = tl.program_id(1)
     first = tl.program_id(2) * TOGETHER
     start = tl.load(pieces + piece * 4)
@@ -316,13 +318,13 @@ def da_of_piece(
         longer = ()
         for i in tl.static_range(TOGETHER):
             ds_at_MR = row_M[:, None] * (P * R) + (first + i) * R + r_R[None, :]
-            # Where the slot has no ranks nothing of ds has been written.
+            # If the slot has no ranks, its ds has not been written.
             written_M = inside_M & (ranks[i] > 0)
             ds_MR = tl.load(ds + ds_at_MR, mask=written_M[:, None], other=0.0)
             dropped_CM = x_CM
             if DROPS:
                 drawn_M = row_factor(token_M, keys[i])
-                # Made anew for every M rows, since registers are short.
+                # Recomputed for every M rows, since registers are scarce.
                 column_C = column_factor(k_C, keys[i])
                 kept_CM = kept(drawn_M[None, :], column_C[:, None], thresholds[i])
                 dropped_CM = tl.where(kept_CM, x_CM, 0.0)
@@ -365,7 +367,7 @@ def da_by_ranks(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`da` of a piece: beside much larger neighbours the small ranks have a way of their own."""
+    """Compute `da` of a piece. Small ranks have a separate code path if other slots have much larger ones."""
     if R > 32 and most <= 16:
         da_of_piece(
             x, ds, partial_da, pieces, key, token_index, address, rank, threshold, crc, slot, K,
@@ -401,11 +403,11 @@ def da(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dA of some columns over a piece for TOGETHER parts, x read once.
+    """Compute dA of some columns over a piece for TOGETHER parts, with x read once.
 
-    The tile stands on its side, columns by rows: so the tensor cores take it whatever the rank. What lies in
-    ds beyond a slot's ranks meets columns of the sum that are not stored. Masks are drawn only for slots that
-    drop.
+    The tile is transposed, columns by rows: so the tensor cores accept it whatever the rank. Values in ds
+    beyond a slot's ranks only affect columns of the sum that are not stored. Masks are drawn only for slots
+    that drop.
     """
     first = tl.program_id(2) * TOGETHER
     slot = tl.load(pieces + tl.program_id(1) * 4 + 2)
@@ -446,7 +448,7 @@ def dx_of_part(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """sum + ds · A of one part."""
+    """Return sum + ds · A of one part."""
     r_R = tl.arange(0, R)
     entry = part * S + slot
     ranks = tl.load(rank + entry)
@@ -484,7 +486,7 @@ def add_dx(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dx = frozen + the dropped ds · A of all sites, rounded once.
+    """Compute dx = frozen + the dropped ds · A of all sites, rounded once.
 
     `frozen` has W columns, those of dx from `begin` on; it should be float32, and may be dx itself; its rows
     are multiplied by their scales, if they have any.
@@ -506,7 +508,7 @@ def add_dx(
     if row_scale is not None:
         dx_MC *= tl.load(row_scale + row_M, mask=inside_M, other=0.0)[:, None]
     if slot >= 0:
-        # One site after the other: the masks of several do not fit the registers beside each other.
+        # One site after the other: the masks of several do not fit the registers together.
         for site in range(SITES):
             bands = bands_of(rank, site, slot, S, P, BANDS)
             masked = tl.load(threshold + site * S + slot) > NEVER if DROPS else False
@@ -548,7 +550,7 @@ def add_gradients(
     C: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    """Add the pieces of a slot that has several to its accumulators, in their order."""
+    """Add the pieces of a slot that has several to its accumulators, in order."""
     slot = tl.load(sums + tl.program_id(1) * 3)
     first = tl.load(sums + tl.program_id(1) * 3 + 1)
     end = tl.load(sums + tl.program_id(1) * 3 + 2)

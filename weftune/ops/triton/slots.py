@@ -1,8 +1,8 @@
-"""What the kernels of a site share: where a slot's matrices are, whose a column or a rank is, what dropout
-keeps.
+"""Functions that the kernels of a site share: the addresses of a slot's matrices, the owner of a column or a
+rank, and dropout masks.
 
 Shapes: M rows of a program, C columns of a program, R the ranks of one part up to a power of two, P parts: a
-site's ranks come in BANDS parts of R, and the first bands of all sites come before their second bands.
+site's ranks are split into BANDS parts of R, and the first bands of all sites come before their second bands.
 Parameters of a kernel carry no annotation but tl.constexpr: Triton evaluates them.
 """
 
@@ -18,12 +18,13 @@ SECOND = tl.constexpr(0xC2B2AE35)
 STRIDE = tl.constexpr(0x9E3779B9)
 NEVER = tl.constexpr(-(1 << 31))
 DIRECT = tl.constexpr(64)
-"""A fused product takes so many ranks of a part by itself; what more are add is written before it."""
+"""Maximum ranks of a part that a fused product adds by itself; the addition of larger ones is written before
+it."""
 
 
 @triton.jit
 def folded(value):
-    """fmix32; `ops.dropout` has its twin."""
+    """Return fmix32; `ops.dropout.mixed` is the same function in torch."""
     value = value ^ (value >> 16)
     value = value * FIRST
     value = value ^ (value >> 13)
@@ -33,40 +34,41 @@ def folded(value):
 
 @triton.jit
 def site_key(key, crc, slot, part):
-    """`ops.dropout.key` of a slot's seed and step at one site."""
+    """Return `ops.dropout.key` of a slot's seed and step at one site."""
     return folded((tl.load(key + slot) ^ tl.load(crc + part)).to(tl.uint32, bitcast=True))
 
 
 @triton.jit
 def row_factor(token_M, site_key):
-    """What the rows of a site put into the bits of their values."""
+    """Return the rows' factors of the bits of a site's values."""
     return folded(token_M.to(tl.uint32, bitcast=True) ^ site_key) | 1
 
 
 @triton.jit
 def column_factor(column_C, site_key):
-    """What the columns of a site's input put into the bits of their values."""
+    """Return the columns' factors of the bits of a site's input values."""
     return folded((column_C + 1).to(tl.uint32) * STRIDE ^ site_key) | 1
 
 
 @triton.jit
 def kept(row, column, threshold):
-    """Which values survive, of factors that broadcast: those of `ops.dropout.kept_TK`."""
+    """Return the mask of kept values from factors that broadcast, equal to `ops.dropout.kept_TK`."""
     return (row * column).to(tl.int32, bitcast=True) >= threshold
 
 
 @triton.jit
 def matrix(address, entry, WHICH: tl.constexpr, TYPE: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """The pointer to A (0), B (1), dA (2) or dB (3) of a table entry."""
+    """Return the pointer to A (0), B (1), dA (2) or dB (3) of a table entry."""
     pointer = tl.load(address + entry * 4 + WHICH).to(tl.pointer_type(TYPE))
     return tl.multiple_of(pointer, ALIGNMENT)
 
 
 @triton.jit
 def in_eights(r_R, rank):
-    """A job's ranks up to a whole number of 8: all that has to travel, and still by 16 bytes at a time.
+    """Return the mask of a job's ranks, rounded up to a multiple of 8: no more is transferred, still 16 bytes
+    at a time.
 
-    Of so few as 16 all travel: a mask would cost more than what it spares.
+    Up to 16 ranks are all transferred: a mask would cost more than it saves.
     """
     if r_R.shape[0] > 16:
         return r_R // 8 * 8 < rank
@@ -76,7 +78,7 @@ def in_eights(r_R, rank):
 
 @triton.jit
 def most_ranks(rank, first, slot, S: tl.constexpr, TOGETHER: tl.constexpr):
-    """The most ranks that a slot has in one of TOGETHER parts."""
+    """Return the maximum ranks of a slot in any of TOGETHER parts."""
     most = tl.load(rank + first * S + slot)
     for i in tl.static_range(1, TOGETHER):
         most = tl.maximum(most, tl.load(rank + (first + i) * S + slot))
@@ -85,7 +87,7 @@ def most_ranks(rank, first, slot, S: tl.constexpr, TOGETHER: tl.constexpr):
 
 @triton.jit
 def drops_in_any(threshold, first, slot, S: tl.constexpr, TOGETHER: tl.constexpr):
-    """Whether a slot drops values in one of TOGETHER parts."""
+    """Return whether a slot drops values in any of TOGETHER parts."""
     highest = tl.load(threshold + first * S + slot)
     for i in tl.static_range(1, TOGETHER):
         highest = tl.maximum(highest, tl.load(threshold + (first + i) * S + slot))
@@ -94,7 +96,7 @@ def drops_in_any(threshold, first, slot, S: tl.constexpr, TOGETHER: tl.constexpr
 
 @triton.jit
 def bands_of(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.constexpr):
-    """In how many bands a slot has ranks at a site."""
+    """Return the number of bands in which a slot has ranks at a site."""
     bands = 0
     for band in tl.static_range(BANDS):
         bands += (tl.load(rank + (band * (P // BANDS) + site) * S + slot) > 0).to(tl.int32)
@@ -103,7 +105,7 @@ def bands_of(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.const
 
 @triton.jit
 def is_large(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.constexpr, R: tl.constexpr):
-    """Whether a slot has more ranks at a site than a fused product takes by itself."""
+    """Return whether a slot has more ranks at a site than a fused product adds by itself."""
     if BANDS > 1 and R <= DIRECT:
         return tl.load(rank + (P // BANDS + site) * S + slot) > 0
     else:
@@ -112,7 +114,7 @@ def is_large(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.const
 
 @triton.jit
 def column_block(block, COLUMNS: tl.constexpr, P: tl.constexpr, C: tl.constexpr):
-    """(part, first column, end of the part, first column of the part) of the block-th C columns."""
+    """Return (part, first column, end of the part, first column of the part) of the block-th C columns."""
     part = 0
     low = 0
     high = 0

@@ -1,4 +1,4 @@
-"""The devices that a plan is made for and their links: from a line of text, a file, or this machine."""
+"""The devices that a plan is made for and their links, read from a line of text, a file, or this machine."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from weftune.plan.program.prices import Link, PricedCluster, PricedDevice
 
 GIB = 1 << 30
 PCIE = Link(25e9, 10e-6)
-"""Sixteen lanes of the fourth generation, as copies reach it."""
+"""Sixteen lanes of PCIe 4.0, at the bandwidth that copies reach."""
 USABLE = {True: 0.92, False: 0.85}
-"""Of a GPU's memory and of a CPU's: the rest is for the allocator and for others."""
+"""Usable share of the memory of a GPU (True) and of a CPU (False). The rest is left to the allocator and
+other processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device by its data sheet."""
+    """A device as its data sheet describes it."""
 
     name: str
     memory_bytes: int
     peak: float
-    """FLOP/s of dense bf16 products with fp32 sums (fp32 on a CPU)."""
+    """FLOP/s of dense bf16 products with fp32 accumulation (fp32 products on a CPU)."""
     bandwidth: float
-    """Bytes per second of its own memory."""
+    """Bandwidth of its own memory, in bytes per second."""
     nvlink: float = 0.0
-    """Bytes per second one way to another device; 0 where it has none."""
+    """Bandwidth to another device in one direction, in bytes per second; 0 without NVLink."""
     limit: int | None = None
-    """Bytes that a run may take of it, where somebody says so."""
+    """Bytes that a run may use, if set explicitly. None uses the share in `USABLE`."""
 
     @property
     def is_gpu(self) -> bool:
@@ -42,7 +43,7 @@ class Device:
 
     @property
     def budget(self) -> int:
-        """Bytes that a run may take of it."""
+        """Bytes that a run may use on this device."""
         return int(self.memory_bytes * USABLE[self.is_gpu]) if self.limit is None else self.limit
 
 
@@ -52,9 +53,9 @@ class Cluster:
     link: Link
     link_name: str
     roots: tuple[int, ...]
-    """How many devices hang under each root complex, in order."""
+    """Number of devices under each root complex, in order."""
     host: Link = PCIE
-    """From the host's memory to a device, and through a root complex."""
+    """Link from host memory to a device, and bandwidth of each root complex."""
 
     @property
     def name(self) -> str:
@@ -66,7 +67,7 @@ class Cluster:
         return text if len(self.devices) == 1 else f"{text}:{self.link_name}"
 
     def priced(self) -> PricedCluster:
-        """As the simulator takes it."""
+        """Return the cluster in the form that the simulator takes."""
         homes = [root for root, size in enumerate(self.roots) for _ in range(size)]
         return PricedCluster(
             devices=tuple(
@@ -100,7 +101,7 @@ DEVICES: Mapping[str, Device] = {
         _sheet("T4", 14.6, 65, 320),
     )
 }
-"""Data-sheet numbers; memory is what such a device reports, which is less than its name says."""
+"""Name → data-sheet numbers. Memory is the size that the device reports, which is less than its name says."""
 
 CORE_PEAK = 160e9
 """FLOP/s of one CPU core in fp32: two fused multiply-adds of sixteen lanes at 2.5 GHz."""
@@ -116,7 +117,7 @@ MOST_DEVICES = 1024
 
 
 def parse_cluster(text: str) -> Cluster:
-    """`4xA100-80G`, `4xA100-80G:pcie`, `H200`, or `2+2xRTX3090` for two root complexes."""
+    """Parse `4xA100-80G`, `4xA100-80G:pcie`, `H200`, or `2+2xRTX3090` for two root complexes."""
     found = re.fullmatch(r"(?:(\d+(?:\+\d+)*)\s*[xX×]\s*)?([^:]+?)(?::(\w+))?", text.strip())
     if found is None:
         raise PlanError(f"--cluster {text}: {FORM}")
@@ -126,7 +127,8 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def make_cluster(devices: Sequence[Device], link: str | Link | None, roots: Sequence[int] = ()) -> Cluster:
-    """Without a link it is nvlink where every device has one, else pcie; without roots there is one."""
+    """Return a cluster of these devices. The default link is nvlink if every device has one, else pcie; the
+    default is one root complex."""
     nvlink = min((device.nvlink for device in devices), default=0.0)
     if not devices:
         raise PlanError("--cluster: there is no device in it")
@@ -149,12 +151,12 @@ def make_cluster(devices: Sequence[Device], link: str | Link | None, roots: Sequ
 
 
 def limited(cluster: Cluster, limit: int) -> Cluster:
-    """The same, where a run may take so many bytes of each device."""
+    """Return the cluster with at most `limit` bytes of each device available to a run."""
     return replace(cluster, devices=tuple(replace(device, limit=limit) for device in cluster.devices))
 
 
 def cluster_from(values: Any, place: str) -> Cluster:
-    """From what a cluster file holds; `place` is its name."""
+    """Return the cluster that the values of a cluster file describe; `place` names the file in errors."""
     if not isinstance(values, Mapping) or not isinstance(values.get("devices"), list):
         raise PlanError(Mistake(place, "must be a mapping with devices: a list such as [4xA100-80G]"))
     _refuse_unknown(values, KEYS, place)
@@ -181,7 +183,7 @@ def _link(values: Mapping[str, Any], place: str) -> Link:
 
 
 def this_machine() -> Cluster:
-    """Its GPUs, as nvidia-smi names them; without any the CPU and its memory."""
+    """Return this machine's GPUs as nvidia-smi reports them, or its CPU and memory if it has none."""
     found = _smi()
     if found:
         return make_cluster([_smi_device(line) for line in found.splitlines() if line.strip()], None)
@@ -195,13 +197,13 @@ def this_cpu() -> Cluster:
 
 
 def gpu_here() -> str | None:
-    """The name of this machine's first GPU, as its driver tells it."""
+    """Return the name of this machine's first GPU as its driver reports it, or None."""
     first = _smi().partition("\n")[0]
     return first.rpartition(",")[0].strip() or None
 
 
 def _smi() -> str:
-    """A line for each GPU: its name and its memory in MiB; nothing where there is none."""
+    """Return one line per GPU with its name and its memory in MiB, or an empty string without GPUs."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
@@ -223,7 +225,7 @@ def _smi_device(line: str) -> Device:
             f"--cluster auto: this machine has a {name.strip()}, which is not in the table of devices "
             f"({', '.join(DEVICES)}); describe it in a cluster file"
         )
-    # A longer name says more (L40S against L4); of one name the memory decides.
+    # Prefer the longest matching name (L40S over L4), then the closest memory size.
     kind = max(fitting, key=lambda device: (len(device.name.partition("-")[0]), -_apart(device, size)))
     return replace(kind, memory_bytes=size)
 
@@ -237,7 +239,7 @@ def _named(name: str) -> Device:
     wanted = name.strip().lower()
     if wanted in by_plain:
         return by_plain[wanted]
-    # `H100-80G` is an H100, although A100-80G has more letters of it.
+    # `H100-80G` should suggest H100, although A100-80G shares more letters with it.
     family = [key for key in by_plain if key.partition("-")[0] == wanted.partition("-")[0]]
     near = difflib.get_close_matches(wanted, family or by_plain, n=1, cutoff=0.0 if family else 0.4)
     hint = f"did you mean {by_plain[near[0]].name}? " if near else ""

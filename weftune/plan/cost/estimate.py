@@ -1,6 +1,6 @@
-"""What a pass takes before anything was measured: FLOPs over a stated share of the data-sheet peak.
+"""Estimated time of a pass before any measurement: FLOPs over a stated share of the data-sheet peak.
 
-The seam for measurements is `Speed`: one made from a profile of the device takes the data sheet's place.
+Measurements enter through `Speed`: one made from a profile of the device replaces the data sheet.
 """
 
 from __future__ import annotations
@@ -15,44 +15,44 @@ from weftune.plan.cost.layers import LayerCost
 from weftune.plan.cost.time import Line
 
 GPU_PART, CPU_PART = 0.6, 0.45
-"""The share of the peak that the base's products reach, set by one measured step each, on an H200 and on a
-CPU of two cores; on any other device it is a guess."""
+"""Share of the peak that the base's products reach, set by one measured step each on an H200 and on a CPU
+with two cores; on any other device it is a guess."""
 ADAPTER_PART = 0.1
-"""The same for adapters: their products are narrow, and re-read what the base's have read."""
+"""Share of the peak that adapters reach: their products are narrow and re-read what the base has read."""
 GPU_LAUNCH, CPU_LAUNCH = 60e-6, 30e-6
-"""Seconds that one pass over one layer takes however few its rows are."""
+"""Seconds that one pass over one layer takes regardless of its number of rows."""
 CODED_SPEED = 1.7
-"""Products of 8-bit floats over those in bfloat16: on an H200 a step of the 8B shape saves 138 of 440 ms, of
-which 330 are products of the layers."""
+"""Speed of products of 8-bit floats relative to bfloat16: on an H200 a step of the 8B shape saves 138 of 440
+ms, of which 330 ms are products of the layers."""
 ATTENTION_BACKWARD = 2.5
-"""Attention's backward over its forward."""
+"""Time of attention's backward relative to its forward."""
 ADAPTER_BACKWARD = 2.0
-"""Adapters have gradients of their own, the base has none."""
+"""Time of an adapter's backward relative to its forward: unlike the base, it has weight gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What a device reaches."""
+    """Throughput that a device reaches."""
 
     flops: float
     adapter_flops: float
     bandwidth: float
     launch: float
     source: str
-    """Where these numbers come from, for the reader."""
+    """Origin of these numbers, for display."""
     attention_flops: float = 0.0
-    """Of attention's products; 0 where they are as fast as the others."""
+    """FLOP/s of attention's products; 0 if they are as fast as the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobOutline:
-    """What the outlook must know of a job."""
+    """The facts about a job that a forecast needs."""
 
     shape: JobShape
     ranks: Mapping[str, int]
-    """Site → rank, for the sites that it targets."""
+    """Site → rank, for the sites that the job targets."""
     batches: tuple[tuple[int, ...], ...]
-    """The lengths of the samples of its next global batches."""
+    """Sample lengths of its next global batches."""
 
     @property
     def name(self) -> str:
@@ -65,18 +65,18 @@ class BaseLayer:
 
     kind: Literal["embedding", "layer", "head"]
     flops: int
-    """Of one pass over one token, at the rate of the base's dtype: products of codes count as fewer. The
-    backward of a frozen layer takes as many."""
+    """FLOPs per token of one pass, at the rate of the base's dtype: products of quantised codes count as
+    fewer. The backward of a frozen layer takes as many."""
     square_flops: int
-    """Attention: of a forward, for each squared token of a sample's length."""
+    """Attention FLOPs of a forward per squared token of a sample's length."""
     weight_bytes: int
     kept_bytes: int
-    """For each token, between forward and backward."""
+    """Bytes per token kept from forward to backward."""
     handed_bytes: int
-    """For each token, to the next layer or back."""
+    """Bytes per token handed to the next layer, or back."""
     sites: tuple[SiteShape, ...]
     matrix_bytes: int = 0
-    """What its weights are dequantised into for every pass, where they are quantised."""
+    """Size of the matrices that quantised weights are dequantised into for every pass; 0 if not quantised."""
 
 
 def sheet_speed(device: Device) -> Speed:
@@ -91,9 +91,9 @@ def sheet_speed(device: Device) -> Speed:
 
 
 def base_layers(shape: ModelShape, kept: int, apart: bool) -> tuple[BaseLayer, ...]:
-    """Embedding, layers and head; a layer keeps `kept` bytes of a token for its backward.
+    """Return embedding, layers and head; a layer keeps `kept` bytes per token for its backward.
 
-    `apart`: the two ends live on different devices, each with its matrix.
+    `apart` says that embedding and head are on different devices, each with its own matrix.
     """
     by_layer: dict[int, list[SiteShape]] = {number: [] for number in range(shape.layers)}
     outside: list[SiteShape] = []
@@ -103,7 +103,7 @@ def base_layers(shape: ModelShape, kept: int, apart: bool) -> tuple[BaseLayer, .
     matrix = shape.vocabulary * shape.hidden
     inside = sum(site.weights for sites in by_layer.values() for site in sites)
     tied = shape.parameters < inside + 2 * matrix
-    # Norms, biases and positions are not told apart in the shape; they are small and counted here.
+    # The shape does not list norms, biases and positions separately; they are small and counted here.
     first = shape.parameters - inside - (0 if tied else matrix)
     handed = shape.hidden * shape.bytes_per_value
     layers = [_layer(shape, tuple(sites), kept, handed) for sites in by_layer.values()]
@@ -116,26 +116,26 @@ def base_layers(shape: ModelShape, kept: int, apart: bool) -> tuple[BaseLayer, .
 
 
 def layer_bytes(shape: ModelShape) -> int:
-    """Of the weights of one layer, the largest."""
+    """Return the weight bytes of the largest layer."""
     layers = base_layers(shape, 0, apart=False)
     return max(layer.weight_bytes for layer in layers if layer.kind == "layer")
 
 
 def dequantised_bytes(shape: ModelShape) -> int:
-    """What a pass over one layer reads and writes so that its weights are matrices, the most; 0 where they
-    are stored so, or multiplied as they are stored."""
+    """Return the most bytes that a pass over one layer reads and writes to dequantise its weights; 0 if they
+    are stored as matrices, or multiplied as they are stored."""
     layers = base_layers(shape, 0, apart=False)
     return max(_moved_bytes(layer) if layer.matrix_bytes else 0 for layer in layers if layer.kind == "layer")
 
 
 def _moved_bytes(layer: BaseLayer) -> int:
-    """What a pass reads and writes of a layer's weights: a matrix that was dequantised has been written, and
-    is read again."""
+    """Return the weight bytes that a pass over a layer moves: a dequantised matrix is written and read
+    again."""
     return layer.weight_bytes + 2 * layer.matrix_bytes
 
 
 def layer_flops(shape: ModelShape) -> int:
-    """Of a pass over one token in one layer, the most."""
+    """Return the FLOPs per token of a pass over the most expensive layer."""
     layers = base_layers(shape, 0, apart=False)
     return max(layer.flops for layer in layers if layer.kind == "layer")
 
@@ -144,13 +144,14 @@ def _layer(shape: ModelShape, sites: tuple[SiteShape, ...], kept: int, handed: i
     flops = 2 * sum(site.active_weights for site in sites)
     flops = round(flops / CODED_SPEED) if shape.multiplied_as_stored else flops
     held = round(sum(site.weights for site in sites) * shape.weight_bytes_per_value)
-    # Two products of the width of all heads, half of each masked; that width is close to the hidden one.
+    # Attention makes two products as wide as all heads, half of each masked; that width is close to the
+    # hidden size.
     matrices = sum(site.weights for site in sites) * shape.bytes_per_value if shape.matrix_bytes else 0
     return BaseLayer("layer", flops, 2 * shape.hidden, held, kept, handed, sites, matrices)
 
 
 def adapter_flops(layer: BaseLayer, job: JobOutline) -> int:
-    """Of a forward over one token."""
+    """Return the FLOPs per token of an adapter's forward."""
     return sum(2 * job.ranks.get(site.name, 0) * site.widths for site in layer.sites)
 
 
@@ -163,17 +164,17 @@ def adapter_parameters(layer: BaseLayer, job: JobOutline) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """What a microbatch holds, as far as its time hangs on it."""
+    """The counts of a microbatch that determine its time."""
 
     tokens: int
     squares: int
-    """Squared lengths, summed."""
+    """Sum of squared sample lengths."""
     by_job: Mapping[str, int]
-    """Tokens."""
+    """Job → tokens."""
 
 
 def base_line(layers: Sequence[BaseLayer], speed: Speed) -> Line:
-    """One pass, forward or backward, over these layers without attention and adapters."""
+    """Return the time of one pass, forward or backward, over these layers without attention and adapters."""
     worked = [layer for layer in layers if layer.flops]
     moved = sum(map(_moved_bytes, worked))
     fixed = len(worked) * speed.launch + moved / speed.bandwidth
@@ -181,21 +182,21 @@ def base_line(layers: Sequence[BaseLayer], speed: Speed) -> Line:
 
 
 def square_seconds(layers: Sequence[BaseLayer], speed: Speed) -> float:
-    """A forward's attention for each squared token."""
+    """Return the seconds of a forward's attention per squared token."""
     return sum(layer.square_flops for layer in layers) / (speed.attention_flops or speed.flops)
 
 
 def adapter_seconds(layers: Sequence[BaseLayer], job: JobOutline, speed: Speed) -> float:
-    """A forward's adapters for each token."""
+    """Return the seconds of a forward's adapters per token."""
     return sum(adapter_flops(layer, job) for layer in layers) / speed.adapter_flops
 
 
 def layer_costs(
     layers: Sequence[BaseLayer], jobs: Sequence[JobOutline], rows: RowCounts, speed: Speed, state_bytes: int
 ) -> tuple[LayerCost, ...]:
-    """What each layer takes of a microbatch with `rows`, nothing of it recomputed in the backward.
+    """Return the cost of each layer for a microbatch with `rows`, with nothing recomputed in the backward.
 
-    `state_bytes` are those of one adapter parameter.
+    `state_bytes` is the size of the state of one adapter parameter.
     """
     costs = []
     for layer in layers:

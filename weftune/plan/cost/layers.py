@@ -1,4 +1,4 @@
-"""What the layers of a base cost, one by one and taken together as a stage."""
+"""Costs of the layers of a base, one by one and combined into stages."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from weftune.core.shapes import LayerRange, ModelShape, layer_of
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """What one layer takes, per microbatch where time and activations are meant."""
+    """Cost of one layer; times and activations are per microbatch."""
 
     kind: str
     forward: float
     backward: float
     weight_bytes: int
     activation_bytes: int = 0
-    """What it hands to the next layer."""
+    """Bytes handed to the next layer."""
     gradient_bytes: int = 0
-    """What it hands back to the layer before."""
+    """Bytes of gradients handed back to the previous layer."""
     state_bytes: int = 0
-    """Adapters attached to it: parameters, gradients and moments, which never leave the device."""
+    """Bytes of the attached adapters: parameters, gradients and moments, which never leave the device."""
     kept_bytes: int = 0
-    """What a microbatch holds on the device between its forward and its backward."""
+    """Bytes that a microbatch keeps on the device from its forward to its backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Layers `start` to `stop` taken together."""
+    """Combined cost of layers `start` to `stop`."""
 
     start: int
     stop: int
@@ -62,7 +62,7 @@ def stage_cost(layers: Sequence[LayerCost], start: int, stop: int) -> StageCost:
 
 
 def stage_shape(shape: ModelShape, held: LayerRange) -> ModelShape:
-    """What of the base one stage holds; sites outside the layers count for every stage."""
+    """Return the shape of one stage of the base; sites outside the layers count for every stage."""
     sites = tuple(site for site in shape.sites if _held(site.name, held))
     inside = sum(site.weights for site in sites)
     ends = shape.hidden * shape.vocabulary * (held.first + held.last)

@@ -1,7 +1,7 @@
-"""What a run learns of time and memory while it goes on, and what it promises for the next window.
+"""Models of time and memory that a run learns while it trains, and its predictions for the next window.
 
-Promises are made by models that are refitted after every window. Plans are made by the models of a version,
-which changes at few windows and is recorded: a resumed run plans with the version that it finds.
+Predictions use models that are refitted after every window. Plans use a versioned model, which changes at few
+windows and is recorded: a resumed run plans with the recorded version.
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ from weftune.plan.program.program import Program
 _FIT = {"state": float, "activations": float, "slack": float, "head": float, "error": int}
 
 EVALUATION_PART = 1 / 3
-"""What a row that is evaluated takes of one that is trained: a forward, and no backward of twice that."""
+"""Time of an evaluated row relative to a trained one: a forward without its backward of twice the time."""
 RECENT = 20
-"""Windows whose pace is remembered."""
+"""Number of windows whose pace is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What a window is expected to take, before it runs."""
+    """Predicted time and memory of a window, made before it runs."""
 
     seconds: float | None
-    """None where nothing like it has been measured."""
+    """Predicted seconds. None if nothing comparable has been measured."""
     peak_bytes: int
     error_bytes: int
-    """By how much earlier peaks lay above the fit."""
+    """Bytes by which earlier peaks exceeded the fit."""
     source: str
     version: int
     changed: bool
-    """Whether its jobs or the lengths of its samples differ from the window before."""
+    """Whether its jobs or sample lengths differ from the previous window."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a window took."""
+    """Measured time and memory of a window."""
 
     seconds: float
     peak_bytes: int
     own_peak: bool
-    """Whether the peak is this window's, or the highest so far."""
+    """Whether the peak is this window's own rather than the highest so far."""
     passes: Sequence[PassTime]
     steps: Sequence[StateTime]
     saves: Sequence[StateTime]
 
     def rest(self) -> WindowTime:
-        """What none of its measured actions took."""
+        """Return the time that none of the measured actions accounts for."""
         states = (*self.steps, *self.saves)
         taken = sum(one.seconds for one in self.passes) + sum(one.seconds for one in states)
         return WindowTime(len(self.passes) + sum(one.jobs for one in states), self.seconds - taken)
 
     def row_seconds(self) -> float | None:
-        """For each row that was trained; None where no pass was made."""
+        """Return the seconds per trained row. None if no pass was made."""
         rows = sum(one.tokens * (1.0 if one.training else EVALUATION_PART) for one in self.passes)
         return self.seconds / rows if rows else None
 
@@ -68,23 +68,23 @@ class Outcome:
 @dataclass(slots=True)
 class Learned:
     known: CostModel
-    """Before the run."""
+    """Time model known before the run."""
     memory: MemoryModel
-    """That plans are made by; at the start also what is known before the run."""
+    """Memory model that plans use; at the start, the model known before the run."""
     first_seconds: float = 0.0
-    """What the first pass of a process takes beyond the time model."""
+    """Seconds that the first pass of a process takes beyond the time model."""
     version: int = 0
-    """How often that was replaced."""
+    """Number of times that the memory model used for plans was replaced."""
     windows: int = 0
     cost: CostModel = field(init=False)
-    """Refitted after every window, as is `fitted`."""
+    """Time model refitted after every window, as is `fitted`."""
     fitted: MemoryModel = field(init=False)
     start: MemoryFit = field(init=False)
     row_seconds: float | None = None
-    """That the length of windows is planned by; None before the first version."""
+    """Seconds per row used to plan the length of windows. None before the first version."""
     times: Times = field(default_factory=Times)
     row_times: list[float] = field(default_factory=list)
-    """Seconds a row in the last windows."""
+    """Seconds per row in the last windows."""
     peaks: list[Peak] = field(default_factory=list)
     _before: object = None
 
@@ -92,7 +92,7 @@ class Learned:
         self.cost, self.fitted, self.start = self.known, self.memory, self.memory.fit
 
     def recorded(self) -> dict[str, Any]:
-        """What a resumed run plans by."""
+        """Return the record from which a resumed run plans."""
         return {
             "version": self.version,
             "windows": self.windows,
@@ -101,13 +101,13 @@ class Learned:
         }
 
     def resume(self, record: Mapping[str, Any]) -> None:
-        """Go on from what was recorded; ValueError for anything else."""
+        """Resume from a record; raise ValueError if it is not one."""
         try:
-            # Runs that were begun before the head was counted alone have recorded nothing of it.
+            # Runs started before the head was counted separately have not recorded it.
             memory = {"head": 0.0, **record["memory"]}
             fit = MemoryFit(**{name: type_(memory[name]) for name, type_ in _FIT.items()})
             self.version, self.windows = int(record["version"]), int(record["windows"])
-            # Runs that were begun before windows had a length in seconds have not recorded any.
+            # Runs started before windows had a length in seconds have not recorded it.
             seconds = record.get("row_seconds")
             self.row_seconds = None if seconds is None else float(seconds)
         except (KeyError, TypeError) as error:
@@ -118,7 +118,7 @@ class Learned:
     def promise(
         self, program: Program, shapes: JobShapes, price: Callable[[Program], float | None] | None = None
     ) -> Promise:
-        """`price` stands for the time model, where several devices share a window."""
+        """Predict a window. `price` replaces the time model if several devices share the window."""
         content = _content(program)
         changed, self._before = content != self._before, content
         need = window_need(self.fitted, list(shapes.values()), program)
@@ -135,10 +135,10 @@ class Learned:
         )
 
     def learn(self, program: Program, shapes: JobShapes, outcome: Outcome) -> None:
-        """Refit the models that promise with an executed window."""
+        """Refit the prediction models to an executed window."""
         times = self.times
         if times.passes:
-            # The first window also sets up what the others find ready.
+            # The first window includes setup that later windows do not repeat.
             times.windows.append(outcome.rest())
         times.passes += outcome.passes
         times.steps += outcome.steps
@@ -154,20 +154,24 @@ class Learned:
         self.windows += 1
 
     def why_not(self, jobs: Sequence[JobShape]) -> str | None:
-        """Why these jobs do not fit together, or None.
+        """Return why these jobs do not fit together, or None if they do.
 
-        Whether a job can run at all, alone, is judged by what was known before: noise of the run ends no job.
+        Whether a single job can run alone is decided by the model known before the run, so that measurement
+        noise never ends a job.
         """
         alone = replace(self.memory, fit=self.start)
         return (alone if len(jobs) == 1 else self.memory).why_not(jobs)
 
     def adopt(self) -> bool:
-        """After the first window and whenever their number has doubled, plan by what was learned."""
+        """Plan with the learned models after the first window and whenever the number of windows has doubled.
+        Return whether the models were adopted."""
         if self.windows & (self.windows - 1):
             return False
-        # The slack stays: what the process gathers beside the jobs must not turn away one that would run.
+        # The slack is not adopted: memory that the process accumulates besides the jobs must not reject a job
+        # that would run.
         fit = replace(self.fitted.fit, slack=self.start.slack)
-        # Replays of captured passes take memory that no counter shows, so fused layers never count for less.
+        # Replays of captured passes use memory that no counter shows, so factors of fused layers never
+        # decrease.
         self.memory = replace(self.memory, fit=safer(fit, self.start) if self.memory.fused else fit)
         if self.row_times:
             self.row_seconds = median(self.row_times)
@@ -176,7 +180,7 @@ class Learned:
 
 
 def _content(program: Program) -> object:
-    """Who is in a window, and the lengths of the samples in each of its passes."""
+    """Return the jobs of a window and the sample lengths in each of its passes."""
     return [
         [
             (segment.job, sorted(placed.length for placed in segment.samples))

@@ -1,10 +1,10 @@
-"""What a run needs of each device's memory, before anything is loaded, in every layout.
+"""Predicted memory need of a run on each device, in every layout, before anything is loaded.
 
-peak = process + base + state of every adapter aboard + activations of one microbatch + logits of one chunk +
-slack. The bytes of activation per token come from the sites: what a layer keeps for its backward is
-proportional to the widths of its linears. Logits are only where the head is. Where stages take turns, a
-forward is recomputed: what they were given is kept, and what passes of the largest one hold. Every prediction
-is logged beside the measured peak, and `memory_fit.py` learns from both.
+peak = process + base + state of every attached adapter + activations of one microbatch + logits of one chunk
++ slack. The activation bytes per token follow from the sites: a layer keeps values for its backward in
+proportion to the widths of its linears. Logits count only on the worker with the head. If stages take turns,
+forwards are recomputed: their inputs are kept, and the activations of a pass over the largest stage. Every
+prediction is logged with the measured peak, and `memory_fit.py` learns from both.
 """
 
 from __future__ import annotations
@@ -21,39 +21,41 @@ from weftune.plan.program.layout import BUFFERED, Layout, OnWorker, one_device, 
 from weftune.plan.program.recompute import NOTHING, Recompute
 
 ACTIVATION_FACTOR = 1.5
-"""Values kept per token over the summed widths of the sites: measured 1.1 to 1.4 on the families we test."""
+"""Values kept per token over the summed widths of the sites: measured 1.1 to 1.4 on the tested families."""
 FUSED_FACTOR = 0.92
 OUTPUTS_FACTOR = 0.64
-"""The same for fused layers: 0.83 to 0.85 by counting, and 0.55 to 0.57 if outputs of norms and activations
-are recomputed; the rest is for what a backward holds for a moment."""
+"""Values kept per token by fused layers, relative to the widths: counted 0.83 to 0.85, and 0.55 to 0.57 if
+outputs of norms and activations are recomputed. The rest covers temporaries of the backward."""
 RECOMPUTED_FACTOR = 1.4
-"""The same for a layer that is recomputed, in its own backward: all that it keeps, and gradients."""
+"""Values per token of a recomputed layer during its backward, relative to its widths: everything that it
+keeps, and gradients."""
 
 ENOUGH_TOKENS = 2048
-"""Microbatches of so many tokens keep a device busy: below, layers are recomputed rather than fewer taken."""
+"""Microbatch size in tokens that keeps a device busy: below it, layers are recomputed rather than the size
+reduced further."""
 
 ON_THE_WAY = 4
-"""Full microbatches' activations or gradients that a stage of the template may hold to be sent or used."""
+"""Full microbatches whose activations or gradients a template stage may hold to be sent or used."""
 
 SMALL_BYTES, TINY_BYTES = 50 << 20, 50 << 10
 SLACK_BYTES = 256 << 20
 FUSED_SLACK_BYTES = 3 << 30
-"""Logits of one chunk, temporaries and the allocator's rounding. A GPU's chunks are larger."""
+"""Logits of one chunk, temporaries and the allocator's rounding. GPUs use larger chunks."""
 LOGIT_COPIES = 2
-"""Of a chunk's logits: as they are, and normalised, which then become their gradient."""
+"""Copies of a chunk's logits: the logits themselves and the normalised ones, which become their gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFit:
-    """What measured peaks say of the model's parts, as factors of them."""
+    """Factors of the model's parts, fitted to measured peaks."""
 
     state: float = 1.0
     activations: float = 1.0
     slack: float = 1.0
     head: float = 0.0
-    """0: nothing is known of the head alone, and the slack counts its logits."""
+    """Factor of the head; 0 if the head was not measured separately and the slack covers its logits."""
     error: int = 0
-    """Bytes by which a prediction may be too low: whoever must fit, fits with so much more."""
+    """Bytes by which a prediction may be too low, added to it when checking whether jobs fit."""
 
 
 UNFITTED = MemoryFit()
@@ -61,15 +63,15 @@ UNFITTED = MemoryFit()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Bytes by what takes them, before any fit."""
+    """Bytes needed by each part, before any fit."""
 
     resident: int
-    """The process and the base."""
+    """Bytes of the process and the base."""
     state: int
     activations: int
     slack: int
     head: int = 0
-    """Logits of one chunk, where the worker has the head."""
+    """Bytes of the logits of one chunk, if the worker has the head."""
 
     def total(self, fit: MemoryFit) -> int:
         fitted = fit.state * self.state + fit.activations * self.activations + fit.slack * self.slack
@@ -77,31 +79,31 @@ class Need:
 
 
 ADVISED_SHARE = 0.1
-"""A setting that decides over a smaller share of a job's bytes is not advised."""
+"""Smallest share of a job's bytes that a setting must control to be advised."""
 SPARE = 1
-"""Microbatches in flight beyond what 1F1B has, so that a late arrival finds its stage at work."""
+"""Microbatches in flight beyond those of 1F1B, so that a late arrival does not leave its stage idle."""
 WHOLE = one_device()
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
     shape: ModelShape
-    """Of all of the base."""
+    """Shape of the whole base."""
     budget: int
-    """Bytes that the run may take of each worker's device in all."""
+    """Total bytes that the run may use on each worker's device."""
     taken: int = 0
-    """What the first worker's process holds before anything of the run is loaded."""
+    """Bytes that the first worker's process holds before anything of the run is loaded."""
     fused: bool = False
-    """Whether layers run as fused ops, which keep less and can recompute."""
+    """Whether layers run as fused ops, which keep less and support recomputation."""
     fit: MemoryFit = UNFITTED
     layout: Layout = WHOLE
     slack: int | None = None
-    """Logits of one chunk, temporaries and the allocator's rounding; None: as is usual."""
+    """Bytes for logits of one chunk, temporaries and the allocator's rounding. None selects the default."""
     spare: int = SPARE
     first_only: int = 0
-    """Bytes of `taken` that no other worker holds: the tokenizer and the rows are the first one's."""
+    """Bytes of `taken` that only the first worker holds: the tokenizer and the rows."""
     host_budget: int = 0
-    """Bytes of the host's memory that the run may take, where the optimizer is offloaded."""
+    """Bytes of host memory that the run may use if the optimizer is offloaded."""
 
     # -- bytes -------------------------------------------------------------------------------------------
 
@@ -112,8 +114,8 @@ class MemoryModel:
         recompute: Recompute = NOTHING,
         supervised: float | None = None,
     ) -> Need:
-        """Of the worker that needs most, with microbatches of so many tokens; so many of them, or all, go
-        through the head."""
+        """Return the need of the worker that needs most, with microbatches of `tokens` tokens, of which
+        `supervised` (None: all) go through the head."""
         return self._most(self.worker_needs(list(jobs), tokens, recompute, supervised))
 
     def worker_needs(
@@ -123,7 +125,7 @@ class MemoryModel:
         recompute: Recompute = NOTHING,
         supervised: float | None = None,
     ) -> list[Need]:
-        """Of each worker of a replica."""
+        """Return the need of each worker of a replica."""
         scored = tokens if supervised is None else supervised
         if self._keeps:
             kept = [int(tokens * self._kept_bytes(part, recompute, jobs)) for part in self._parts]
@@ -135,8 +137,8 @@ class MemoryModel:
     def holding(
         self, jobs: Sequence[JobShape], rows: Sequence[float], recompute: Recompute, supervised: float
     ) -> Need:
-        """Of the worker of a pipeline that needs most, where each holds so many rows at a time, and of one
-        microbatch so many go through the head."""
+        """Return the need of the pipeline worker that needs most. Each worker holds the given `rows` at a
+        time, and `supervised` rows of one microbatch go through the head."""
         held = [
             int(count * self._token_bytes(part, recompute, jobs))
             for part, count in zip(self._parts, rows, strict=True)
@@ -144,7 +146,7 @@ class MemoryModel:
         return self._most(self._keeping(jobs, held, supervised))
 
     def head_bytes(self, supervised: float) -> int:
-        """The logits of so many rows, or of one chunk where they are more."""
+        """Return the bytes of the logits of `supervised` rows, at most one chunk."""
         rows = min(supervised, logit_rows("cuda" if self.fused else "cpu", self.shape.vocabulary))
         return int(LOGIT_COPIES * rows * 4 * self.shape.vocabulary)
 
@@ -153,25 +155,25 @@ class MemoryModel:
 
     @property
     def _keeps(self) -> bool:
-        """Whether every worker has one stage, which stays and keeps what its forward made."""
+        """Whether every worker has one resident stage that keeps the activations of its forward."""
         return self.layout.pipelined or (len(self.layout.stages) == 1 and self.layout.stages[0].resident)
 
     @property
     def _parts(self) -> list[ModelShape]:
-        """What of the base each worker has."""
+        """Shape of the part of the base on each worker."""
         held = self._held
         return [self.shape] if len(held) == 1 else [stage_shape(self.shape, one) for one in held]
 
     @property
     def _held(self) -> list[LayerRange]:
-        """The layers of each stage."""
+        """Layers of each stage."""
         stages, layers = self.layout.stages, self.shape.layers
         if len(stages) == 1:
             return [LayerRange(0, layers, layers)]
         return [LayerRange(one.start, one.stop, layers) for one in stages]
 
     def _keeping(self, jobs: Sequence[JobShape], activations: Sequence[int], supervised: float) -> list[Need]:
-        """Of each worker, whose stage keeps so many bytes of activations."""
+        """Return the need of each worker, given the activation bytes that its stage keeps."""
         parts = zip(self._held, self._parts, activations, strict=True)
         return [
             Need(
@@ -185,7 +187,8 @@ class MemoryModel:
         ]
 
     def _kept_state(self, jobs: Sequence[JobShape], held: LayerRange) -> int:
-        """Of an offloaded optimizer, what stays beside it, and what its Steps pass through."""
+        """Return the bytes of adapter state on the device. If the optimizer is offloaded, this is what stays
+        there and the ring of buffers that its Steps use."""
         parameters = sum(job.trainable_in(held) for job in jobs)
         if not self.layout.optimizer_offloaded:
             averaged = sum(job.averaged_in(held) for job in jobs)
@@ -195,16 +198,18 @@ class MemoryModel:
         return (self.bytes_per_parameter - optimizer_bytes(value)) * parameters + ring
 
     def _process(self, worker: int) -> int:
-        """What a worker's process holds before anything of the run is loaded."""
+        """Return the bytes that a worker's process holds before anything of the run is loaded."""
         return self.taken if worker == 0 else self.taken - self.first_only
 
     def _turning(
         self, on: OnWorker, jobs: Sequence[JobShape], tokens: float, supervised: float, layer: int
     ) -> Need:
-        """A worker whose stages take turns; adapters are taken to be spread evenly over the layers."""
+        """Return the need of a worker whose stages take turns, with adapters spread evenly over the
+        layers."""
         sizes = [on.stages[stage].count for stage in on.own]
         rows = padded_rows(sum(job.batch_tokens for job in jobs), self.fused)
-        # Beside what its stages keep, as much as one makes may still be on its way to the next worker.
+        # Besides the inputs that its stages keep, the outputs of one stage may still wait to be sent to the
+        # next worker.
         inputs = on.held_inputs.rounds + (self.layout.workers > 1)
         whole = self._token_bytes(self.shape, NOTHING, jobs)
         passing = max(sizes) * math.ceil(int(tokens) * whole / self.shape.layers)
@@ -220,8 +225,9 @@ class MemoryModel:
         )
 
     def _turning_state(self, on: OnWorker, jobs: Sequence[JobShape], layers: int) -> int:
-        """Of adapters that travel, the copy and the gradient of the layers there, and what their Steps pass
-        through; counted as when the cut was chosen, or jobs that it was chosen for would have to wait."""
+        """Return the bytes of adapter state. If adapters travel, this is the copy and the gradient of the
+        layers present, and the ring of buffers for Steps. It is counted as when the cut was chosen; otherwise
+        jobs for which the cut was chosen would have to wait."""
         if not self.layout.travels:
             return math.ceil(self.state_bytes(jobs) * layers / self.shape.layers)
         value, largest = self.shape.bytes_per_value, max(on.stages[stage].count for stage in on.own)
@@ -230,13 +236,14 @@ class MemoryModel:
         return present_layers(on) * in_a_layer * (value + max(4, value)) + ring
 
     def _moving(self, on: OnWorker) -> int:
-        """Microbatches of rows that come, go, or are handed to captured passes."""
+        """Return the number of microbatches whose rows arrive, leave, or are buffered for captured passes."""
         if self.layout.workers > 1:
             return ON_THE_WAY
         return on.held_inputs.microbatches + (BUFFERED if self.fused else 0)
 
     def _ends_bytes(self, on: OnWorker, layer: int) -> int:
-        """Embedding and head, where they are; norms and biases, which may be anywhere."""
+        """Return the bytes of embedding and head if this worker has them, and of norms and biases, which may
+        be anywhere."""
         ends = max(0, self.shape.base_bytes - self.shape.layers * layer)
         if self.layout.workers == 1:
             return ends
@@ -258,7 +265,8 @@ class MemoryModel:
     # -- activations -------------------------------------------------------------------------------------
 
     def bytes_per_token(self, recompute: Recompute = NOTHING, jobs: Sequence[JobShape] = ()) -> int:
-        """What one more token in a microbatch adds, where it adds most, with these jobs aboard."""
+        """Return the most bytes that one more token per microbatch adds on a worker, with these jobs
+        attached."""
         if self._keeps:
             return max(self._kept_bytes(part, recompute, jobs) for part in self._parts)
         largest = max(stage.count for stage in self.layout.stages)
@@ -267,27 +275,28 @@ class MemoryModel:
 
     @property
     def pass_layers(self) -> int:
-        """Layers whose activations `bytes_per_token` counts."""
+        """Number of layers whose activations `bytes_per_token` counts."""
         return max(part.layers for part in self._parts) if self._keeps else self.shape.layers
 
     def _kept_bytes(self, part: ModelShape, recompute: Recompute, jobs: Sequence[JobShape]) -> int:
-        """Of a token of every microbatch in flight: as many as stages, on the first stage of a pipeline."""
+        """Return the bytes per token of all microbatches in flight: one per stage of a pipeline, plus
+        `spare`."""
         workers = self.layout.workers
         return self._token_bytes(part, recompute, jobs) * (workers + self.spare if workers > 1 else 1)
 
     def _token_bytes(self, part: ModelShape, recompute: Recompute, jobs: Sequence[JobShape]) -> int:
-        """Of a token in the layers of `part`."""
+        """Return the activation bytes per token in the layers of `part`."""
         widths = sum(site.widths for site in part.sites)
         factor, extra = ACTIVATION_FACTOR, 0.0
         if self.fused and not part.mixes:
             factor, extra = OUTPUTS_FACTOR if recompute.outputs else FUSED_FACTOR, part.extra_values
-            # Jobs that scale outputs mostly scale the same ones, which are kept once for all.
+            # Jobs that scale outputs mostly scale the same ones, which are kept once for all jobs.
             extra += max((job.scaled for job in jobs), default=0) / self.shape.layers
         layers, again = part.layers, min(recompute.layers, part.layers)
         kept, one = layers - again, widths / layers
         values = kept * (factor * one + extra)
         if again:
-            # Of each its input, and one of them is held whole at a time.
+            # Each recomputed layer keeps its input, and one layer at a time is held completely.
             values += again * part.hidden + RECOMPUTED_FACTOR * one + extra
         return int(values * part.bytes_per_value) + part.code_bytes
 
@@ -295,20 +304,20 @@ class MemoryModel:
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Compute copy, fp32 master, gradient and two moments."""
+        """Bytes per adapter parameter: compute copy, fp32 master, gradient and two moments."""
         return self.shape.bytes_per_value + 4 * self.master_bytes
 
     @property
     def master_bytes(self) -> int:
-        """Of one parameter's master weight, and of whatever has its type."""
+        """Bytes of one parameter's master weight, and of each value with the master's type."""
         return max(4, self.shape.bytes_per_value)
 
     def state_bytes(self, jobs: Iterable[JobShape]) -> int:
-        """Wherever it is."""
+        """Return the bytes of adapter state, in device or host memory."""
         return sum(job.trainable * (self.bytes_per_parameter + job.means * self.master_bytes) for job in jobs)
 
     def host_bytes(self, jobs: Iterable[JobShape]) -> int:
-        """Of an offloaded optimizer, in the host's memory."""
+        """Return the host bytes of an offloaded optimizer."""
         if not self.layout.optimizer_offloaded:
             return 0
         each = optimizer_bytes(self.shape.bytes_per_value)
@@ -317,13 +326,13 @@ class MemoryModel:
     # -- what fits ---------------------------------------------------------------------------------------
 
     def peak_bytes(self, jobs: Sequence[JobShape], capacity: int, recompute: Recompute = NOTHING) -> int:
-        """As predicted; what must fit is `error` more."""
+        """Return the predicted peak. The need that must fit is `fit.error` more."""
         return self.need(jobs, capacity, recompute).total(self.fit)
 
     def recompute(self, jobs: Sequence[JobShape], most: int) -> Recompute:
-        """The least that lets microbatches of `most` tokens fit; all there is if nothing does. Layers are
-        recomputed, which costs their forward, only so that enough tokens fit: smaller microbatches cost
-        less."""
+        """Return the least recomputation with which microbatches of `most` tokens fit, or the maximum if none
+        does. Layers are recomputed, at the cost of their forward, only until enough tokens fit: beyond that,
+        smaller microbatches cost less."""
         choices = self._choices()
         rooms = {choice: self._room(jobs, choice) for choice in choices}
         enough = min(most, max(ENOUGH_TOKENS, longest(jobs)))
@@ -332,15 +341,15 @@ class MemoryModel:
         return next(whole, None) or next(less, choices[-1])
 
     def capacity(self, jobs: Sequence[JobShape], most: int, recompute: Recompute = NOTHING) -> int:
-        """The largest token capacity that fits, at most `most`, never below the longest sample."""
+        """Return the largest token capacity that fits, at most `most` and at least the longest sample."""
         return max(min(most, self._room(jobs, recompute)), longest(jobs))
 
     def least_bytes(self, jobs: Sequence[JobShape]) -> int:
-        """With microbatches of the longest sample, and everything recomputed that can be."""
+        """Return the bytes needed with microbatches of the longest sample and maximal recomputation."""
         return self.peak_bytes(jobs, longest(jobs), self._choices()[-1]) + self.fit.error
 
     def why_not(self, jobs: Sequence[JobShape]) -> str | None:
-        """A sentence that says why these jobs do not fit together, or None if they do."""
+        """Return a sentence that says why these jobs do not fit together, or None if they do."""
         if (host := self.host_bytes(jobs)) > self.host_budget:
             return (
                 f"needs {gib(host)} of the host's memory for master weights and moments with {len(jobs) - 1} "
@@ -355,8 +364,8 @@ class MemoryModel:
         )
 
     def advice(self, job: JobShape) -> str:
-        """What could make room for a job that does not fit even alone: only settings that decide over a
-        tenth or more of the bytes that settings decide over."""
+        """Return advice for a job that does not fit even alone. It names only settings that control at least
+        a tenth of the bytes that settings control."""
         need = self.need([job], job.longest, self._choices()[-1])
         levers = {
             "data.max_length": self.fit.activations * need.activations + self.fit.head * need.head,
@@ -369,22 +378,22 @@ class MemoryModel:
         return f"lower {listed}, or give more memory"
 
     def _choices(self) -> list[Recompute]:
-        """From nothing to everything; only fused layers can. Stages that take turns are recomputed as they
-        are."""
+        """Return the recomputation choices, from nothing to everything; only fused layers have a choice.
+        Stages that take turns are always recomputed."""
         if not (self.fused and self._keeps) or self.shape.mixes:
             return [NOTHING]
         layers = (Recompute(True, count) for count in range(1, self.pass_layers + 1))
         return [NOTHING, Recompute(outputs=True), *layers]
 
     def _room(self, jobs: Sequence[JobShape], recompute: Recompute) -> int:
-        # However few rows are supervised, the head is given all of its chunk.
+        # The head is given a full chunk, however few rows are supervised.
         head = int(self.fit.head * self.head_bytes(math.inf))
         free = self.budget - self.peak_bytes(jobs, 0, recompute) - self.fit.error - head
         return int(free / (self.fit.activations * self.bytes_per_token(recompute, jobs)))
 
 
 def present_layers(on: OnWorker) -> int:
-    """Layers that have a place on a worker's device: those that stay, and its slots."""
+    """Return the number of layers with memory on a worker's device: resident layers and slots."""
     sizes = [(on.stages[stage].count, on.stages[stage].resident) for stage in on.own]
     streamed = [size for size, stays in sizes if not stays]
     return sum(size for size, stays in sizes if stays) + min(on.slots, len(streamed)) * max(
@@ -393,8 +402,8 @@ def present_layers(on: OnWorker) -> int:
 
 
 def matrix_bytes(shape: ModelShape, fused: bool) -> int:
-    """What quantised weights are dequantised into, for one product at a time; in fused layers that is one
-    product for two sites that share their input."""
+    """Return the bytes that quantised weights are dequantised into for one product at a time; fused layers
+    use one product for two sites that share their input."""
     return shape.matrix_bytes * (2 if fused else 1)
 
 
@@ -403,7 +412,7 @@ def longest(jobs: Iterable[JobShape]) -> int:
 
 
 def gib(count: float) -> str:
-    """In GiB; what would be next to nothing then, in MiB or bytes."""
+    """Format a byte count in GiB, or in MiB or bytes if it is small."""
     if 0 < count < SMALL_BYTES:
         return f"{count / 2**20:.2f} MiB" if count >= TINY_BYTES else f"{count:.0f} bytes"
     return f"{count / 2**30:.2f} GiB"

@@ -1,8 +1,8 @@
-"""The memory model refitted to the peaks of a run's windows, by non-negative least squares.
+"""The memory model, refitted to the peaks of a run's windows by non-negative least squares.
 
-What is fitted are factors of the model's parts (adapters' state, activations, slack); what was known of them
-before the run counts like a measurement. The factor of the head stays as a profile has it. The stated error
-is how far the recent peaks lie above the fit.
+The fit determines factors of the model's parts (adapter state, activations, slack); the factors known before
+the run count like a measurement. The factor of the head stays as profiled. The stated error is how far the
+recent peaks exceed the fit.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from weftune.plan.cost.nnls import non_negative
 from weftune.plan.program.program import Backward, Evaluate, Forward, Program
 
 NOISE = 0.01
-"""The relative error of one measured peak."""
+"""Relative error of one measured peak."""
 DOUBT = (0.1, 0.5, 1.0)
-"""How far the factors of state, activations and slack may be from what was known: slack is a guess."""
+"""Expected deviation of the factors of state, activations and slack from the known ones: slack is a guess."""
 FLOOR = 0.1
-"""The share of a known factor that no measurement takes away: a part that looks free never is."""
+"""Share of a known factor that remains whatever is measured: a part that appears to be free never is."""
 REMEMBERED = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """A window's need as the model counts it, and what was measured."""
+    """A window's need as the model counts it, with the measured peak."""
 
     need: Need
     measured: int
 
 
 def window_need(memory: MemoryModel, jobs: Sequence[JobShape], program: Program) -> Need:
-    """With the largest microbatch that the window holds, which may be far below its capacity, or with all
-    that are in flight at a time in a pipeline."""
+    """Return the need of a window with its largest microbatch, which may be far below its capacity, or, in a
+    pipeline, with all microbatches that are in flight at a time."""
     if memory.layout.pipelined:
         return memory.holding(jobs, held_rows(memory, program), program.recompute, scored_rows(program))
     tokens = 0.0
     for action, microbatch in program.compute():
-        # An evaluation keeps nothing for a backward: what it holds is about one layer's.
+        # An evaluation keeps nothing for a backward: it holds the activations of about one layer.
         share = 1 / memory.pass_layers if isinstance(action, Evaluate) else 1.0
         tokens = max(tokens, share * microbatch.rows)
     return memory.need(jobs, tokens, program.recompute, scored_rows(program))
 
 
 def scored_rows(program: Program) -> int:
-    """The most rows of a microbatch that go through the head."""
+    """Return the most rows of any microbatch that go through the head."""
     return max(
         (
             sum(placed.supervised for segment in microbatch.segments for placed in segment.samples)
@@ -59,7 +59,7 @@ def scored_rows(program: Program) -> int:
 
 
 def held_rows(memory: MemoryModel, program: Program) -> list[float]:
-    """The most rows between their Forward and their Backward at a time, for each worker of a replica."""
+    """Return, for each worker of a replica, the most rows between their Forward and Backward at a time."""
     most = [0.0] * len(program.devices)
     for device, actions in enumerate(program.devices):
         held = 0
@@ -100,7 +100,7 @@ def fit_memory(peaks: Sequence[Peak], known: MemoryFit = UNFITTED) -> MemoryFit:
 
 
 def safer(first: MemoryFit, second: MemoryFit) -> MemoryFit:
-    """No factor below either's."""
+    """Return the larger of the two fits, factor by factor."""
     return MemoryFit(
         state=max(first.state, second.state),
         activations=max(first.activations, second.activations),

@@ -1,4 +1,4 @@
-"""Least squares whose solution may not be negative: scipy's where it is installed, else our own."""
+"""Non-negative least squares: scipy's solver if it is installed, else our own."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 SWEEPS = 10
-"""For each column: it enters once or twice, where rounding does not send it in and out."""
+"""Iterations per column: a column enters once or twice, unless rounding makes it oscillate."""
 ENOUGH = 1e-12
 
 
 def non_negative(matrix: Array, wanted: Array) -> Array:
-    """The x ≥ 0 of least |matrix · x − wanted|."""
+    """Return the x ≥ 0 that minimises |matrix · x − wanted|."""
     try:
         from scipy.optimize import nnls
     except ImportError:
@@ -22,10 +22,11 @@ def non_negative(matrix: Array, wanted: Array) -> Array:
 
 
 def by_active_set(matrix: Array, wanted: Array) -> Array:
-    """Lawson and Hanson's way: columns enter where they help most, and leave where they would be negative.
+    """Solve by Lawson and Hanson's active-set method: the column that helps most enters, and columns that
+    would become negative leave.
 
-    One coordinate after another would be shorter, and takes thousands of rounds where columns are nearly
-    alike: jobs and their parameters are, while all jobs are of one size.
+    Coordinate descent would be shorter, but takes thousands of rounds if columns are nearly collinear, such
+    as jobs and their parameters if all jobs have one size.
     """
     sizes = np.linalg.norm(matrix, axis=0)
     columns = matrix / np.where(sizes > 0, sizes, 1.0)
@@ -40,14 +41,14 @@ def by_active_set(matrix: Array, wanted: Array) -> Array:
 
 
 def _settle(columns: Array, wanted: Array, found: Array, inside: NDArray[np.bool_]) -> Array:
-    """The best of the columns inside; those that it would make negative are put outside on the way."""
+    """Return the solution over the columns inside; columns that would become negative are moved outside."""
     while True:
         best = np.zeros(len(found))
         best[inside] = np.linalg.lstsq(columns[:, inside], wanted, rcond=None)[0]
         below = np.flatnonzero(inside & (best <= 0))
         if not len(below):
             return best
-        # As far as nobody is negative yet; whoever comes to nothing there leaves.
+        # Move as far as no value is negative; the column that reaches 0 there leaves.
         shares = found[below] / np.maximum(found[below] - best[below], np.finfo(float).tiny)
         found = found + shares.min() * (best - found)
         inside[below[shares.argmin()]] = False

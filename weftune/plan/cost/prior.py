@@ -1,7 +1,7 @@
-"""What the time model knows of a base before anything was measured: the proportions of its terms, counted.
+"""Proportions of the time model's terms, counted from the shape of a base before anything is measured.
 
-By kind of layer: what is outside the layers (embedding), one layer, the head with the loss, and adapters,
-whose parameters already count all the layers that they touch.
+Terms are counted by kind of layer: outside the layers (embedding), one layer, the head with the loss, and
+adapters, whose parameters already count all the layers that they touch.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from weftune.plan.cost.estimate import ADAPTER_BACKWARD, ATTENTION_BACKWARD, bas
 from weftune.plan.cost.time import CostModel, Rate, Terms
 
 FIXED_ROWS = 16
-"""A pass over no rows takes about as long as so many rows add."""
+"""Fixed time of a pass, in rows that add as much time."""
 SEGMENT_ROWS = 2
-"""Another job in a pass takes about as long as so many rows add."""
+"""Time that each job adds to a pass, in rows that add as much time."""
 ADAPTER_COST = 4.0
-"""Operations of an adapter take so many times as long as those of the base: their products are narrow."""
+"""Time of an adapter's operations relative to those of the base: its products are narrow."""
 HEAD_PASSES = 2.0
-"""The head's forward makes its gradient too."""
+"""Forward passes that the head's forward counts for, since it also computes the gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class KindTerms:
-    """One direction of a pass by kind of layer; `layer` is one of many."""
+    """Terms of one direction of a pass by kind of layer; `layer` is one of many."""
 
     embedding: Terms
     layer: Terms
@@ -55,12 +55,12 @@ class Directions:
         )
 
     def times(self, factor: float) -> Directions:
-        """The same proportions at another level."""
+        """Return the same proportions scaled by `factor`."""
         return Directions(*(one.times(factor) for one in (self.forward, self.backward, self.evaluation)))
 
 
 def counted(shape: ModelShape) -> Directions:
-    """In operations of the base, not in seconds: their level is not known."""
+    """Return the terms in operations of the base, not in seconds: their scale is unknown."""
     layer = next(one for one in base_layers(shape, 0, apart=False) if one.kind == "layer")
     head = 2.0 * shape.vocabulary * shape.hidden
     return Directions(
@@ -68,7 +68,7 @@ def counted(shape: ModelShape) -> Directions:
         backward=_kinds(
             layer.flops,
             ATTENTION_BACKWARD * layer.square_flops,
-            # Only scaled, row by row.
+            # The gradient is only scaled, row by row.
             2.0 * shape.hidden,
             2 * ADAPTER_COST * ADAPTER_BACKWARD,
         ),
@@ -77,7 +77,7 @@ def counted(shape: ModelShape) -> Directions:
 
 
 def arithmetic(shape: ModelShape) -> CostModel:
-    """A model that knows proportions only; the first measured passes give it its level."""
+    """Return a model that knows only proportions; the first measured passes determine its scale."""
     model = counted(shape).whole(shape.layers, "counted, without a profile of the device")
     return model.unmeasured()
 

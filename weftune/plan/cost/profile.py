@@ -1,7 +1,7 @@
-"""What `weftune doctor --profile` measured on a device, as a record and as a file of JSON.
+"""The measurements of `weftune doctor --profile` on a device, as a record and as a JSON file.
 
-Passes are measured over bases of few layers: what a layer takes is what one layer more adds. A profile holds
-for one device, version of torch, dtype and shape of base; its file can be deleted at any time.
+Passes are measured over bases with few layers: the time of a layer is what one more layer adds. A profile is
+valid for one device, torch version, dtype and base shape; its file can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from weftune.core.shapes import ModelShape
 from weftune.plan.cost.time import PassTime, PassWork, StateTime
 
 VERSION = 1
-"""Of the file's form and of what its numbers mean: another is not read."""
+"""Version of the file format and of the meaning of its numbers; other versions are not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileKey:
-    """What a profile holds for."""
+    """The device, software and base for which a profile is valid."""
 
     device: str
-    """The card's name, or cpu."""
+    """Name of the GPU, or `cpu`."""
     threads: int
-    """Of a CPU; 0 for a GPU."""
+    """Number of CPU threads; 0 for a GPU."""
     torch: str
     bytes_per_value: int
     base: str
-    """A digest of the base's shape."""
+    """Digest of the base's shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayeredPass:
-    """A pass that was measured over a base with so many layers, and the bytes that it held at most."""
+    """A pass measured over a base with `layers` layers, and the peak bytes that it held."""
 
     layers: int
     time: PassTime
@@ -52,29 +52,29 @@ class LayeredPass:
 class Profile:
     key: ProfileKey
     model: str
-    """What the user called the base; for the reader."""
+    """Name that the user gave the base, for display."""
     passes: tuple[LayeredPass, ...]
     steps: tuple[StateTime, ...]
     seconds: float
-    """How long measuring took."""
+    """Duration of the measurement, in seconds."""
     process_bytes: int = 0
-    """What a process held before anything of a base was loaded; 0 where that is not known."""
+    """Bytes that a process held before anything of a base was loaded; 0 if unknown."""
     first_worker_bytes: int = 0
-    """The same of the first of several workers, which are forked: what they have not touched of the libraries
-    is not theirs. 0 where that is not known."""
+    """Bytes that the first of several workers held; 0 if unknown. Workers are forked, so library pages that
+    they have not touched do not count as theirs."""
     worker_bytes: int = 0
-    """The same of the others, which have no tokenizer."""
+    """Bytes that each of the other workers held, which have no tokenizer."""
     first_seconds: float = 0.0
-    """What the first passes of a process took beyond what they take later. Where that would be compiling,
-    0."""
+    """Seconds that the first passes of a process took beyond later ones; 0 if that would be compilation."""
 
     def process_bytes_of(self, workers: int) -> int:
-        """What the first of so many processes holds before anything of a base is loaded; 0: not known."""
+        """Return the bytes that the first of `workers` processes holds before anything of a base is loaded; 0
+        if unknown."""
         return (self.first_worker_bytes if workers > 1 else 0) or self.process_bytes
 
     @property
     def first_only_bytes(self) -> int:
-        """What the first of several workers holds and the others do not."""
+        """Bytes that only the first of several workers holds."""
         return max(0, self.first_worker_bytes - self.worker_bytes) if self.worker_bytes else 0
 
 
@@ -89,7 +89,7 @@ def key_of(shape: ModelShape, device: str, threads: int) -> ProfileKey:
 
 
 def digest(shape: ModelShape) -> str:
-    """Equal for bases whose passes take the same time; names of sites do not count."""
+    """Return a digest that is equal for bases whose passes take equal time; names of sites do not count."""
     widths = sorted(
         (site.in_features, site.out_features, *((site.experts, site.active) if site.experts else ()))
         for site in shape.sites
@@ -100,7 +100,7 @@ def digest(shape: ModelShape) -> str:
 
 
 def cpu_threads(neighbours: int = 1) -> int:
-    """As torch will take them in one of so many processes, without asking it."""
+    """Return the number of threads that torch will use in one of `neighbours` processes, without torch."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     return int(wanted) if wanted.isdecimal() and int(wanted) else max(1, cores // neighbours)
@@ -112,7 +112,7 @@ def file_of(folder: Path, key: ProfileKey) -> Path:
 
 
 def read_profile(path: Path, key: ProfileKey | None = None) -> Profile | None:
-    """None where the file is absent, damaged, of another version, or not of this `key`."""
+    """Read a profile; None if the file is absent, damaged, of another version, or not of this `key`."""
     try:
         profile = _from_json(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -125,13 +125,13 @@ def profile_folder() -> Path:
 
 
 def find_profile(key: ProfileKey) -> Profile | None:
-    """The one in the user's cache."""
+    """Return the profile with this key in the user's cache, or None."""
     return read_profile(file_of(profile_folder(), key), key)
 
 
 def profile_here(shape: ModelShape, gpu: str | None = None, neighbours: int = 1) -> Profile | None:
-    """Of one of so many processes on this machine's CPU, or of its GPU of that name, as found without
-    torch."""
+    """Return the profile of one of `neighbours` processes on this machine's CPU, or of the GPU with this
+    name, found without torch."""
     return find_profile(key_of(shape, gpu, 0) if gpu else key_of(shape, "cpu", cpu_threads(neighbours)))
 
 
@@ -150,7 +150,7 @@ def check_place(path: Path) -> None:
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Replaced whole, so that no reader meets half of it."""
+    """Write a profile atomically, so that no reader sees a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = _draft(path)
     draft.write_text(to_json(profile), encoding="utf-8")

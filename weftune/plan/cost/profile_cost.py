@@ -1,6 +1,6 @@
-"""From a profile to the time model of the whole base, and to factors of its memory.
+"""Conversion of a profile into the time model of the whole base and into factors of its memory.
 
-One fit over all measured passes: what is outside the layers, and so many times what is in one. An adapter's
+One fit over all measured passes separates the time outside the layers from the time per layer. An adapter's
 parameters already count all its layers, so its term is outside.
 """
 
@@ -24,7 +24,7 @@ INSIDE = ("fixed", "token", "square", "sample", "segment")
 
 
 DOUBT = 1.0
-"""How far a term may be from the counted proportions, relative to it."""
+"""Expected deviation of a term from the counted proportions, relative to it."""
 
 
 def directions(profile: Profile, shape: ModelShape) -> Directions:
@@ -42,7 +42,7 @@ def fit_kinds(
     known: KindTerms, passes: Sequence[LayeredPass], seconds: Callable[[PassTime], float]
 ) -> KindTerms:
     if not passes:
-        # The base's context was too short for any of those that a profile is made of.
+        # The base's context is too short for any pass that a profile measures.
         return known
     units = np.array([counts(one.time.work) for one in passes], dtype=float)
     layers = np.array([one.layers for one in passes], dtype=float)
@@ -66,7 +66,7 @@ def fit_kinds(
 
 
 def cost_of(profile: Profile, shape: ModelShape) -> CostModel:
-    """The time model of the whole base, before a run has measured anything."""
+    """Return the time model of the whole base, before a run has measured anything."""
     return directions(profile, shape).whole(shape.layers, source_of(profile), step_rate(profile))
 
 
@@ -81,8 +81,8 @@ def source_of(profile: Profile) -> str:
 
 
 def memory_of(profile: Profile, memory: MemoryModel) -> MemoryFit:
-    """Factors of activations, of the head's logits and of the slack, from the peaks of the measured training
-    passes."""
+    """Return factors of activations, of the head's logits and of the slack, fitted to the peaks of the
+    measured training passes."""
     passes = [one for one in profile.passes if one.time.training and one.peak_bytes]
     if not passes:
         return memory.fit
@@ -90,7 +90,7 @@ def memory_of(profile: Profile, memory: MemoryModel) -> MemoryFit:
     most_slack = memory.need((), 0).slack
     held = np.array([_held(one, per_layer, memory, most_slack) for one in passes], dtype=float)
     peaks = np.array([one.peak_bytes for one in passes], dtype=float)
-    # Where an allocator took memory ahead no peak moves, and tokens would seem to take nothing.
+    # If an allocator reserved memory ahead, no peak changes, and tokens would appear to take nothing.
     floor = FLOOR * np.array([memory.fit.activations, memory.fit.head, memory.fit.slack])
     found = floor + non_negative(held / peaks[:, None], (peaks - held @ floor) / peaks)
     missed = peaks - held @ found
@@ -100,6 +100,6 @@ def memory_of(profile: Profile, memory: MemoryModel) -> MemoryFit:
 
 
 def _held(one: LayeredPass, per_layer: float, memory: MemoryModel, slack: int) -> tuple[float, int, int]:
-    """What a pass held of activations, logits and slack, as the memory model counts them."""
+    """Return the activations, logits and slack of a pass in bytes, as the memory model counts them."""
     work = one.time.work
     return one.layers * work.tokens * per_layer, memory.head_bytes(work.supervised), slack

@@ -1,7 +1,8 @@
-"""The time model refitted to what a run has measured, starting from what was known before it.
+"""The time model, refitted to the measurements of a run, starting from the model known before it.
 
-First the level: how much slower or faster everything is than was known. Then the terms, by non-negative least
-squares of relative errors, in which what was known counts like measurements: a few passes do not swing it.
+The fit first finds the level: how much slower or faster everything is than the known model. Then it fits the
+terms by non-negative least squares of relative errors, in which the known terms count like measurements: a
+few passes do not change them much.
 """
 
 from __future__ import annotations
@@ -15,27 +16,27 @@ from weftune.plan.cost.nnls import Array, non_negative
 from weftune.plan.cost.time import CostModel, PassTime, PassWork, Rate, StateTime, Terms, counts, terms_of
 
 REMEMBERED = 400
-"""Passes, and as many Steps and Saves, that the model is fitted to."""
+"""Number of passes, and of Steps and of Saves, that the model is fitted to."""
 HALF_LIFE = 60
-"""After so many more passes a measurement counts half: a machine's pace changes."""
+"""Number of later passes after which a measurement counts half, since a machine's pace changes."""
 NOISE = 0.1
-"""The relative error of one measurement."""
+"""Relative error of one measurement."""
 DOUBT = 0.25
-"""How far a term may be from what was known, relative to it."""
+"""Expected deviation of a term from the known one, relative to it."""
 GUESSED = 10.0
-"""The same where nothing was known."""
+"""Expected relative deviation of a term if nothing was known."""
 FAINT = 0.02
-"""A term that was not known at all may grow to about this share of a pass."""
+"""Share of a pass to which a term that was not known at all may grow, approximately."""
 CAUTION = 2.0
-"""So many measurements of the level are needed to believe it half."""
+"""Number of measurements after which the measured level is trusted half."""
 REFITTED = ", refitted to this run"
 OUTLIER = 3.0
-"""Errors above so many times the typical one count less."""
+"""Multiple of the typical error above which errors count less."""
 
 
 @dataclass(frozen=True, slots=True)
 class WindowTime:
-    """Of a measured window what is in no pass, Step or Save, and over how many actions."""
+    """Time of a measured window outside its passes, Steps and Saves, and its number of actions."""
 
     actions: int
     rest: float
@@ -43,7 +44,7 @@ class WindowTime:
 
 @dataclass(slots=True)
 class Times:
-    """What a run has measured lately."""
+    """Recent measurements of a run."""
 
     passes: list[PassTime] = field(default_factory=list)
     steps: list[StateTime] = field(default_factory=list)
@@ -51,13 +52,13 @@ class Times:
     windows: list[WindowTime] = field(default_factory=list)
 
     def forget(self) -> None:
-        """Drop what is too old to be fitted to."""
+        """Drop measurements that are too old to be fitted to."""
         for kept in (self.passes, self.steps, self.saves, self.windows):
             del kept[:-REMEMBERED]
 
 
 def refit(known: CostModel, times: Times) -> CostModel:
-    """`known` brought to what was measured; the same where nothing was."""
+    """Return `known` fitted to the measurements, or `known` itself without any."""
     passes = [one for one in times.passes if one.settled]
     training = [one for one in passes if one.training]
     evaluations = [one for one in passes if not one.training]
@@ -80,7 +81,7 @@ def refit(known: CostModel, times: Times) -> CostModel:
 
 
 def _level(known: CostModel, passes: Sequence[PassTime], caution: float) -> float:
-    """How much longer passes take than was known; near 1 while there are few of them."""
+    """Return how much longer passes take than the known model predicts; close to 1 for few passes."""
     expected = [known.pass_seconds(p.work) if p.training else known.evaluation(p.work) for p in passes]
     logs = np.log([max(p.seconds, 1e-9) / at for p, at in zip(passes, expected, strict=True)])
     weights = _recent(len(passes))
@@ -105,7 +106,7 @@ def fit_rate(known: Rate, measured: Sequence[StateTime]) -> Rate:
     seconds = np.maximum([one.seconds for one in measured], 1e-9)
     start, doubt = np.array([known.job, known.parameter]), DOUBT
     if not start.any():
-        # Nothing was known: half for each job and half for each parameter is only where to begin.
+        # Nothing was known: attributing half to jobs and half to parameters is only a starting point.
         start, doubt = np.median(seconds[:, None] / np.maximum(units, 1.0), axis=0) / 2, GUESSED
     job, parameter = fit_values(start, units, seconds, _recent(len(seconds)), doubt)
     return Rate(job=job, parameter=parameter)
@@ -114,16 +115,17 @@ def fit_rate(known: Rate, measured: Sequence[StateTime]) -> Rate:
 def fit_values(
     known: Array, units: Array, seconds: Array, weights: Array, doubt: float = DOUBT
 ) -> list[float]:
-    """Values for the columns of `units` whose sums come near `seconds` and that stay near what was known.
+    """Return values for the columns of `units` whose sums approximate `seconds` and that stay close to the
+    known ones.
 
-    Errors are relative; those far out count less. `weights` are the measurements'.
+    Errors are relative, and outliers count less. `weights` are those of the measurements.
     """
     typical = np.maximum(np.median(units, axis=0), 1.0)
     doubts = np.maximum(doubt * known, FAINT * np.median(seconds) / typical)
     rows, wanted = units / seconds[:, None] / NOISE, np.full(len(seconds), 1.0 / NOISE)
     trust, found = np.sqrt(weights), known
     for _ in range(3):
-        # Solved in units of the doubts, so that terms of very different sizes weigh alike.
+        # Solve in units of the doubts, so that terms of very different sizes have equal weight.
         matrix = np.vstack([trust[:, None] * rows * doubts, np.eye(len(known))])
         found = doubts * non_negative(matrix, np.concatenate([trust * wanted, known / doubts]))
         errors = np.abs(rows @ found - wanted)
@@ -138,6 +140,6 @@ def _between(known: float, windows: Sequence[WindowTime]) -> float:
 
 
 def _recent(count: int) -> Array:
-    """Weights of measurements, the newest last."""
+    """Return weights of measurements, the newest last."""
     ages = np.arange(count - 1, -1, -1)
     return np.asarray(0.5 ** (ages / HALF_LIFE))

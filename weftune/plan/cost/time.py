@@ -1,6 +1,6 @@
-"""How long passes over the base, Steps and Saves take: a sum of named terms, forward and backward apart.
+"""Time model of passes over the base, Steps and Saves: a sum of named terms, forward and backward separate.
 
-Terms are seconds for each unit of what an action holds. They come from a profile of the device, or from the
+Terms are seconds per unit of an action's content. They come from a profile of the device, or from the
 arithmetic of the base, and are refitted to what a run measures (`refit.py`).
 """
 
@@ -22,7 +22,7 @@ from weftune.plan.program.program import (
 )
 
 JobShapes = Mapping[str, JobShape]
-"""Everybody aboard, by name."""
+"""Name → shape of every attached job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +38,23 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassWork:
-    """What a pass holds, as far as its time hangs on it."""
+    """The counts of a pass that determine its time."""
 
     tokens: int
-    """Rows, padding included."""
+    """Number of rows, padding included."""
     squares: int
-    """Squared lengths of its samples, summed: what attention costs."""
+    """Sum of the squared lengths of its samples, to which the cost of attention is proportional."""
     samples: int
     supervised: int
-    """Rows that go through the head."""
+    """Number of rows that go through the head."""
     adapted: int
-    """For each row the parameters that it meets of its adapter (widths times rank, over sites), summed."""
+    """Adapter parameters that each row is multiplied by (widths times rank, over sites), summed over rows."""
     segments: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Seconds of one direction of a pass, each for one unit of `Work`; none is below 0."""
+    """Seconds of one direction of a pass, per unit of each count in `PassWork`; none is below 0."""
 
     fixed: float = 0.0
     token: float = 0.0
@@ -80,7 +80,7 @@ class Terms:
 
 
 TERMS = ("fixed", "token", "square", "sample", "supervised", "adapter", "segment")
-"""In the order of `Terms.values` and of `counts`."""
+"""Names of the terms, in the order of `Terms.values` and of `counts`."""
 
 
 def terms_of(values: Iterable[float]) -> Terms:
@@ -88,13 +88,13 @@ def terms_of(values: Iterable[float]) -> Terms:
 
 
 def counts(work: PassWork) -> tuple[int, ...]:
-    """How many units of each term a pass has."""
+    """Return the number of units of each term in a pass."""
     return 1, work.tokens, work.squares, work.samples, work.supervised, work.adapted, work.segments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """Seconds of Steps or Saves that are made together."""
+    """Seconds per job and per parameter of Steps or Saves that are executed together."""
 
     job: float = 0.0
     parameter: float = 0.0
@@ -118,7 +118,7 @@ class PassTime:
     backward: float
     training: bool
     settled: bool = True
-    """False where kernels were compiled or a graph captured in it: its time says nothing of the next."""
+    """False if kernels were compiled or a graph was captured: its time does not predict the next."""
 
     @property
     def tokens(self) -> int:
@@ -131,7 +131,7 @@ class PassTime:
 
 @dataclass(frozen=True, slots=True)
 class StateTime:
-    """Measured Steps that were made together, or one measured Save."""
+    """Measured time of Steps that were executed together, or of one Save."""
 
     jobs: int
     parameters: int
@@ -146,18 +146,18 @@ class CostModel:
     step: Rate = Rate()
     save: Rate = Rate()
     between: float = 0.0
-    """Seconds of the host for each action, in which nothing else is measured."""
+    """Host seconds per action that no other measurement covers."""
     source: str
-    """Where the terms come from, for the reader."""
+    """Origin of the terms, for display."""
     measured: bool = True
     """False while only the proportions of the terms are known, not their level."""
 
     def pass_seconds(self, work: PassWork) -> float:
-        """Forward and backward."""
+        """Return the seconds of forward and backward."""
         return self.forward(work) + self.backward(work)
 
     def program_seconds(self, program: Program, shapes: JobShapes) -> float | None:
-        """The predicted time of a program, or None while nothing like it has been measured."""
+        """Return the predicted time of a program, or None while nothing like it has been measured."""
         if not self.measured:
             return None
         total, met = 0.0, met_by(shapes)
@@ -174,20 +174,20 @@ class CostModel:
         return total
 
     def alone_seconds(self, batches: Iterable[GlobalBatch], capacity: int, shapes: JobShapes) -> float | None:
-        """What the passes of these batches would take if every job packed its samples by itself."""
+        """Return the seconds of the passes of these batches if every job packed its samples alone."""
         if not self.measured:
             return None
-        # Terms are sums: over thousands of passes they are taken once, of the sums of what each pass has.
+        # Terms are linear, so they are applied once to the summed counts instead of to thousands of passes.
         whole = [sum(column) for column in zip(*_alone(batches, capacity, met_by(shapes)), strict=True)]
         each = zip(self.forward.plus(self.backward).values(), whole, strict=False)
         return sum(term * count for term, count in each)
 
     def unmeasured(self) -> CostModel:
-        """The same as proportions without a level."""
+        """Return a model that knows these terms as proportions only, without a scale."""
         return replace(self, measured=False)
 
     def times(self, factor: float) -> CostModel:
-        """The same proportions at another level."""
+        """Return the same proportions scaled by `factor`."""
         return replace(
             self,
             forward=self.forward.times(factor),
@@ -197,14 +197,14 @@ class CostModel:
 
 
 def met_by(shapes: JobShapes) -> dict[str, int]:
-    """Job → adapter parameters that a row meets."""
+    """Return a mapping of job → adapter parameters that a row is multiplied by."""
     return {name: shape.met for name, shape in shapes.items()}
 
 
 def _alone(
     batches: Iterable[GlobalBatch], capacity: int, met: Mapping[str, int]
 ) -> Iterator[tuple[int, int, int, int, int, int, int]]:
-    """The units of each term, for every pass of batches that share none."""
+    """Yield the units of each term for every pass, if no two batches share a pass."""
     for batch in batches:
         lengths = [placed.length for placed in batch.samples]
         fits = sum(lengths) <= capacity

@@ -1,7 +1,7 @@
-"""Latencies into a given number of buckets whose sums vary as little as can be.
+"""Distribution of latencies over a given number of buckets whose sums vary as little as possible.
 
-The mean of the sums is given, so the least variance is the least sum of squares. It is found exactly for few
-latencies, and for many by placing the longest first, then moving and swapping until nothing helps.
+The mean of the sums is fixed, so the least variance is the least sum of squares. It is found exactly for few
+latencies; for many, the longest are placed first, then moved and swapped until nothing helps.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 EXACT = 10
-"""Up to so many latencies every distribution is looked at: at most 10^5 of them."""
+"""Number of latencies up to which every distribution is tried: at most 10^5 of them."""
 SMALLEST_GAIN = 1e-12
-"""As a share of the sum of squares: less is rounding, and could go round in circles."""
+"""Smallest gain that counts, as a share of the sum of squares. Smaller gains are rounding errors and could
+make the search cycle."""
 
 Buckets = tuple[tuple[int, ...], ...]
 """Indices of the latencies in each bucket."""
 
 
 def balance(latencies: Sequence[float], count: int) -> Buckets:
-    """Every latency in one of `count` buckets, none of them empty."""
+    """Place every latency in one of `count` buckets, none of them empty."""
     assert 1 <= count <= len(latencies), "every bucket needs a latency"
     buckets = level(longest_first(latencies, count), latencies)
     return _Search(latencies, buckets).best if len(latencies) <= EXACT else buckets
@@ -36,7 +37,7 @@ def sums(buckets: Buckets, latencies: Sequence[float]) -> list[float]:
 
 
 def longest_first(latencies: Sequence[float], count: int) -> Buckets:
-    """The longest latency that is left goes to the bucket that has the least."""
+    """Assign the latencies, longest first, each to the bucket with the smallest sum."""
     buckets: list[list[int]] = [[] for _ in range(count)]
     filled = [0.0] * count
     for index in _descending(latencies):
@@ -47,7 +48,7 @@ def longest_first(latencies: Sequence[float], count: int) -> Buckets:
 
 
 def level(buckets: Buckets, latencies: Sequence[float]) -> Buckets:
-    """Make the move or swap that lessens the sum of squares most, until none does."""
+    """Apply the move or swap that reduces the sum of squares most, until none does."""
     each = np.array(latencies, dtype=float)
     home = np.empty(len(each), dtype=int)
     for number, bucket in enumerate(buckets):
@@ -59,9 +60,9 @@ def level(buckets: Buckets, latencies: Sequence[float]) -> Buckets:
 
 
 def _best_change(each: NDArray[np.float64], home: NDArray[np.int_], count: int) -> dict[int, int]:
-    """The new bucket of one latency, or of two that change places; empty if nothing helps."""
+    """Return latency → new bucket for the best move or swap. Empty if nothing helps."""
     held = np.bincount(home, weights=each, minlength=count)
-    # Where d leaves a sum A for a sum B, the squares change by 2d(B − A + d).
+    # Moving d from a bucket of sum A to one of sum B changes the squares by 2d(B − A + d).
     moves = 2 * each[:, None] * (held[None, :] - held[home][:, None] + each[:, None])
     moves[np.bincount(home, minlength=count)[home] == 1] = np.inf
     apart = each[:, None] - each[None, :]
@@ -76,7 +77,7 @@ def _best_change(each: NDArray[np.float64], home: NDArray[np.int_], count: int) 
 
 
 class _Search:
-    """Every distribution over as many buckets as a given one has, cut off where it is already no better."""
+    """An exhaustive search over as many buckets as a given distribution has, pruned where it is no better."""
 
     def __init__(self, latencies: Sequence[float], known: Buckets) -> None:
         self.latencies = latencies

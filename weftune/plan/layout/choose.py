@@ -1,8 +1,9 @@
-"""How to run: the layout of the base on the devices, the token capacity, and why. The only place that decides
-it: `weftune train` asks for the machine at hand, `weftune plan` for that one or another.
+"""The choice of how to run: the layout of the base on the devices, the token capacity, and the reasons.
+Nothing else decides it: `weftune train` calls it for the machine at hand, `weftune plan` for that one or
+another.
 
-A base lies whole on one device if it fits there, else it is streamed from host memory; several workers hold
-a stage each, or stream the base together where a stage does not fit one of them.
+The base is held whole on one device if it fits there, otherwise it is streamed from host memory. Several
+workers hold a stage each, or stream the base together if a stage does not fit on one of them.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from weftune.plan.window.length import WindowPace, first_pace
 from weftune.plan.window.pipeline import LoadPace
 
 WINDOW_ROUNDS, PIPELINE_ROUNDS = 4, 16
-"""Global batches of each job in a window: several workers fill and drain once a window, so theirs is long."""
+"""Global batches of each job per window. Windows of several workers are long: they fill and drain once."""
 PROCESS_BYTES = 512 << 20
-"""What a process that trains on a CPU holds before anything is loaded, where nobody has measured it."""
+"""Bytes that a process training on a CPU is assumed to hold before anything is loaded, if not measured."""
 MOST_TOKENS = {False: 1024, True: 8192}
-"""The token capacity that a CPU and a GPU get where memory allows more."""
+"""Largest token capacity chosen by default: whether the device is a GPU → tokens."""
 
 
 def _no_link(_budget: int, _host: int) -> StreamDevice:
@@ -52,31 +53,31 @@ def _no_link(_budget: int, _host: int) -> StreamDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a run finds: its workers with their devices, which are all alike, and the host behind them."""
+    """The machine that a run finds: its workers with identical devices, and the host behind them."""
 
     on_gpu: bool
     budget: int
-    """Bytes that the run may take of each worker's device, where the worker's part of the base stays."""
+    """Bytes available to the run on each worker's device if the worker's part of the base stays resident."""
     taken: int = 0
-    """What the first worker's process holds there before anything is loaded."""
+    """Device bytes held by the first worker's process before anything is loaded."""
     stream_budget: int | None = None
-    """The same for a base that comes and goes; None: it may not."""
+    """Device bytes available when the base is streamed. None disables streaming."""
     host_budget: int = 0
-    """Bytes that the run may take of the host's memory, of all hosts together."""
+    """Bytes of host memory available to the run, all hosts together."""
     capacity: int | None = None
-    """At most so many tokens in a microbatch; None: as many as suit the device."""
+    """Maximum tokens per microbatch. None uses the default of the device."""
     workers: int = 1
-    """Of one replica."""
+    """Number of workers per replica."""
     replicas: int = 1
     profile: Profile | None = None
-    """What stages are cut by, and what a single worker's times are taken from."""
+    """Profile used to cut stages and to predict the times of a single worker."""
     worker_profile: Profile | None = None
-    """The same with as many threads as one of several workers has."""
+    """Profile measured with as many threads as one of several workers has."""
     gpu: Callable[[int, int], StreamDevice] = _no_link
-    """A GPU with these budgets, its own and the host's, as measured or by its data sheet: asked for only
-    where a base has to be streamed."""
+    """Returns a GPU with these budgets (its own and the host's), as measured or from its data sheet. Called
+    only if a base has to be streamed."""
     files: Callable[[StreamDevice, HostTooSmall], StreamDevice] = lambda place, _short: in_files(place)
-    """The same device for weights that stay in their files; raises where they cannot."""
+    """Returns the device for weights that stay in their files, or raises if they cannot."""
 
     @property
     def most(self) -> int:
@@ -90,49 +91,50 @@ class Machine:
         return self.worker_profile.first_only_bytes
 
     def place(self, budget: int) -> StreamDevice:
-        """A device of which a streamed run may take so much; without a GPU one is pretended."""
+        """Return a device with `budget` bytes for a streamed run; without a GPU, an emulated one."""
         return (self.gpu if self.on_gpu else pretended_place)(budget, self.host_budget)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     shape: ModelShape
-    """Of all of the base."""
+    """Shape of the whole base."""
     layout: Layout
     capacity: int
-    """No microbatch has more tokens, unless one sample does."""
+    """Maximum tokens per microbatch, unless a single sample has more."""
     memory: MemoryModel
-    """By which jobs come aboard and windows get their capacity."""
+    """Memory model used for admission and for the token capacity of windows."""
     aboard: tuple[JobShape, ...]
-    """The jobs that it was made for: those that can be aboard together."""
+    """Jobs that the choice was made for: those that can run together."""
     seconds: float | None = None
-    """Of a round of theirs, one global batch of each, where the layout was searched for."""
+    """Predicted seconds per round (one global batch of every job). None unless the layout was searched
+    for."""
     bytes: int
-    """On the fullest device at the peak, with full microbatches; the process is counted."""
+    """Peak bytes on the fullest device with full microbatches, including the process."""
     host_bytes: int = 0
-    """Of all workers."""
+    """Host bytes of all workers."""
     unhidden: float = 0.0
-    """The share of a round in which devices wait for the host."""
+    """Share of a round in which devices wait for the host."""
     why: str
-    """The rest of a sentence that begins with `The base is`."""
+    """Reason, as the rest of a sentence that begins with `The base is`."""
     note: str = ""
-    """What a run says of it; nothing where all of the base stays on one device."""
+    """Sentence that a run reports about the choice. Empty if the base simply stays whole on one device."""
     mapped: bool = False
     """Whether streamed weights stay in their files and are read from there in every round."""
     place: StreamDevice | None = None
-    """The device that a base is streamed to."""
+    """Device that the base is streamed to. None unless the base is streamed."""
     rounds: int
-    """Global batches of each job in a window."""
+    """Global batches of each job per window."""
     cost: CostModel | None = None
-    """What one worker's passes take by its profile; None without a profile, or with several workers."""
+    """Cost model of one worker's passes from its profile. None without a profile or with several workers."""
     first_seconds: float = 0.0
-    """What the first pass of one worker takes beyond that; several begin while others still wait for rows."""
+    """Extra seconds of one worker's first pass. Several workers begin while others still wait for rows."""
     unhidden_steps: Rate = NO_TIME
-    """What devices wait for Steps whose state comes from host memory; `cost` has it already."""
+    """Time that devices wait for Steps whose state is in host memory. Already included in `cost`."""
     times: StageTimes | None = None
-    """What each stage's passes take, where several workers have a profile."""
+    """Times of each stage's passes. None unless several workers have a profile."""
     loads: LoadPace | None = None
-    """What stages take on their way from the host to several workers."""
+    """Bytes of each stage and bandwidth from the host. None unless several workers stream the base."""
 
     @property
     def streamed(self) -> bool:
@@ -140,28 +142,28 @@ class Choice:
 
     @property
     def captured(self) -> bool:
-        """Whether passes keep to few sizes, since they are captured: on GPUs, of fused layers."""
+        """Whether passes are captured, on GPUs with fused layers, and therefore keep to few sizes."""
         return self.memory.fused
 
     @property
     def first_pace(self) -> WindowPace:
-        """What a round is predicted to take before a run has recorded anything."""
+        """Predicted pace of a round before a run has recorded anything."""
         if self.seconds is not None:
             return WindowPace(round_seconds=self.seconds)
         cost = self.cost or arithmetic(self.shape)
-        # As if stages worked one after another.
+        # Stages are assumed to work one after another.
         return first_pace(cost, self.shape, on_gpu=self.memory.fused, max_tokens=self.capacity)
 
     def seconds_of(self, program: Program, shapes: JobShapes) -> float | None:
-        """What a window will take by the profile; None where there is none."""
+        """Return the seconds of a window predicted from the profile. None without a profile."""
         if self.times is not None:
             return self.times.timeline(program, self.layout, shapes, self.loads).makespan
         return None if self.cost is None else self.cost.program_seconds(program, shapes)
 
 
 def choose(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice:
-    """How these jobs run on this machine. PlanError says what does not fit, where nothing is made of it by
-    letting jobs wait."""
+    """Choose how these jobs run on this machine. PlanError says what does not fit, unless letting jobs wait
+    solves it."""
     assert jobs, "there is nothing to train"
     choose_one = _by_workers if machine.workers * machine.replicas > 1 else _by_one
     return choose_one(shape, jobs, machine)
@@ -199,8 +201,8 @@ def _whole(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Cho
 
 
 def _optimizer_offloaded(plain: Choice, jobs: Sequence[JobShape], machine: Machine) -> Choice | None:
-    """The same with master weights and moments in host memory. None unless that lets more jobs aboard at
-    about the same speed, or a job that fits only so, or all of them at a higher speed."""
+    """Return `plain` with master weights and moments in host memory. None unless that admits more jobs at
+    about the same speed, admits a job that does not fit otherwise, or runs all jobs faster."""
     if not machine.on_gpu:
         return None
     memory = offloading(plain.memory, machine.host_budget)
@@ -234,16 +236,17 @@ def _optimizer_offloaded(plain: Choice, jobs: Sequence[JobShape], machine: Machi
 
 class _Offload(NamedTuple):
     together: tuple[JobShape, ...]
-    """Those that are aboard so."""
+    """Jobs that run together with the optimizer offloaded."""
     place: StreamDevice
     reason: str
-    """The rest of a sentence after `since`."""
+    """Reason, as the rest of a sentence after `since`."""
 
 
 def _more_aboard(
     plain: Choice, memory: MemoryModel, jobs: Sequence[JobShape], machine: Machine
 ) -> _Offload | None:
-    """`memory` is that of the offloaded optimizer. None where fewer jobs aboard are as good."""
+    """Return an offload that admits more jobs. None if running fewer jobs is as good. `memory` is the memory
+    model with the optimizer offloaded."""
     together = fitting(jobs, memory)
     too_large = [job for job in jobs if plain.memory.why_not([job]) is not None]
     only_so = any(memory.why_not([job]) is None for job in too_large)
@@ -262,7 +265,7 @@ def _more_aboard(
 def _all_faster(
     plain: Choice, memory: MemoryModel, jobs: Sequence[JobShape], machine: Machine
 ) -> _Offload | None:
-    """The same where all of them are aboard either way: None unless a step is shorter."""
+    """Return an offload for jobs that all run together either way. None unless it makes a step shorter."""
     most = machine.most
     if not would_gain(plain.memory, jobs, most) or memory.why_not(jobs) is not None:
         return None
@@ -277,14 +280,14 @@ def _all_faster(
 
 
 def _passes(memory: MemoryModel, jobs: Sequence[JobShape], most: int) -> tuple[int, int]:
-    """Tokens of a microbatch, and layers that are recomputed."""
+    """Return the tokens of a microbatch and the number of recomputed layers."""
     recompute = memory.recompute(jobs, most)
     return memory.capacity(jobs, most, recompute), recompute.layers
 
 
 def _streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice | None:
-    """None where the base may not be streamed, or need not be: on a GPU if every job can train alone without,
-    on a pretended one if as many as can be aboard do."""
+    """Return the streamed choice. None if the base may not be streamed or need not be: on a GPU if every job
+    can train alone without streaming, on an emulated device if the jobs that run together can."""
     budget = machine.stream_budget
     if budget is None or (machine.on_gpu and fits_whole(shape, jobs, budget)):
         return None
@@ -310,7 +313,7 @@ def _as_streamed(
     choice: StreamChoice,
     aboard: Sequence[JobShape],
 ) -> Choice:
-    """By one worker or several, without the times of a profile."""
+    """Return the choice for one worker or several, without the times of a profile."""
     beside = _beside(shape, machine, choice.host_bytes)
     memory = MemoryModel(
         shape,
@@ -322,7 +325,7 @@ def _as_streamed(
         place.slack,
         first_only=machine.first_only,
     )
-    # A pretended device is as large as was asked for beside what the host's memory counts with it.
+    # An emulated device has the requested size in addition to what is counted with it in host memory.
     head = int(memory.fit.head * memory.head_bytes(math.inf))
     rounds = TRAVEL_ROUNDS if choice.cut.travels else WINDOW_ROUNDS
     return Choice(
@@ -344,13 +347,14 @@ def _as_streamed(
 
 
 def _streamed_cost(shape: ModelShape, profile: Profile, layout: Layout, unhidden: float) -> CostModel:
-    """All of a pass, what is recomputed of it, and the waits that the search foresees."""
+    """Return the cost of a whole pass, including what is recomputed and the waits predicted by the search."""
     known = directions(profile, shape)
     return taking_turns(cost_of(profile, shape), known, layout, shape.layers).times(1 / (1 - unhidden))
 
 
 def _beside(shape: ModelShape, machine: Machine, host_bytes: int) -> int:
-    """A pretended device is a part of the host, and measured with the process and what lies in its memory."""
+    """Return the bytes counted in addition to an emulated device, which is part of the host and is measured
+    with the process and what lies in its memory."""
     if machine.on_gpu:
         return 0
     fit = _fit(shape, machine)
@@ -358,7 +362,7 @@ def _beside(shape: ModelShape, machine: Machine, host_bytes: int) -> int:
 
 
 def _fit(shape: ModelShape, machine: Machine) -> MemoryFit:
-    """Factors of the memory model, as the profile's passes over a resident base have taken memory."""
+    """Return the factors of the memory model, fitted to the profile's passes over a resident base."""
     profile = machine.profile if machine.workers * machine.replicas == 1 else machine.worker_profile
     whole = MemoryModel(shape, machine.budget, machine.taken, machine.on_gpu)
     return UNFITTED if profile is None else memory_of(profile, whole)
@@ -368,7 +372,7 @@ def _fit(shape: ModelShape, machine: Machine) -> MemoryFit:
 
 
 def _in_stages(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice:
-    """A stage for every worker; a replica that is one worker holds all of the base."""
+    """Return a choice with one stage per worker. A replica of one worker holds the whole base."""
     held, note = _layers(shape, machine)
     layout = in_stages(held, machine.replicas)
     memory = MemoryModel(
@@ -398,7 +402,7 @@ def _in_stages(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) ->
 
 
 def _layers(shape: ModelShape, machine: Machine) -> tuple[tuple[LayerRange, ...], str]:
-    """Of every stage; and the sentence that says by which times they are alike."""
+    """Return the layers of every stage, and a sentence that says which times they are balanced by."""
     if machine.workers == 1:
         return (LayerRange(0, shape.layers, shape.layers),), ""
     if machine.profile is None:
@@ -410,7 +414,8 @@ def _layers(shape: ModelShape, machine: Machine) -> tuple[tuple[LayerRange, ...]
 
 
 def _streamed_by_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice | None:
-    """None where the base may not be streamed, or a part of it fits every worker with any one of the jobs."""
+    """Return the streamed choice. None if the base may not be streamed, or if each worker's part of it fits
+    with any one of the jobs."""
     budget = machine.stream_budget
     if budget is None or machine.workers == 1:
         return None
@@ -433,7 +438,8 @@ def _streamed_by_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: M
 
 
 def _parted_bytes(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine, budget: int) -> int:
-    """What a worker needs whose part of the base stays; a pretended device has nothing but that on it."""
+    """Return the bytes that a worker needs if its part of the base stays resident. An emulated device holds
+    nothing else."""
     layout = in_stages(cut_layers(shape, machine.workers))
     slack = None if machine.on_gpu else 0
     memory = MemoryModel(shape, budget, fused=machine.on_gpu, layout=layout, slack=slack)
@@ -441,7 +447,8 @@ def _parted_bytes(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine,
 
 
 def _for_most(attempt: Callable[[int], StreamChoice], count: int) -> tuple[int, StreamChoice]:
-    """For as many jobs as can be; if not one fits, the sentence that says why."""
+    """Return the largest number of jobs that fit, and the choice for them. Raise the last PlanError if not
+    even one fits."""
     found: dict[int, StreamChoice] = {}
     errors: list[PlanError] = []
 
@@ -465,11 +472,11 @@ def _stage_times(shape: ModelShape, machine: Machine) -> StageTimes | None:
     return StageTimes(shape.layers, directions(profile, shape), step_rate(profile))
 
 
-# -- who is aboard ---------------------------------------------------------------------------------------
+# -- admission ------------------------------------------------------------------------------------------
 
 
 def fitting(jobs: Sequence[JobShape], memory: MemoryModel) -> tuple[JobShape, ...]:
-    """Those that are aboard from the start, as the scheduler admits them."""
+    """Return the jobs that run from the start, as the scheduler admits them."""
     names = {job.name for job in jobs}
     first = [job for job in jobs if job.starts_from not in names]
     never = too_large(first, memory.why_not)
@@ -477,6 +484,6 @@ def fitting(jobs: Sequence[JobShape], memory: MemoryModel) -> tuple[JobShape, ..
 
 
 def full_bytes(memory: MemoryModel, together: Sequence[JobShape], most: int) -> int:
-    """With microbatches as large as memory allows."""
+    """Return the peak bytes with microbatches as large as memory allows."""
     recompute = memory.recompute(together, most)
     return memory.peak_bytes(together, memory.capacity(together, most, recompute), recompute)

@@ -1,5 +1,5 @@
-"""The layers of a base to the stages of a pipeline, by what each costs, both ends counted: the times of a
-profile where there is one, else arithmetic."""
+"""Partition of a base's layers into pipeline stages by their cost, including embedding and head. Costs are
+the times of a profile if there is one, otherwise arithmetic."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from weftune.plan.layout.partition import StageLimit, balance, layer_sums, least
 ANY = 1 << 62
 ROUNDING = 1e-9
 RANK, LENGTH = 16, 256
-"""Of the adapter and the samples that stages are balanced for, before any job is known."""
+"""Adapter rank and sample length that stages are balanced for, before any job is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartCosts:
-    """What the parts of a base take of one microbatch, forward and backward together; `layer` is one of
-    many."""
+    """Costs of the parts of a base for one microbatch, forward and backward together. `layer` is the cost of
+    a single layer."""
 
     embedding: float
     layer: float
     head: float
 
     def of(self, held: LayerRange) -> float:
-        """What a stage takes."""
+        """Return the cost of a stage."""
         ends = held.first * self.embedding + held.last * self.head
         return (held.stop - held.start) * self.layer + ends
 
 
 def cut_layers(shape: ModelShape, stages: int, costs: PartCosts | None = None) -> tuple[LayerRange, ...]:
-    """One range for each stage: the slowest as fast as can be, and the others as much alike as that allows.
-    Without `costs`, by arithmetic."""
+    """Return one range per stage: the slowest is as fast as possible, and the others are as even as that
+    allows. Without `costs`, arithmetic is counted."""
     if stages < 2:
         raise PlanError(f"--pipeline {stages}: a pipeline has at least 2 stages")
     if stages > shape.layers:
@@ -55,13 +55,14 @@ def cut_layers(shape: ModelShape, stages: int, costs: PartCosts | None = None) -
 
 
 def counted_costs(shape: ModelShape) -> PartCosts:
-    """Products of a token: a frozen matrix has one in each direction, and the head's forward makes both."""
+    """Return multiplications per token: a frozen matrix is applied once in each direction, and the head's
+    forward does both."""
     inside = sum(site.active_weights for site in shape.sites)
     return PartCosts(0.0, 2 * inside / shape.layers, 2 * shape.hidden * shape.vocabulary)
 
 
 def measured_costs(profile: Profile, shape: ModelShape, work: PassWork) -> PartCosts:
-    """Seconds of a microbatch like `work`, whose adapters touch all layers alike."""
+    """Return the seconds of a microbatch like `work`, whose adapters are spread evenly over the layers."""
     found = directions(profile, shape)
     both = found.forward, found.backward
     return PartCosts(
@@ -72,8 +73,8 @@ def measured_costs(profile: Profile, shape: ModelShape, work: PassWork) -> PartC
 
 
 def typical_work(shape: ModelShape, tokens: int) -> PassWork:
-    """A microbatch of so many tokens, one job's. All rows are supervised: a head that turns out cheaper
-    leaves one stage idle for a while, one that turns out dearer would make all the others wait."""
+    """Return a microbatch of one job with `tokens` tokens. All rows are supervised: a head that turns out
+    cheaper leaves one stage idle for a while, whereas a more expensive one would make all the others wait."""
     length = min(LENGTH, shape.context, tokens)
     per_row = sum(RANK * site.widths for site in shape.sites if not site.experts)
     return PassWork(

@@ -1,5 +1,5 @@
-"""What a window takes on a layout by a profile of the device: one worker's passes added up, those of several
-simulated."""
+"""Predicted time of a window on a layout from a profile of the device: one worker's passes are added up,
+those of several workers are simulated."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from weftune.plan.window.pipeline import LoadPace, timeline_priced
 
 
 def taking_turns(cost: CostModel, known: Directions, layout: Layout, layers: int) -> CostModel:
-    """The same in stages that take turns: each is a pass of its own, with what any pass takes, and the
-    backward first recomputes the forward of all but the last."""
+    """Return the cost for stages that take turns: each stage is a pass of its own with the fixed cost of a
+    pass, and the backward first recomputes the forward of all stages but the last."""
     others, recomputed = len(layout.stages) - 1, layers - layout.stages[-1].count
     visit, back = Terms(fixed=known.forward.embedding.fixed), Terms(fixed=known.backward.embedding.fixed)
     again = known.forward.layer.times(recomputed).plus(known.forward.adapter.times(recomputed / layers))
@@ -31,20 +31,20 @@ def taking_turns(cost: CostModel, known: Directions, layout: Layout, layers: int
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """What the parts of a base take on each worker."""
+    """Times of the parts of a base on each worker."""
 
     layers: int
     known: Directions
     step: Rate
     link: Link | None = None
-    """Between two workers; None: what is sent takes no time."""
+    """Link between two workers. None means that sending takes no time."""
     handed_bytes: int = 0
-    """Of a token, from stage to stage."""
+    """Bytes per token passed from stage to stage."""
 
     def timeline(
         self, program: Program, layout: Layout, shapes: JobShapes, loads: LoadPace | None = None
     ) -> Timeline:
-        """A window as the simulator foresees it."""
+        """Return the timeline of a window predicted by the simulator."""
         return timeline_priced(program, self._prices(program, layout, shapes), loads, self.link)
 
     def _prices(self, program: Program, layout: Layout, shapes: JobShapes) -> Prices:
@@ -71,6 +71,6 @@ class StageTimes:
     def _part(self, terms: KindTerms, held: LayerRange, work: PassWork) -> float:
         count = held.stop - held.start
         layers = count * terms.layer(work) + count / self.layers * terms.adapter(work)
-        # The pass itself is counted with the embedding.
+        # The fixed cost of a pass is counted with the embedding.
         begins = terms.embedding(work) if held.first else terms.embedding.fixed
         return begins + layers + (terms.head(work) if held.last else 0.0)

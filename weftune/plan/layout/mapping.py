@@ -1,6 +1,6 @@
-"""Stages to GPUs, so that uploads that fall together share no root complex (Mobius 3.3, cross mapping).
+"""Mapping of stages to GPUs in which simultaneous uploads share no root complex (Mobius 3.3, cross mapping).
 
-A mapping is an order of the GPUs: stage j runs on the GPU at place j mod N of it.
+A mapping is an order of the GPUs: stage j runs on the GPU at position j mod N.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from itertools import combinations
 
 EXACT_GPUS = 8
-"""Up to so many GPUs every order is looked at, save those that only swap what is alike."""
+"""Number of GPUs up to which every order is tried, except those that only swap identical GPUs or roots."""
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """GPUs numbered from 0 on, root complex after root complex."""
+    """GPUs numbered from 0, one root complex after another."""
 
     roots: tuple[int, ...]
-    """How many GPUs hang under each."""
+    """Number of GPUs under each root complex."""
 
     @property
     def gpus(self) -> int:
@@ -34,9 +34,10 @@ def sequential_order(topology: Topology) -> tuple[int, ...]:
 
 
 def contention(order: Sequence[int], topology: Topology, stages: int) -> float:
-    """Eq 13: over all pairs of stages, the GPUs under their common root over their distance.
+    """Return the contention of Eq 13: the sum, over pairs of stages under a common root, of its GPUs over
+    their distance.
 
-    Pairs on one GPU are left out: they never upload at the same time.
+    Pairs on one GPU are excluded: they never upload at the same time.
     """
     root_of = topology.root_of
     roots = [root_of[gpu] for gpu in order]
@@ -44,7 +45,8 @@ def contention(order: Sequence[int], topology: Topology, stages: int) -> float:
 
 
 def cross_order(topology: Topology, stages: int) -> tuple[int, ...]:
-    """The order of least contention: exact for up to EXACT_GPUS GPUs, above that no swap improves it."""
+    """Return the order of least contention: exact for up to EXACT_GPUS GPUs; above that, no swap improves
+    it."""
     nearness = _nearness(topology.gpus, stages)
     if topology.gpus > EXACT_GPUS:
         return _order(_swapped(topology, nearness), topology)
@@ -53,13 +55,13 @@ def cross_order(topology: Topology, stages: int) -> tuple[int, ...]:
 
 
 def every_order(topology: Topology) -> Iterator[tuple[int, ...]]:
-    """One order of each kind: GPUs under one root are alike, and so are roots of one size."""
+    """Yield one order of each kind: GPUs under one root are interchangeable, and so are roots of one size."""
     for roots in _root_orders(topology.roots, ()):
         yield _order(roots, topology)
 
 
 def _root_orders(sizes: tuple[int, ...], roots: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Every way to go on after `roots`; of roots alike and still untouched only the first is taken."""
+    """Yield every continuation of `roots`. Of unused roots of the same size, only the first is tried."""
     if len(roots) == sum(sizes):
         yield roots
         return
@@ -81,7 +83,7 @@ def _order(roots: Sequence[int], topology: Topology) -> tuple[int, ...]:
 
 
 def _nearness(gpus: int, stages: int) -> list[list[float]]:
-    """For two places of an order: the sum of 1/distance over the pairs of stages that run there."""
+    """Return, for two positions of an order, the sum of 1/distance over the pairs of stages there."""
     near = [[0.0] * gpus for _ in range(gpus)]
     for early, late in combinations(range(stages), 2):
         if early % gpus != late % gpus:
@@ -99,7 +101,7 @@ def _contention(roots: Sequence[int], topology: Topology, nearness: list[list[fl
 
 
 def _swapped(topology: Topology, nearness: list[list[float]]) -> list[int]:
-    """From a deal around the roots, swaps that help until none does."""
+    """Start from a round robin over the roots, then apply swaps that reduce contention until none does."""
     left = list(topology.roots)
     roots: list[int] = []
     while any(left):

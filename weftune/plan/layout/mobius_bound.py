@@ -1,7 +1,7 @@
-"""Partitions for streaming that are decided only up to some layer, and what they will cost at the least.
+"""Partitions for streaming that are decided only up to some layer, and lower bounds on their cost.
 
-Times follow the recurrence of stream_step: forward from the first stage on; backward as tails, the longest
-way from a stage's start to the end of the step, which also grows from the first stage on.
+Times follow the recurrence of `mobius_step`: forward from the first stage on; backward as tails (the longest
+path from a stage's start to the end of the step), which also grow from the first stage on.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PartialPlacement:
-    """A decided stage. Times are the least it can have, since what is undecided can only take memory."""
+    """A decided stage. Its times are lower bounds, since undecided stages can only take memory."""
 
     stage: StageCost
     resident: bool
     first: float
     last: float
-    """Starts of the first and the last microbatch's forward."""
+    """Start times of the forward of the first and the last microbatch."""
     first_tail: float
     last_tail: float
-    """From the start of the first and the last microbatch's backward to the end of the step."""
+    """Seconds from the start of the first and the last microbatch's backward to the end of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,13 @@ class Prefix:
     cuts: tuple[int, ...]
     resident: tuple[bool, ...]
     recent: tuple[PartialPlacement | None, ...]
-    """The latest stage on each GPU."""
+    """Latest stage on each GPU."""
     fixed: tuple[int, ...]
     """Bytes that each GPU holds all the time."""
     passing: tuple[int, ...]
-    """The most that each GPU needs beside them."""
+    """Largest number of bytes that each GPU needs in addition."""
     seconds: float
-    """No partition that begins so is faster."""
+    """Lower bound on the seconds of any partition that begins with this prefix."""
 
     @property
     def layers(self) -> int:
@@ -50,7 +50,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """All layers from one on."""
+    """Totals over all layers from a given one on."""
 
     forward: float
     backward: float
@@ -78,7 +78,7 @@ class Bounds:
         return Prefix((0,), (), recent, zeros, zeros, self._least_seconds(self.rests[0], recent, zeros, None))
 
     def extend(self, prefix: Prefix, stage: StageCost, resident: bool) -> Prefix | None:
-        """The prefix with one stage more, or None if that does not fit."""
+        """Return the prefix with one more stage, or None if that does not fit."""
         number = len(prefix.resident)
         gpu = number % self.host.gpus
         held = self.host.stage_bytes + stage.state_bytes + (stage.weight_bytes if resident else 0)
@@ -102,7 +102,8 @@ class Bounds:
         above: PartialPlacement | None,
         room: int,
     ) -> PartialPlacement:
-        """`before` is the stage before it, `above` the stage before it on its GPU."""
+        """Return the placement of a stage. `before` is the stage before it, `above` the one before it on its
+        GPU."""
         bandwidth, more = self.host.bandwidth, self.microbatches - 1
         first = last = 0.0
         last_tail = stage.backward
@@ -133,7 +134,8 @@ class Bounds:
         fixed: Sequence[int],
         newest: PartialPlacement | None,
     ) -> float:
-        """Three bounds in each direction: the GPUs' work, the links' bytes, and one microbatch's way."""
+        """Return a lower bound from three bounds per direction: the GPUs' work, the links' bytes, and the
+        path of one microbatch."""
         gpus, work = self.host.gpus, self.microbatches
         placed = [one for one in recent if one]
         freed = sum(one.last + one.stage.forward for one in placed)

@@ -1,9 +1,11 @@
-"""Layers to stages when stages are streamed from host memory: which layers, and which stages stay.
+"""Partition of layers into stages streamed from host memory: the layers of each stage, and the stages that
+stay.
 
-Branch and bound over prefixes, layer by layer, from the best that a local search found. It is exact while no
-level holds more prefixes than the budget allows, which is so up to eleven layers; beyond that the most
-promising are kept, and the result carries a bound that no partition can beat. How much to prefetch is no
-choice: more is never slower under the recurrence, so each prefetch takes the least of its bounds.
+The search is branch and bound over prefixes, layer by layer, from the best result of a local search. It is
+exact as long as no level holds more prefixes than the budget allows, which is the case up to eleven layers.
+Beyond that, the most promising prefixes are kept, and the result carries a bound that no partition can beat.
+The amount to prefetch is not searched: more is never slower under the recurrence, so each prefetch takes the
+least of its bounds.
 """
 
 from __future__ import annotations
@@ -21,18 +23,18 @@ from weftune.plan.layout.mobius_step import Host, StreamPartition, free_bytes, s
 from weftune.plan.program.layout import StageLayers
 
 PREFIXES = 200_000
-"""How many prefixes a search may look at: not seconds, since a plan must not depend on the clock."""
+"""Number of prefixes that a search may examine: no time limit, since a plan must not depend on the clock."""
 STARTS = 6
-"""From how many partitions the local search sets out."""
+"""Number of partitions that the local search starts from."""
 CHANGES = 2_000
-"""How many changes one descent may try."""
+"""Number of changes that one descent may try."""
 CLOSE = 1 - 1e-9
-"""What is not better by more than rounding is not better."""
+"""Factor that a time must fall below to count as better: smaller gains are rounding errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedPartition:
-    """A partition, its step time, and a time below which no partition goes."""
+    """A partition, its step time, and a lower bound on the step time of any partition."""
 
     partition: StreamPartition
     seconds: float
@@ -45,7 +47,7 @@ class StreamedPartition:
 
 @dataclass(frozen=True, slots=True)
 class _StageDraft:
-    """A partition as the search turns it about: layer boundaries, and a resident bit for each stage."""
+    """A partition during the search: layer boundaries, and a resident bit for each stage."""
 
     cuts: tuple[int, ...]
     resident: tuple[bool, ...]
@@ -74,7 +76,7 @@ class _Problem:
         return stages_seconds(self.stages(draft), draft.resident, self.host, self.microbatches)
 
     def excess(self, draft: _StageDraft) -> int:
-        """Bytes missing on the GPU that lacks most; at most 0 if all fits."""
+        """Return the bytes missing on the GPU that lacks most; at most 0 if everything fits."""
         return -min(free_bytes(self.stages(draft), draft.resident, self.host))
 
 
@@ -85,20 +87,20 @@ def stream(
     prefixes: int = PREFIXES,
     starts: int = STARTS,
 ) -> StreamedPartition:
-    """The fastest partition found, never slower than `largest_stages` and `smallest_stages`; descends from so
-    many starts."""
+    """Return the fastest partition found, never slower than `largest_stages` and `smallest_stages`. The local
+    search descends from `starts` partitions."""
     problem = _Problem(layers, host, microbatches)
     best = _locally_best(problem, starts)
     return _branch_and_bound(problem, best, prefixes)
 
 
 def largest_stages(layers: Sequence[LayerCost], host: Host) -> StreamPartition:
-    """As many layers to a stage as the memory holds (Mobius's maximum-stage partition)."""
+    """Return a partition with as many layers per stage as memory holds (Mobius's maximum-stage partition)."""
     return _largest(_Problem(layers, host, 1)).partition()
 
 
 def smallest_stages(layers: Sequence[LayerCost], host: Host) -> StreamPartition:
-    """Each layer a stage (Mobius's minimum-stage partition)."""
+    """Return a partition with one layer per stage (Mobius's minimum-stage partition)."""
     problem = _Problem(layers, host, 1)
     draft = _streamed(tuple(range(len(layers) + 1)))
     if problem.excess(draft) > 0:
@@ -111,7 +113,7 @@ def _streamed(cuts: tuple[int, ...]) -> _StageDraft:
 
 
 def _largest(problem: _Problem) -> _StageDraft:
-    """Fills stages up to a limit, which sinks until adapter state finds room beside them."""
+    """Fill stages up to a limit, which is lowered until adapter state fits beside them."""
     limit = problem.host.memory_bytes
     while True:
         cuts = [0]
@@ -143,7 +145,7 @@ def _why_not(problem: _Problem) -> str:
 
 
 def _locally_best(problem: _Problem, starts: int) -> _StageDraft | None:
-    """The best of a few descents; None if nothing that the starts offer fits."""
+    """Return the best result of a few descents. None if none of them fits."""
     ranked = sorted(_starts(problem), key=problem.seconds)
     descents = [_descend(problem, draft) for draft in ranked[:starts]]
     best = min(descents, key=problem.seconds, default=None)
@@ -151,7 +153,7 @@ def _locally_best(problem: _Problem, starts: int) -> _StageDraft | None:
 
 
 def _starts(problem: _Problem) -> Iterator[_StageDraft]:
-    """Even stages in every number, and the two plain partitions."""
+    """Yield even partitions with every number of stages, and Mobius's two plain partitions."""
     count = len(problem.layers)
     for stages in range(1, count + 1):
         cuts = tuple(round(count * number / stages) for number in range(stages + 1))
@@ -164,7 +166,7 @@ def _starts(problem: _Problem) -> Iterator[_StageDraft]:
 
 
 def _filled(problem: _Problem, cuts: tuple[int, ...]) -> _StageDraft:
-    """As many resident stages as fit, from the first on."""
+    """Make as many stages resident as fit, from the first on."""
     draft = _streamed(cuts)
     for number in range(len(draft.resident)):
         longer = _toggled(draft, number)
@@ -174,7 +176,7 @@ def _filled(problem: _Problem, cuts: tuple[int, ...]) -> _StageDraft:
 
 
 def _descend(problem: _Problem, draft: _StageDraft) -> _StageDraft:
-    """Takes the first change that helps, until none does."""
+    """Take the first change that helps, until none does."""
     seconds, tried = problem.seconds(draft), 0
     better: _StageDraft | None = draft
     while better:
@@ -189,7 +191,8 @@ def _descend(problem: _Problem, draft: _StageDraft) -> _StageDraft:
 
 
 def _changes(draft: _StageDraft, gpus: int) -> Iterator[_StageDraft]:
-    """One boundary moved, dropped or added, one bit turned, or a bit handed on."""
+    """Yield drafts with one boundary moved, removed or added, one resident bit flipped, or a bit passed to
+    another stage."""
     cuts, resident = draft.cuts, draft.resident
     for number in range(1, len(cuts) - 1):
         for cut in (cuts[number] - 1, cuts[number] + 1):
@@ -224,7 +227,7 @@ def _branch_and_bound(problem: _Problem, best: _StageDraft | None, prefixes: int
     levels: list[list[Prefix]] = [[bounds.nothing()], *([] for _ in range(count))]
     dropped = math.inf
     for level in range(count):
-        # Two children for every layer that the next stage may end at, here and on the levels to come.
+        # Two children for every layer that the next stage may end at, here and on later levels.
         width = prefixes // ((count - level) * (count - level + 1))
         promising = sorted((p for p in levels[level] if p.seconds < seconds * CLOSE), key=lambda p: p.seconds)
         levels[level] = []

@@ -1,8 +1,8 @@
-"""How long a step takes when there are more stages than GPUs and stages are uploaded from host memory.
+"""Step time when there are more stages than GPUs and stages are uploaded from host memory.
 
-Mobius's recurrence (Eq 4-11) for a frozen base. Stage j runs on GPU j mod N. Nothing returns to the host. The
-first stage on a GPU is still there from the backward before, and the last one from its forward, so a step
-uploads every other stage twice.
+This is Mobius's recurrence (Eq 4-11) for a frozen base. Stage j runs on GPU j mod N. Nothing is copied back
+to the host. The first stage on a GPU is still there from the previous backward, and the last one from its
+forward, so a step uploads every other stage twice.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from weftune.plan.program.layout import StageLayers
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """GPUs that are alike, each with a link of its own to the host's memory."""
+    """Identical GPUs, each with its own link to the host's memory."""
 
     gpus: int
     memory_bytes: int
-    """Of one GPU."""
+    """Memory of one GPU, in bytes."""
     bandwidth: float
     """Bytes per second of one link."""
     stage_bytes: int = 0
-    """What each stage holds all the time: its inputs of all microbatches, say."""
+    """Bytes that each stage holds all the time, such as its inputs of all microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +42,20 @@ class StreamPartition:
 
 @dataclass(frozen=True, slots=True)
 class MobiusVisit:
-    """One stage in one direction: what it computes, and what must be brought to its GPU before."""
+    """One stage in one direction: what it computes, and what must be transferred to its GPU before."""
 
     seconds: float
-    """Of one microbatch."""
+    """Seconds per microbatch."""
     hop_bytes: int = 0
-    """Activation or gradient that comes from the stage before it, if that ran elsewhere."""
+    """Bytes of the activation or gradient that comes from the preceding stage, if that ran on another GPU."""
     upload_bytes: int = 0
     late_bytes: int = 0
-    """The part of the upload that finds no room until the visit before it on that GPU has ended."""
+    """Bytes of the upload that have no room until the previous visit on that GPU has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class MobiusVisits:
-    """All stages in the order they run; a GPU's next visit is `gpus` places further on."""
+    """All stages in the order in which they run; a GPU's next visit is `gpus` positions further on."""
 
     forward: tuple[MobiusVisit, ...]
     backward: tuple[MobiusVisit, ...]
@@ -64,7 +64,8 @@ class MobiusVisits:
 def step_seconds(
     partition: StreamPartition, layers: Sequence[LayerCost], host: Host, microbatches: int
 ) -> float:
-    """From the first forward to the last backward; infinite if a GPU's memory does not suffice."""
+    """Return the seconds from the first forward to the last backward; infinite if a GPU has too little
+    memory."""
     return stages_seconds(partition.costs(layers), partition.resident, host, microbatches)
 
 
@@ -81,7 +82,7 @@ def stages_seconds(
 
 
 def free_bytes(stages: Sequence[StageCost], resident: Sequence[bool], host: Host) -> list[int]:
-    """What is left on its GPU while each stage computes; negative if it does not fit."""
+    """Return the bytes left on its GPU while each stage computes; negative if it does not fit."""
     fixed = [0] * host.gpus
     for number, stage in enumerate(stages):
         held = host.stage_bytes + stage.state_bytes + resident[number] * stage.weight_bytes
@@ -93,7 +94,8 @@ def free_bytes(stages: Sequence[StageCost], resident: Sequence[bool], host: Host
 
 
 def passing_bytes(stage: StageCost, resident: bool) -> int:
-    """What a stage needs only while it computes: a microbatch's activations, and weights that came for it."""
+    """Return the bytes that a stage needs only while it computes: activations of a microbatch, uploaded
+    weights."""
     return stage.kept_bytes + (0 if resident else stage.weight_bytes)
 
 
@@ -105,12 +107,12 @@ def visits(partition: StreamPartition, layers: Sequence[LayerCost], host: Host) 
 
 
 def pass_seconds(visits: Sequence[MobiusVisit], host: Host, microbatches: int) -> float:
-    """Eq 8-10 for one direction.
+    """Return the seconds of one direction by Eq 8-10.
 
-    Microbatches are alike, so a stage's starts are convex in the microbatch's number and the first and the
-    last say it all. A prefetch begins with the visit before it on that GPU and takes all the room there is:
-    with P at the least of its bounds, Eq 9 says that the upload begins when that visit does, and that its
-    late bytes begin when that visit ends.
+    Microbatches are alike, so a stage's start times are convex in the microbatch's number, and the first and
+    the last determine the others. A prefetch begins with the previous visit on that GPU and takes all the
+    room there is: with P at the least of its bounds, Eq 9 says that the upload begins when that visit does,
+    and that its late bytes begin when that visit ends.
     """
     first: list[float] = []
     last: list[float] = []
@@ -138,7 +140,7 @@ def _visits(
     count, gpus = len(stages), host.gpus
 
     def visit(number: int, seconds: float, hop: int, above: int) -> MobiusVisit:
-        """`above` is the stage that ran before on that GPU, if there is one."""
+        """Return one visit. `above` is the stage that ran before it on that GPU, if there is one."""
         weights = 0 if resident[number] or not 0 <= above < count else stages[number].weight_bytes
         late = max(0, weights - rooms[above]) if weights else 0
         return MobiusVisit(seconds, hop if gpus > 1 else 0, weights, late)

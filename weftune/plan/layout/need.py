@@ -1,8 +1,8 @@
-"""What a cut for streaming needs of each device and of the host, and what a round of it takes.
+"""Memory that a cut for streaming needs on each device and on the host, and the time of a round.
 
-All layers are alike; norms and biases, which the shape does not tell apart, are counted with the ends. Where
-several workers stream a base, each has what belongs to its own stages: layers, their adapters' state and
-their inputs.
+All layers are alike; norms and biases, which the shape does not list separately, are counted with embedding
+and head. If several workers stream a base, each holds what belongs to its own stages: layers, their adapters'
+state and their inputs.
 """
 
 from __future__ import annotations
@@ -30,60 +30,60 @@ from weftune.plan.program.layout import (
 from weftune.plan.program.recompute import Recompute
 
 STREAM_SLACK_BYTES = 2 << 30
-"""On a GPU: logits of one chunk and their gradient, temporaries, the allocator's rounding."""
+"""Slack bytes on a GPU: logits of one chunk and their gradient, temporaries, the allocator's rounding."""
 ASKING_SECONDS = 4e-3
-"""On a GPU: kernels by the dozen, each asked for by Python. An estimate from rounds with microbatches of 4096
-and of 8192 tokens, not measured by itself (docs/benchmarks.md). It was taken of passes that are not captured;
-what is left of it where they are has not been measured."""
+"""Seconds that Python takes on a GPU to launch the dozens of kernels of one pass over one layer. Estimated
+from rounds with microbatches of 4096 and of 8192 tokens, not measured by itself (docs/benchmarks.md). Those
+passes were not captured; what remains of it for captured passes has not been measured."""
 GPU_BACKWARD = 1.35
-"""On a GPU: what a layer's backward takes of its forward's time. Of the 8B shape 1.39, of 32B 1.33, on an
+"""Time of a layer's backward relative to its forward on a GPU: 1.39 for the 8B shape, 1.33 for 32B, on an
 H200 with 16 jobs of rank 16 (docs/benchmarks.md)."""
 STAGING_BYTES = 128 << 20
-"""On a host with a GPU: page-locked memory that weights pass through which stay in their files."""
+"""Bytes of page-locked memory, on a host with a GPU, that weights pass through if they stay in files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamDevice:
-    """One worker's GPU, and the host's memory behind those of all workers."""
+    """One worker's GPU, and the host memory that all workers share."""
 
     budget: int
-    """Bytes that the run may take of the GPU."""
+    """Bytes available to the run on the GPU."""
     taken: int = 0
-    """What the process holds there before anything is loaded."""
+    """GPU bytes held by the process before anything is loaded."""
     host_budget: int
-    """Bytes that the run may take of the host's memory."""
+    """Bytes of host memory available to the run."""
     staging: int | None = None
-    """Where weights stay in their files: bytes of the host that they pass through. None: they live there."""
+    """Host bytes that weights pass through if they stay in their files. None if host memory holds them."""
     bandwidth: float
-    """Bytes per second from the host, or, where weights stay there, from their files."""
+    """Bytes per second from the host, or from the files if weights stay there."""
     both_ways: float | None = None
-    """The same while as many go back; None: nobody knows better."""
+    """Bytes per second from the host while as many go back. None uses `bandwidth`."""
     flops: float
-    """What forward passes reach in a second."""
+    """Floating-point operations per second that forward passes reach."""
     memory_bandwidth: float = math.inf
     """Bytes per second of the device's own memory, for weights that are dequantised in every pass."""
     backward: float = 1.0
-    """What a layer's backward takes of its forward's time."""
+    """Time of a layer's backward relative to its forward."""
     slack: int
-    """Logits of one chunk, temporaries and the allocator's rounding."""
+    """Bytes for logits of one chunk, temporaries and the allocator's rounding."""
     whole_slack: int | None = None
-    """The same for a run with all of the base on the device, where that is judged by more."""
+    """Slack bytes of a run with the whole base on the device. None uses `slack`."""
     fused: bool = True
     launch: float = GPU_LAUNCH
-    """Seconds that one pass over one layer takes however few its rows are."""
+    """Seconds that one pass over one layer takes, however few rows it has."""
     asking: float = 0.0
-    """Seconds that the host takes to ask for one: no pass is faster."""
+    """Seconds that the host takes to launch one pass over one layer: no pass is faster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A cut as a search turns it about."""
+    """A cut during a search."""
 
     sizes: tuple[int, ...]
-    """Layers of each stage."""
+    """Number of layers in each stage."""
     resident: tuple[bool, ...]
     slots: tuple[int, ...]
-    """Of each worker; those beyond its stages that come and go are of no use, and do not count."""
+    """Number of slots of each worker. Slots beyond its streamed stages are useless and are not counted."""
 
     def cut(self, travels: bool, offloaded_rows: int = 0) -> Layout:
         ends = pairwise(accumulate(self.sizes, initial=0))
@@ -101,20 +101,20 @@ def draft_of(cut: Layout) -> Draft:
 
 @dataclass(frozen=True)
 class StreamCase:
-    """A base, its jobs and devices that are alike, one for each worker, with microbatches of one capacity; on
-    one device adapters stay or travel, and inputs of stages are kept or offloaded."""
+    """A base, its jobs and identical devices, one per worker, with microbatches of one capacity. On one
+    device, adapters stay or travel with their stage, and inputs of stages are kept or offloaded."""
 
     shape: ModelShape
     jobs: tuple[JobShape, ...]
     device: StreamDevice
     round_tokens: int
-    """Tokens of one round of all jobs: of each a stage's input is needed again."""
+    """Tokens of one round of all jobs. Each stage needs its input for all of them again."""
     capacity: int
     travels: bool
     offloads: bool = False
     workers: int = 1
     alone: tuple[StreamCase, ...] = ()
-    """Jobs that will come when others have gone: each must find room by itself, by the same cut."""
+    """Cases of jobs that are admitted after others have ended: each must fit by itself with the same cut."""
 
     def __post_init__(self) -> None:
         assert self.workers == 1 or not (self.travels or self.offloads), (
@@ -129,7 +129,7 @@ class StreamCase:
 
     @cached_property
     def ends_bytes(self) -> int:
-        """Embedding, final norm and head."""
+        """Bytes of embedding, final norm and head."""
         return max(0, self.shape.base_bytes - self.shape.layers * self.layer_bytes)
 
     @cached_property
@@ -138,12 +138,12 @@ class StreamCase:
 
     @cached_property
     def _layer_parameters(self) -> int:
-        """Of one layer's adapters."""
+        """Number of adapter parameters per layer."""
         return math.ceil(self.trainable / self.shape.layers)
 
     @cached_property
     def copy_bytes(self) -> int:
-        """Of one layer's adapters: what passes read of them."""
+        """Bytes per layer of the adapter weights that passes read."""
         return self._layer_parameters * self.shape.bytes_per_value
 
     @cached_property
@@ -152,27 +152,27 @@ class StreamCase:
 
     @cached_property
     def present_bytes(self) -> int:
-        """Of one layer while it is on the device."""
+        """Bytes of one layer while it is on the device."""
         return self.layer_bytes + (self.copy_bytes + self.gradient_bytes if self.travels else 0)
 
     @cached_property
     def state_bytes(self) -> int:
-        """Everything that training the adapters needs, wherever it is."""
+        """Bytes of everything that training the adapters needs, wherever it is held."""
         return self._memory.state_bytes(self.jobs)
 
     @cached_property
     def input_bytes(self) -> int:
-        """What a stage is given in a round."""
+        """Bytes of the inputs of one stage in a round."""
         return self.round_rows * self._row_bytes
 
     @cached_property
     def round_rows(self) -> int:
-        """Of that many tokens, where microbatches are padded."""
+        """Largest number of rows of a round, including the padding of microbatches."""
         return padded_rows(self.round_tokens, self.device.fused)
 
     @cached_property
     def stage_input_bytes(self) -> int:
-        """Of that, what every stage more adds to what is on the device."""
+        """Device bytes of inputs that each additional stage adds."""
         return 0 if self.offloads else self.input_bytes
 
     @cached_property
@@ -181,12 +181,12 @@ class StreamCase:
 
     @cached_property
     def kept_bytes(self) -> int:
-        """Of one layer: a microbatch between the forward that is recomputed and its backward."""
+        """Bytes per layer that a microbatch keeps between the recomputed forward and its backward."""
         return math.ceil(self.capacity * self._memory.bytes_per_token() / self.shape.layers)
 
     @cached_property
     def fixed_bytes(self) -> int:
-        """On the device of a single worker, however the base is cut."""
+        """Bytes on the device of a single worker that do not depend on the cut."""
         state = 0 if self.travels else self.state_bytes
         rows = BUFFERED * self.capacity if self.device.fused else 0
         if self.offloads:
@@ -195,19 +195,21 @@ class StreamCase:
         return self._device_bytes + self.ends_bytes + state + rows * self._row_bytes
 
     def _fixed_on(self, worker: int, stages: int, layers: int) -> int:
-        """The same for one of several workers, which has so many of the layers; `stages` are those of all."""
+        """Return the fixed bytes of one of several workers that holds `layers` layers; `stages` counts those
+        of all workers."""
         state = math.ceil(self.state_bytes * layers / self.shape.layers)
-        # Beside what its stages keep, as much as one of them makes may still be on its way onwards.
+        # In addition to what its stages keep, the output of one of them may still be in transit.
         moving = self.input_bytes + ON_THE_WAY * self.capacity * self._row_bytes
         return self._device_bytes + self._ends_on(worker, stages) + state + moving
 
     @cached_property
     def _device_bytes(self) -> int:
-        """Whatever is trained."""
+        """Device bytes that are needed whatever is trained."""
         return self.device.taken + self.device.slack + matrix_bytes(self.shape, self.device.fused)
 
     def _ends_on(self, worker: int, stages: int) -> int:
-        """Embedding and head, where they are; norms and biases, which may be anywhere."""
+        """Return the bytes of embedding and head on the workers that hold them, and of norms and biases,
+        which may be on any worker."""
         matrix = self.shape.hidden * self.shape.vocabulary * self.shape.bytes_per_value
         tied = self.ends_bytes < 2 * matrix
         beside = max(0, self.ends_bytes - (matrix if tied else 2 * matrix))
@@ -215,7 +217,8 @@ class StreamCase:
         return beside + matrix * (1 if first and last and tied else first + last)
 
     def ring_bytes(self, largest: int) -> int:
-        """What Steps of adapters that travel pass through, where the largest stage has so many layers."""
+        """Return the bytes that Steps of adapters that travel pass through if the largest stage has `largest`
+        layers."""
         if not self.travels:
             return 0
         return ring_bytes(stage_parts(self.jobs, largest, self.shape.layers), self.shape.bytes_per_value)
@@ -225,13 +228,13 @@ class StreamCase:
         return MemoryModel(self.shape, self.device.budget, self.device.taken, self.device.fused)
 
     def device_bytes(self, draft: Draft) -> int:
-        """At the peak, on the fullest device."""
+        """Return the peak bytes on the fullest device."""
         if self.workers == 1:
             return self.worker_bytes(draft, 0)
         return max(self.worker_bytes(draft, worker) for worker in range(self.workers))
 
     def worker_bytes(self, draft: Draft, worker: int) -> int:
-        """At the peak, on that worker's device."""
+        """Return the peak bytes on that worker's device."""
         sizes, resident = draft.sizes[worker :: self.workers], draft.resident[worker :: self.workers]
         passing = [size for size, stays in zip(sizes, resident, strict=True) if not stays]
         slots, own = min(draft.slots[worker], len(passing)), sum(sizes)
@@ -246,13 +249,13 @@ class StreamCase:
         )
 
     def streamed_bytes(self, draft: Draft) -> int:
-        """Of the layers that come and go."""
+        """Return the bytes of the streamed layers."""
         sizes = zip(draft.sizes, draft.resident, strict=True)
         return sum(size for size, stays in sizes if not stays) * self.layer_bytes
 
     def host_bytes(self, draft: Draft) -> int:
-        """Layers that come and go, or what they pass through, what of adapters stays behind, and inputs that
-        wait there."""
+        """Return the host bytes of streamed layers or of their staging, of adapter state that is held there,
+        and of offloaded inputs."""
         staging = self.device.staging
         layers = self.streamed_bytes(draft) if staging is None else staging
         inputs = offloaded_inputs(len(draft.sizes)) * self.input_bytes if self.offloads else 0
@@ -262,20 +265,20 @@ class StreamCase:
         return not self.excess(draft)
 
     def excess(self, draft: Draft) -> int:
-        """Bytes that are needed, on the fullest device or on the host, and are not there."""
+        """Return the bytes lacking on the fullest device plus the bytes lacking on the host."""
         host = max([case.host_bytes(draft) for case in (self, *self.alone)])
         lacking = self.most_bytes(draft) - self.device.budget, host - self.device.host_budget
         return sum([count for count in lacking if count > 0])
 
     def most_bytes(self, draft: Draft) -> int:
-        """On the fullest device, with these jobs or with one that must find room by itself."""
+        """Return the peak bytes on the fullest device, with these jobs or with one that must fit alone."""
         return max([case.device_bytes(draft) for case in (self, *self.alone)])
 
     # -- seconds -----------------------------------------------------------------------------------------
 
     @cached_property
     def layer_seconds(self) -> float:
-        """The forward of a round through one layer."""
+        """Seconds of the forward of a round through one layer."""
         arithmetic = layer_flops(self.shape) * self.round_tokens / self.device.flops
         each = self.device.launch + dequantised_bytes(self.shape) / self.device.memory_bandwidth
         return max(arithmetic + self._passes * each, self._passes * self.device.asking)
@@ -290,18 +293,19 @@ class StreamCase:
         return math.ceil(self.round_tokens / self.capacity)
 
     def rounds(self, sizes: Sequence[int]) -> list[StageRound]:
-        """Each stage's; the last turns every microbatch round at once, so nothing is recomputed there."""
+        """Return the round of each stage. The last stage runs the backward of every microbatch right after
+        its forward, so nothing is recomputed there."""
         if len(sizes) == 1:
             return [self._last[sizes[0]]]
         first, *inner, last = sizes
         return [self._first[first], *(self._inner[size] for size in inner), self._last[last]]
 
     def seconds(self, draft: Draft) -> float:
-        """Of a round; infinite where the draft does not fit."""
+        """Return the seconds of a round; infinite if the draft does not fit."""
         return self.fitting_seconds(draft) if self.fits(draft) else math.inf
 
     def fitting_seconds(self, draft: Draft) -> float:
-        """The same for a draft that is known to fit."""
+        """Return the seconds of a round for a draft that is known to fit."""
         if self.workers > 1:
             return self._round_seconds(draft, self.device.bandwidth)
         rounds = self.rounds(draft.sizes)
@@ -309,32 +313,33 @@ class StreamCase:
         return hidden + self.bare_seconds / TRAVEL_ROUNDS
 
     def _round_seconds(self, draft: Draft, bandwidth: float) -> float:
-        """Of a round over several workers, whose links bring so many bytes per second."""
-        # As if it went by way of the host: between GPUs it is never slower.
+        """Return the seconds of a round over several workers whose host links have this bandwidth."""
+        # Activations are priced as if sent through the host: between GPUs they are never slower.
         hop = self.input_bytes / self._passes / self.device.bandwidth
         cut = draft.cut(travels=False)
         return round_seconds(self.rounds(draft.sizes), cut, self._passes, Hops(hop, bandwidth))
 
     def arithmetic_seconds(self, sizes: Sequence[int]) -> float:
-        """Of a round in such stages, were everything there."""
+        """Return the seconds of a round in stages of these sizes if nothing had to be transferred."""
         return compute_seconds(self.rounds(sizes))
 
     @cached_property
     def bandwidth(self) -> float:
-        """Bytes per second from the host. What travels and what is offloaded goes back while others come."""
+        """Bytes per second from the host. Adapters that travel and offloaded inputs also go back at the same
+        time."""
         goes_back = self.travels or self.offloads
         return (self.device.both_ways if goes_back else None) or self.device.bandwidth
 
     @cached_property
     def bare_seconds(self) -> float:
-        """The Steps at a window's end, which no pass hides."""
+        """Seconds per window of the Steps at its end, which no pass hides."""
         if not self.travels:
             return 0.0
         return self.trainable * step_bytes(self.shape.bytes_per_value) / self.bandwidth
 
     def unhidden(self, draft: Draft) -> float:
-        """The share of a round in which the device waits for the host, be it for bytes or to be asked; of
-        several workers' the share that Loads add to it."""
+        """Return the share of a round in which the device waits for the host, for bytes or for launches. With
+        several workers it is the share that Loads add."""
         seconds, at_once = self.seconds(draft), replace(self, device=replace(self.device, asking=0.0))
         if self.workers > 1:
             return max(0.0, seconds - self._round_seconds(draft, math.inf)) / seconds
@@ -342,7 +347,7 @@ class StreamCase:
 
     @cached_property
     def _first(self) -> list[StageRound]:
-        """By the number of layers."""
+        """Rounds of the first stage, indexed by its number of layers."""
         once = self.layer_seconds
         again = 1.0 + self.device.backward
         return [self._stage(size, size * once, again * size * once) for size in range(self.shape.layers + 1)]
@@ -380,8 +385,8 @@ def whole_seconds(
     capacity: int,
     recompute: Recompute,
 ) -> float:
-    """A round of these jobs with all of the base on the device."""
-    # Passes over a base that stays are captured.
+    """Return the seconds of a round of these jobs with the whole base on the device."""
+    # Passes over a resident base are captured.
     captured = replace(device, asking=0.0)
     case = StreamCase(shape, tuple(jobs), captured, round_tokens, capacity, travels=False)
     passed = (1.0 + device.backward) * shape.layers + recompute.layers
@@ -389,9 +394,9 @@ def whole_seconds(
 
 
 def leaving_room(case: StreamCase, waiting: Iterable[JobShape]) -> StreamCase:
-    """The same case, where each of the waiting jobs must find room by itself later, its longest sample in a
+    """Return the case with the condition that each waiting job fits by itself later, its longest sample in a
     microbatch of its own."""
-    # One device keeps to the capacity that was chosen; several workers may then have smaller microbatches.
+    # One device keeps the chosen capacity; several workers may then have smaller microbatches.
     least = case.capacity if case.workers == 1 else 0
     alone = (
         replace(
@@ -406,8 +411,8 @@ def leaving_room(case: StreamCase, waiting: Iterable[JobShape]) -> StreamCase:
 
 
 def hungriest(jobs: Iterable[JobShape]) -> list[JobShape]:
-    """Jobs that no other job dominates, which would need at least as much of everything: where each of them
-    fits alone, all do."""
+    """Return the jobs that no other job dominates by needing at least as much of everything. If each of them
+    fits alone, all jobs do."""
     wants = {(job.trainable, job.longest, job.batch_tokens, job.means): job for job in jobs}
 
     def outdone(want: tuple[int, ...]) -> bool:

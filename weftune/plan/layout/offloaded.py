@@ -1,9 +1,9 @@
-"""What a round takes where master weights and moments are in host memory, and whether it is worth it: for
-more jobs aboard, for larger microbatches, or for fewer layers that are recomputed.
+"""Time of a round with master weights and moments in host memory, and whether it pays off: for more running
+jobs, for larger microbatches, or for fewer recomputed layers.
 
-Jobs pass in two groups that take turns, and the Steps of one come over the link while the other passes. So
-Steps are hidden as far as passes are long: those of many adapters on few tokens would take several times as
-long as their passes, and then jobs had better wait for their turn.
+Jobs run in two groups that take turns, and the Steps of one group use the link during the passes of the
+other. Steps are hidden only as far as passes are long: those of many adapters on few tokens would take
+several times as long as their passes, and then it is better for jobs to wait for their turn.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from weftune.plan.layout.one_device import in_order, most_that_fit
 from weftune.plan.window.rounds import even_groups
 
 SLOWER = 0.05
-"""By so much a step of all jobs may take longer for more of them to be aboard: times are estimates."""
+"""Share by which a step of all jobs may be longer so that more of them run together: times are estimates."""
 FASTER = 0.03
-"""By so much a step must be shorter where all jobs are aboard either way: page-locked memory takes its time
+"""Share by which a step must be shorter if all jobs run together either way: page-locked memory costs time
 too, once."""
 
 
 def offloading(memory: MemoryModel, host_budget: int) -> MemoryModel:
-    """The same device with master weights and moments of all jobs in host memory."""
+    """Return the memory model with master weights and moments of all jobs in host memory."""
     return replace(memory, layout=replace(memory.layout, optimizer_offloaded=True), host_budget=host_budget)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRound:
-    """A group of jobs in a round, in seconds."""
+    """Times of a group of jobs in a round, in seconds."""
 
     passes: float = 0.0
     moved: float = 0.0
-    """Of the link, either way at the same time."""
+    """Seconds of transfers over the link, in both directions at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadedRound:
-    """A round whose Steps come from host memory."""
+    """A round whose Steps transfer state from host memory."""
 
     first: GroupRound
     second: GroupRound
-    """Nothing where there is one job only: then no pass hides its Step."""
+    """Times of the second group; zero if there is only one job: then no pass hides its Step."""
 
     @property
     def seconds(self) -> float:
-        # Behind a window's last group nobody passes.
+        # No pass hides the Steps of a window's last group.
         bare = self.second.moved / TRAVEL_ROUNDS
         first, second = self.first, self.second
         return max(first.passes, second.moved) + max(second.passes, first.moved) + bare
@@ -77,7 +77,7 @@ def offloaded_round(
 
 
 def resident_seconds(memory: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, most: int) -> float:
-    """A round's passes, in microbatches of at most `most` tokens, as many as memory allows."""
+    """Return the seconds of a round's passes, in microbatches as large as memory and `most` tokens allow."""
     recompute = memory.recompute(jobs, most)
     capacity = memory.capacity(jobs, most, recompute)
     return whole_seconds(memory.shape, jobs, device, _tokens(jobs), capacity, recompute)
@@ -90,7 +90,7 @@ def _tokens(jobs: Sequence[JobShape]) -> int:
 def is_worth(
     offloaded: MemoryModel, resident: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, most: int
 ) -> bool:
-    """Whether all of these jobs, each of which fits alone either way, take about as long for a step as if
+    """Return whether a step of all these jobs, each of which fits alone either way, takes about as long as if
     more of them waited for their turn."""
     together = sum(offloaded_round(offloaded, turn, device, most).seconds for turn in turns(jobs, offloaded))
     waiting = sum(resident_seconds(resident, turn, device, most) for turn in turns(jobs, resident))
@@ -98,8 +98,8 @@ def is_worth(
 
 
 def would_gain(resident: MemoryModel, jobs: Sequence[JobShape], most: int) -> bool:
-    """Whether more memory could make passes of jobs that are all aboard cheaper: layers are recomputed, or
-    weights dequantised for small microbatches."""
+    """Return whether more memory could make passes of jobs that all run together cheaper: layers are
+    recomputed, or weights are dequantised for small microbatches."""
     recompute = resident.recompute(jobs, most)
     small = resident.capacity(jobs, most, recompute) < min(most, _tokens(jobs))
     return recompute.layers > 0 or (resident.shape.matrix_bytes > 0 and small)
@@ -108,13 +108,13 @@ def would_gain(resident: MemoryModel, jobs: Sequence[JobShape], most: int) -> bo
 def is_faster(
     offloaded: MemoryModel, resident: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, most: int
 ) -> bool:
-    """Whether these jobs, which are all aboard either way, take less time for a step."""
+    """Return whether a step of these jobs, which all run together either way, takes less time offloaded."""
     before = resident_seconds(resident, jobs, device, most)
     return offloaded_round(offloaded, jobs, device, most).seconds <= (1 - FASTER) * before
 
 
 def turns(jobs: Sequence[JobShape], memory: MemoryModel) -> Iterator[Sequence[JobShape]]:
-    """Those that are aboard together, one group after another; each job fits alone."""
+    """Yield the groups of jobs that run together, one after another. Each job fits alone."""
     left = in_order(jobs)
     while left:
 

@@ -1,4 +1,4 @@
-"""What a run does on one device that the base may not fit: asked by the run itself and by `weftune plan`."""
+"""The choice of how to run on one device that the base may not fit, for a run and for `weftune plan`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from weftune.plan.layout.seats import in_order, most_that_fit
 from weftune.plan.layout.stream_choice import StreamChoice, choose_stream, fits_streamed
 
 PRETENDED_BANDWIDTH, PRETENDED_FLOPS = 1e10, 1e11
-"""Of a device that shares the host's memory: nobody waits for what is only copied."""
+"""Bytes per second and FLOP/s of an emulated device, which shares host memory: nothing waits for copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceForJobs:
     choice: StreamChoice
     aboard: tuple[JobShape, ...]
-    """The jobs that it was made for, which are aboard from the start."""
+    """Jobs that the choice was made for, which run from the start."""
 
 
 def fits_whole(shape: ModelShape, jobs: Sequence[JobShape], budget: int) -> bool:
-    """Whether every job can train alone with all of the base on a GPU: then nothing is streamed."""
+    """Return whether every job can train alone with the whole base on a GPU; then nothing is streamed."""
     memory = MemoryModel(shape, budget, fused=True)
     return all(memory.why_not([job]) is None for job in jobs)
 
@@ -57,7 +57,7 @@ def gpu_place(
 
 
 def pretended_place(budget: int, host_budget: int) -> StreamDevice:
-    """A part of the host's memory in the place of a GPU."""
+    """Return a device that emulates a GPU with a part of the host's memory."""
     return StreamDevice(
         budget=budget,
         host_budget=host_budget,
@@ -69,15 +69,15 @@ def pretended_place(budget: int, host_budget: int) -> StreamDevice:
 
 
 def in_files(place: StreamDevice) -> StreamDevice:
-    """The same for a base whose weights stay in their files; a pretended device needs no staging."""
+    """Return the device for a base whose weights stay in their files. An emulated device needs no staging."""
     return replace(place, staging=STAGING_BYTES if place.fused else 0)
 
 
 def choose_for_jobs(
     shape: ModelShape, jobs: Sequence[JobShape], place: StreamDevice, most: int
 ) -> ChoiceForJobs:
-    """For as many of the jobs as fit at once, in the order in which they would come aboard; so that each of
-    the others can train by itself later, if there is such a way. PlanError says what does not fit."""
+    """Choose for as many of the jobs as fit at once, in the order of admission, such that each of the others
+    can train by itself later, if possible. PlanError says what does not fit."""
     ordered = in_order(jobs)
 
     def choose(count: int, waiting: Sequence[JobShape]) -> ChoiceForJobs:
@@ -91,7 +91,7 @@ def choose_for_jobs(
 
     if count := most_that_fit(lambda count: fit(count, ordered[count:]), len(ordered)):
         return choose(count, ordered[count:])
-    # Where not one of them fits, this says why.
+    # If not even one of them fits, this raises the error that says why.
     return choose(most_that_fit(lambda count: fit(count, ()), len(ordered)) or 1, ())
 
 

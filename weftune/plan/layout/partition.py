@@ -1,6 +1,6 @@
-"""Consecutive layers to stages, one stage on each device, so that the slowest stage is as fast as can be.
+"""Partition of consecutive layers into stages, one per device, with the slowest stage as fast as possible.
 
-Embedding and head are layers of their own. Exact, by dynamic programming over (stage, layers placed).
+Embedding and head count as layers. The result is exact, by dynamic programming over (stage, layers placed).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from weftune.plan.cost.layers import LayerCost, StageCost, stage_cost
 from weftune.plan.cost.memory import gib
 
 Costs = NDArray[np.float64]
-"""[stage, first layer, layer after the last]: what that stage would cost; infinite where it may not be."""
+"""Cost of each possible stage, [stage, first layer, layer after the last]; infinite if it is not allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageLimit:
-    """The device that one stage gets."""
+    """Limits of the device of one stage."""
 
     memory_bytes: int
     in_flight: int = 1
-    """Microbatches that hold activations there at once."""
+    """Number of microbatches that hold activations there at once."""
     pace: float = 1.0
-    """Its time for the same work, over that of the device the layers were measured on."""
+    """Time for the same work relative to the device that the layers were measured on."""
 
 
 def stage_bytes(stage: StageCost, in_flight: int) -> int:
@@ -36,7 +36,8 @@ def stage_bytes(stage: StageCost, in_flight: int) -> int:
 
 
 def balance(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> tuple[StageCost, ...]:
-    """One stage for each limit, in order; the largest time is least, and of those the largest memory."""
+    """Return one stage per limit, in order, with the smallest maximum time and, among those, the smallest
+    maximum memory."""
     if len(layers) < len(limits):
         raise PlanError(f"{len(limits)} stages need as many layers, but the base has {len(layers)}")
     memory = _memory(layers, limits)
@@ -52,17 +53,18 @@ def balance(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> tuple[
 
 
 def least_largest(costs: Costs) -> tuple[float, list[int]]:
-    """The cuts [0, …, layers] that make the largest stage cost least, and that cost."""
+    """Return the smallest possible maximum of the stage costs, and the cuts [0, …, layers] that reach it."""
     return _least(costs, np.maximum, nothing=-np.inf)
 
 
 def least_sum(costs: Costs) -> tuple[float, list[int]]:
-    """The cuts [0, …, layers] whose stages cost least together, and that cost."""
+    """Return the smallest possible sum of the stage costs, and the cuts [0, …, layers] that reach it."""
     return _least(costs, np.add, nothing=0.0)
 
 
 def _least(costs: Costs, joined: np.ufunc, nothing: float) -> tuple[float, list[int]]:
-    """By what the cost of the stages so far, at first `nothing`, and that of the next one are joined."""
+    """Return the least cost and its cuts. `joined` combines the cost of the stages so far, at first
+    `nothing`, with that of the next one."""
     stages, size, _ = costs.shape
     best = np.full(size, np.inf)
     best[0] = nothing
@@ -78,7 +80,8 @@ def _least(costs: Costs, joined: np.ufunc, nothing: float) -> tuple[float, list[
 
 
 def layer_sums(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> Costs:
-    """[first layer, layer after the last]: the sum between them, infinite where there is nothing between."""
+    """Return sums over ranges of layers, [first layer, layer after the last]; infinite if a range is
+    empty."""
     ends = np.concatenate([[0.0], np.cumsum([value(layer) for layer in layers])])
     between = ends[None, :] - ends[:, None]
     empty = np.tri(len(ends), dtype=bool)
@@ -97,7 +100,7 @@ def _memory(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> Costs:
 
 
 def _why_not(layers: Sequence[LayerCost], limits: Sequence[StageLimit], cuts: Sequence[int]) -> str:
-    """Names the stage that stands out furthest in the cut that stands out least."""
+    """Describe the stage with the largest excess, in the cut whose largest excess is smallest."""
 
     def excess(number: int) -> int:
         stage = stage_cost(layers, cuts[number], cuts[number + 1])

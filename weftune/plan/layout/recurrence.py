@@ -1,27 +1,27 @@
-"""How long a round takes where streamed stages take turns in a few slots of a device.
+"""Time of a round in which streamed stages take turns in a few slots of a device.
 
-On one device, loads go over one link, one after another, in the order of the visits. A visit's load begins
-when the slot's last visit has ended and the link is free; its passes begin when the visit before has ended
-and its load is done. A round ends with the first stages in the slots and the link idle, as it began: rounds
-add up.
+On one device, loads share one link and run one after another, in the order of the visits. A visit's load
+begins when the slot's last visit has ended and the link is free; its passes begin when the previous visit has
+ended and its load is done. A round ends with the first stages in the slots and the link idle, as it began, so
+the times of rounds add up.
 
-Adapters that travel are stepped before their stage's forward: what a Step needs is asked for when the forward
-of the stage before begins, that of the first stage when the round does. It comes over the link in the same
-order, behind the stage's load if there is one, and what is new of it goes back once it has come. The
-weights are then made on the device; a load in the backward brings a copy of them, which must have gone back.
-Gradients leave after the backward, and no Step begins before the last of them has left.
+Adapters that travel are stepped before their stage's forward. The state for a Step is requested when the
+forward of the previous stage begins, that of the first stage when the round begins. It uses the link in the
+same order, after the stage's load if there is one, and the updated state goes back once it has arrived. The
+weights are then computed on the device; a load in the backward brings a copy of them, which must have gone
+back. Gradients leave after the backward, and no Step begins before the last of them has left.
 
-Inputs that wait on the host leave once the visit that made them has ended, and are off the device before
-their stage's forward ends. They are asked for when the backward of the stage behind begins, and share the
-link with the loads in the order of the visits; what the link does not move of them while it has nothing to
-load comes behind the stage. All that leaves takes the other way of the link, in the order of the visits, the
-input of a stage before what goes back of its Step.
+Inputs that wait on the host leave once the visit that computed them has ended, and are off the device before
+their stage's forward ends. They are requested when the backward of the following stage begins, and share the
+link with the loads in the order of the visits. The part of them that the link does not move while it has
+nothing to load arrives after the stage. Everything that leaves uses the other direction of the link, in the
+order of the visits, the input of a stage before the updated state of its Step.
 
-Several workers make their visits in order, each with a link of its own to the host; a microbatch goes on when
-the stage before has computed it and it has been sent to the next worker. A Load begins when the visit before
-it in its slot has ended and the link is free. The next round begins with the Steps of this one. Microbatches
-are alike, so a stage's starts are convex in their number, and the first and the last say it all. Adapters and
-inputs stay on their worker's device.
+Several workers make their visits in order, each with a link of its own to the host. A microbatch continues
+when the previous stage has computed it and it has been sent to the next worker. A Load begins when the
+previous visit in its slot has ended and the link is free. The next round begins with the Steps of this one.
+Microbatches are alike, so a stage's start times are convex in their number, and the first and the last
+determine the others. Adapters and inputs stay on their worker's device.
 """
 
 from __future__ import annotations
@@ -36,30 +36,31 @@ from weftune.plan.window.rounds import Visit, moves
 
 @dataclass(frozen=True, slots=True)
 class StageRound:
-    """What one stage takes of a round."""
+    """Times and bytes of one stage in a round."""
 
     forward: float
-    """Seconds of all microbatches."""
+    """Seconds of the forward of all microbatches."""
     backward: float
-    """The same, with what is recomputed of the forward."""
+    """Seconds of the backward of all microbatches, including what is recomputed of the forward."""
     load_bytes: int = 0
-    """What comes whenever it is loaded."""
+    """Bytes transferred whenever the stage is loaded."""
     gone_bytes: int = 0
-    """What leaves after its backward: its slot is taken until then."""
+    """Bytes that leave after its backward; its slot is occupied until then."""
     copy_bytes: int = 0
-    """Weights of adapters, which come beside it when it is loaded for its backward."""
+    """Bytes of adapter weights transferred with the stage when it is loaded for its backward."""
     step_bytes: int = 0
-    """What comes for its Step, before its forward."""
+    """Bytes of state transferred to the device for its Step, before its forward."""
     back_bytes: int = 0
-    """What goes back of that."""
+    """Bytes of that state that go back to the host."""
     input_bytes: int = 0
-    """What it is given, if that waits on the host between its forward and its backward."""
+    """Bytes of its input, if that waits on the host between its forward and its backward."""
 
 
 def slotted_seconds(
     stages: Sequence[StageRound], resident: Sequence[bool], slots: int, bandwidth: float
 ) -> float:
-    """From the first Step of a round to its last backward, and to the end of what leaves after it."""
+    """Return the seconds from a round's first Step to its last backward and the end of the transfers after
+    it."""
     streamed = [number for number, stays in enumerate(resident) if not stays]
     slot_of = {stage: place % slots for place, stage in enumerate(streamed)}
     held = {slot_of[stage]: stage for stage in streamed[:slots]}
@@ -69,8 +70,7 @@ def slotted_seconds(
     now = link = leaving = began = asked = 0.0
 
     def come(stage: int, slot: int, copies: int = 0, inputs: float = 0.0) -> None:
-        """Have the link bring the stage with so many bytes of copies; and its inputs, which take so many
-        seconds."""
+        """Load the stage over the link with `copies` bytes of copies, and its inputs of `inputs` seconds."""
         nonlocal link
         begins = max(link, freed[slot], home[stage])
         behind = max(0.0, inputs - max(0.0, begins - max(link, began))) if inputs else 0.0
@@ -84,7 +84,7 @@ def slotted_seconds(
         if slot is not None and held[slot] != stage:
             come(stage, slot)
         link += one.step_bytes / bandwidth
-        # Loads fill the link until it is asked for.
+        # Loads use the link until the state for the Step is requested.
         stepped = max(link, asked + one.step_bytes / bandwidth)
         asked = now = max(now, stepped)
         if one.back_bytes:
@@ -109,7 +109,7 @@ def slotted_seconds(
 
 
 def compute_seconds(stages: Sequence[StageRound]) -> float:
-    """The same, were everything there."""
+    """Return the seconds of a round if nothing had to be transferred."""
     return sum(stage.forward + stage.backward for stage in stages)
 
 
@@ -118,16 +118,16 @@ def compute_seconds(stages: Sequence[StageRound]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Hops:
-    """What a microbatch and a stage take on their ways."""
+    """Transfer times of a microbatch between workers and of a stage from the host."""
 
     hop: float = 0.0
-    """Seconds to the next worker."""
+    """Seconds to send a microbatch to the next worker."""
     bandwidth: float = float("inf")
-    """Bytes per second from the host, of each worker's link."""
+    """Bytes per second of each worker's link from the host."""
 
 
 def round_seconds(stages: Sequence[StageRound], cut: Layout, microbatches: int, hops: Hops) -> float:
-    """Of one round among many."""
+    """Return the seconds of one round among many."""
     first, second = round_ends(stages, cut, microbatches, hops, 2)
     return second - first
 
@@ -135,7 +135,7 @@ def round_seconds(stages: Sequence[StageRound], cut: Layout, microbatches: int, 
 def round_ends(
     stages: Sequence[StageRound], cut: Layout, microbatches: int, hops: Hops, rounds: int
 ) -> list[float]:
-    """When each of so many rounds ends, the first beginning at 0."""
+    """Return the time at which each of `rounds` rounds ends; the first begins at 0."""
     run = _Recurrence(stages, cut, microbatches, hops, rounds)
     ends = []
     for _ in range(rounds):
@@ -156,14 +156,14 @@ class _Recurrence:
         self.stages, self.cut, self.hops = stages, cut, hops
         self.more = microbatches - 1
         self.first = self.last = 0.0
-        """When the first and the last microbatch are ready for their next visit."""
+        """Times at which the first and the last microbatch are ready for their next visit."""
         self.free = [0.0] * cut.workers
         self.link = [0.0] * cut.workers
         self.there = [0.0] * len(stages)
         self.loads = [_loads(cut.on(worker), rounds) for worker in range(cut.workers)]
 
     def visit(self, stage: int, seconds: float) -> None:
-        """A stage's passes of so many seconds, one for each microbatch."""
+        """Run a stage's passes, one per microbatch, of `seconds` seconds each."""
         worker = stage % self.cut.workers
         start = max(self.free[worker], self.there[stage], self.first)
         final = max(self.last, start + self.more * seconds)
@@ -175,13 +175,13 @@ class _Recurrence:
             self.there[coming] = self.link[worker]
 
     def rest(self) -> float:
-        """All Steps are made; from here on the next round's microbatches are ready."""
+        """Return the time at which all Steps are done and the next round's microbatches are ready."""
         self.first = self.last = self.free[0]
         return self.free[0]
 
 
 def _loads(cut: OnWorker, rounds: int) -> Iterator[int | None]:
-    """The stage that is loaded behind each visit of a worker, if there is one."""
+    """Yield the stage that is loaded after each visit of a worker, or None."""
     last = len(cut.stages) - 1
     forward = [stage for stage in cut.own if stage < last]
     visits = [Visit(stage, ()) for stage in [*forward, *reversed(cut.own)] * rounds]

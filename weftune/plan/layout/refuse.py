@@ -1,4 +1,4 @@
-"""Why a base cannot be streamed: sentences, said before anything is loaded."""
+"""Reasons why a base cannot be streamed, as sentences that are reported before anything is loaded."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from weftune.plan.layout.search import even_drafts, filled_drafts, frugal_drafts
 
 
 def refuse_jobs(shape: ModelShape, jobs: Sequence[JobShape], device: StreamDevice, round_tokens: int) -> None:
-    """PlanError where not one layer fits, or for every job that does not fit even alone."""
+    """Raise PlanError if not even one layer fits, or for every job that does not fit even alone."""
     nobody = StreamCase(shape, (), device, round_tokens=1, capacity=1, travels=False)
     if _least_bytes(nobody) > device.budget:
         raise PlanError(_one_layer(nobody))
     mistakes = []
     for job in jobs:
-        # What of a round is this job's is not known, but it is a sample at the least.
+        # The job's part of a round is not known, but it is at least one sample.
         tokens = round_tokens if len(jobs) == 1 else job.longest
         alone = [
             StreamCase(shape, (job,), device, tokens, job.longest, travels, offloads)
@@ -32,7 +32,8 @@ def refuse_jobs(shape: ModelShape, jobs: Sequence[JobShape], device: StreamDevic
 
 
 def why_not(cases: Sequence[StreamCase]) -> PlanError:
-    """Where no cut fits in any of these cases: the device is too small for the jobs, or the host is."""
+    """Return the error if no cut fits in any of these cases: the device or the host is too small for the
+    jobs."""
     least = min(case.capacity for case in cases)
     smallest = [case for case in cases if case.capacity == least]
     if lacks := _too_large(smallest):
@@ -50,7 +51,8 @@ def why_not(cases: Sequence[StreamCase]) -> PlanError:
 
 
 def why_not_on_workers(case: StreamCase) -> PlanError:
-    """Where no cut over several workers fits: a device is too small for the last of the jobs, or the host."""
+    """Return the error for when no cut over several workers fits: a device is too small for the last of the
+    jobs, or the host is too small."""
     device, need = case.device, _least_bytes(case)
     if need > device.budget:
         others = len(case.jobs) - 1
@@ -71,7 +73,7 @@ def why_not_on_workers(case: StreamCase) -> PlanError:
 
 
 def fits_devices(case: StreamCase) -> bool:
-    """Whether some cut fits them, whatever the host has."""
+    """Return whether some cut fits the devices, regardless of the host."""
     return _least_bytes(case) <= case.device.budget
 
 
@@ -87,7 +89,7 @@ def _one_layer(case: StreamCase) -> str:
 
 
 def _too_large(cases: Sequence[StreamCase]) -> str | None:
-    """What the most frugal of these cases lacks on the device, as the rest of a sentence."""
+    """Return what the most frugal case lacks on the device, as the rest of a sentence. None if it fits."""
     case = min(cases, key=_least_bytes)
     need = _least_bytes(case)
     if need <= case.device.budget:
@@ -105,7 +107,7 @@ def _least_bytes(case: StreamCase) -> int:
 
 
 def _least_host_bytes(case: StreamCase) -> int | None:
-    """With as many layers on the device as it holds; None if nothing fits there."""
+    """Return the host bytes with as many layers on the device as it holds. None if nothing fits there."""
     most = filled_drafts(case) if case.workers > 1 else even_drafts(case)
     drafts = (*most, *frugal_drafts(case))
     fitting = (draft for draft in drafts if case.most_bytes(draft) <= case.device.budget)

@@ -1,8 +1,9 @@
-"""The search for a cut that streams fastest: the stages, which of them stay, how many slots.
+"""The search for the cut that streams fastest: the stages, which of them stay, and the number of slots.
 
-On one device it sets out from even stages with residents spread among them, from the partition that `stream`
-finds for Mobius's recurrence, and from its two plain ones; over several workers from even stages with as many
-of each worker's resident as fit. The best of these are then changed bit by bit.
+On one device it starts from even stages with residents spread among them, from the partition that `stream`
+finds for Mobius's recurrence, and from Mobius's two plain partitions. Over several workers it starts from
+even stages with as many of each worker's stages resident as fit. The best of these are then improved by small
+changes.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from weftune.plan.layout.mobius_step import Host, StreamPartition
 from weftune.plan.layout.need import Draft, StreamCase
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
-"""Layers to a stage that are tried."""
+"""Numbers of layers per stage that are tried."""
 SLOTS = range(1, 5)
 STARTS = 4
-"""So many of the best drafts are changed bit by bit, and the best of every kind."""
+"""Number of the best drafts that are improved by small changes, besides the best of every kind."""
 QUICK = 16
-"""So many are kept of what is tried without a search."""
+"""Number of drafts kept from those that are tried without a search."""
 CHANGES = 2000
-"""How many changes all descents from them may try, and the last one again: not seconds, since a plan must not
-depend on the clock."""
+"""Number of changes that all descents from the starts may try, and again the last descent. It is not a time
+limit, since a plan must not depend on the clock."""
 PREFIXES = 2000
-"""How many prefixes the search of the partition looks at."""
+"""Number of prefixes that the search for a partition examines."""
 HIDDEN = 0.005
-"""The share of a round below which waits leave nothing to win for Mobius's partition, which is about them."""
+"""Share of a round below which waits leave nothing to gain for Mobius's partition, which reduces waits."""
 CLOSE = 1 - 1e-9
-"""What is not better by more than rounding is not better."""
+"""Factor that a time must fall below to count as better: smaller gains are rounding errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +44,23 @@ class Found:
     case: StreamCase
     draft: Draft
     excess: int
-    """Bytes that it needs and that are not there."""
+    """Bytes that the draft needs and that are not available."""
     seconds: float
-    """Infinite where bytes are lacking."""
+    """Seconds of a round; infinite if bytes are lacking."""
 
     @property
     def rank(self) -> tuple[int, float]:
         return self.excess, self.seconds
 
     def better_than(self, other: Found) -> bool:
-        """Not by rounding."""
+        """Return whether this draft is better by more than rounding."""
         if self.excess or other.excess:
             return self.excess < other.excess
         return self.seconds < other.seconds * CLOSE
 
 
 def search(cases: Iterable[StreamCase]) -> Found | None:
-    """The fastest draft of all cases, of equals that of the first case; None if none fits."""
+    """Return the fastest draft of all cases; among equals, that of the first case. None if none fits."""
     starts = _various([found for case in cases for found in _starts(case)])
     if not starts:
         return None
@@ -74,7 +75,7 @@ def search(cases: Iterable[StreamCase]) -> Found | None:
 
 
 def _best(found: Sequence[Found]) -> Found:
-    """Of equals the first."""
+    """Return the best draft; among equals, the first."""
     least = min(found, key=lambda one: one.rank)
     return next(one for one in found if not least.better_than(one))
 
@@ -85,21 +86,22 @@ def _judged(case: StreamCase, draft: Draft) -> Found:
 
 
 def _starts(case: StreamCase) -> list[Found]:
-    """Over several workers also what does not fit: it may be changed until it does."""
+    """Return the drafts to start from. Over several workers they include drafts that do not fit: these may be
+    changed until they do."""
     if case.workers == 1:
         return _quick(case)
     return [_judged(case, draft) for draft in filled_drafts(case)]
 
 
 def fits_any(case: StreamCase) -> bool:
-    """Whether `search` would find something; the most frugal are looked at first."""
+    """Return whether `search` would find a draft. The most frugal drafts are tried first."""
     drafts = chain(frugal_drafts(case), even_drafts(case), plain_drafts(case))
     return any(map(case.fits, drafts))
 
 
 def _quick(case: StreamCase) -> list[Found]:
-    """The best few of what is tried without a search. None is faster than its arithmetic, so that most need
-    not be judged at all."""
+    """Return the best few of the drafts that are tried without a search. None is faster than its arithmetic,
+    so most need not be evaluated at all."""
     drafts = dict.fromkeys((*even_drafts(case), *frugal_drafts(case), *plain_drafts(case)))
     fitting = [draft for draft in drafts if case.fits(draft)]
     least = {sizes: case.arithmetic_seconds(sizes) for sizes in {draft.sizes for draft in fitting}}
@@ -113,7 +115,7 @@ def _quick(case: StreamCase) -> list[Found]:
 
 
 def _various(found: Sequence[Found]) -> list[Found]:
-    """The best few, and the best of every kind, in the order of the cases."""
+    """Return the best few drafts and the best of every kind, in the order of the cases."""
     ranked = sorted(range(len(found)), key=lambda number: found[number].rank)
     firsts: dict[object, int] = {}
     for number in ranked:
@@ -122,16 +124,16 @@ def _various(found: Sequence[Found]) -> list[Found]:
 
 
 def _kind(found: Found) -> object:
-    """On one device the case and the number of slots, over several workers the number of stages."""
+    """Return the case and the number of slots on one device, the number of stages over several workers."""
     case, draft = found.case, found.draft
     return (case.capacity, case.travels, draft.slots) if case.workers == 1 else len(draft.sizes)
 
 
-# -- where the search sets out ---------------------------------------------------------------------------
+# -- starting points ------------------------------------------------------------------------------------
 
 
 def even_drafts(case: StreamCase) -> Iterator[Draft]:
-    """Even stages and a last one of another size, as many residents as fit spread among them."""
+    """Yield even stages and a last one of another size, with as many residents as fit spread among them."""
     count = case.shape.layers
     for last in (one for one in SIZES if one < count):
         for size in SIZES:
@@ -142,13 +144,14 @@ def even_drafts(case: StreamCase) -> Iterator[Draft]:
 
 
 def frugal_drafts(case: StreamCase) -> Iterator[Draft]:
-    """Even stages that all pass through one slot of their device: nothing needs less of it."""
+    """Yield even stages that are all streamed through one slot of their device: nothing needs less memory."""
     for count in _stage_counts(case):
         yield _streamed(_even(case.shape.layers, count), 1, case.workers)
 
 
 def _stage_counts(case: StreamCase) -> list[int]:
-    """Numbers of stages; also such that every worker has as many, where layers suffice for that."""
+    """Return the numbers of stages to try, including those that give every worker as many, if there are
+    enough layers."""
     layers, workers = case.shape.layers, case.workers
     counts = dict.fromkeys([workers] if workers > 1 else [])
     for size in SIZES:
@@ -159,7 +162,7 @@ def _stage_counts(case: StreamCase) -> list[int]:
 
 
 def _streamed(sizes: Sequence[int], slots: int, workers: int) -> Draft:
-    """All stages come and go, through as many slots of each worker."""
+    """Return a draft whose stages are all streamed, through `slots` slots of each worker."""
     return Draft(tuple(sizes), (False,) * len(sizes), (slots,) * workers)
 
 
@@ -169,14 +172,14 @@ def _even(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def _spread(case: StreamCase, sizes: tuple[int, ...], slots: int) -> Iterator[Draft]:
-    """With a resident last stage, which then may be larger than the slots, and without."""
+    """Yield drafts without a resident last stage, and with one, which may then be larger than the slots."""
     for ending in ((), (True,)):
         others = len(sizes) - len(ending)
         most = others
         for phase in sorted({0, others // 2}):
             draft = Draft(sizes, (*_bits(others, most, phase), *ending), (slots,))
             while most and (excess := case.device_bytes(draft) - case.device.budget) > 0:
-                # No stage takes more than the largest does: so many must go at the least.
+                # No stage takes more than the largest: at least this many cannot stay.
                 most = max(0, most - math.ceil(excess / (max(sizes) * case.present_bytes)))
                 draft = Draft(sizes, (*_bits(others, most, phase), *ending), (slots,))
             yield draft
@@ -184,12 +187,12 @@ def _spread(case: StreamCase, sizes: tuple[int, ...], slots: int) -> Iterator[Dr
 
 
 def _bits(stages: int, resident: int, phase: int) -> tuple[bool, ...]:
-    """So many residents, as far from one another as can be."""
+    """Return one bit per stage, with `resident` of them set as far from one another as possible."""
     return tuple((number * resident + phase) % stages < resident for number in range(stages))
 
 
 def plain_drafts(case: StreamCase) -> Iterator[Draft]:
-    """Mobius's largest and smallest stages."""
+    """Yield drafts with Mobius's largest and smallest stages."""
     yield from largest_drafts(case)
     yield from smallest_drafts(case)
 
@@ -205,7 +208,8 @@ def smallest_drafts(case: StreamCase) -> Iterator[Draft]:
 
 
 def _partitioned(case: StreamCase) -> Iterator[Draft]:
-    """What the search for Mobius's recurrence finds; it knows no slots, so residents make room for them."""
+    """Yield what the search for Mobius's recurrence finds. It knows no slots, so residents are removed to
+    make room for them."""
     with suppress(PlanError):
         microbatches = math.ceil(case.round_tokens / case.capacity)
         found = stream(_costs(case), _host(case), microbatches, PREFIXES, starts=1).partition
@@ -220,7 +224,7 @@ def _drafts(partition: StreamPartition) -> Iterator[Draft]:
 
 
 def _thinned(case: StreamCase, draft: Draft) -> Draft:
-    """The middle one of the residents less, again and again, until it fits."""
+    """Remove the middle one of the residents repeatedly, until the draft fits."""
     while case.device_bytes(draft) > case.device.budget and any(draft.resident):
         stay = [number for number, stays in enumerate(draft.resident) if stays]
         draft = _toggled(draft, stay[len(stay) // 2])
@@ -242,15 +246,15 @@ def _host(case: StreamCase) -> Host:
 
 
 def _layer_ring(case: StreamCase) -> int:
-    """What Steps pass through takes so much more for every layer of a stage, at the most."""
+    """Return the bytes that each layer of a stage adds, at most, to what Steps pass through."""
     return case.ring_bytes(2) - case.ring_bytes(1)
 
 
-# -- where it sets out over several workers ----------------------------------------------------------------
+# -- starting points over several workers ------------------------------------------------------------------
 
 
 def filled_drafts(case: StreamCase) -> Iterator[Draft]:
-    """Even stages, as many of each worker's resident as fit."""
+    """Yield even stages with as many of each worker's stages resident as fit."""
     for count in _stage_counts(case):
         for slots in SLOTS:
             if slots <= math.ceil(count / case.workers):
@@ -258,7 +262,7 @@ def filled_drafts(case: StreamCase) -> Iterator[Draft]:
 
 
 def _filled(case: StreamCase, sizes: Sequence[int], slots: int) -> Draft:
-    """On each worker as many of the slots as fit, then as many residents, spread among its stages."""
+    """Give each worker as many of the slots as fit, then as many residents, spread among its stages."""
     draft = _streamed(sizes, slots, case.workers)
     for worker in range(case.workers):
         own = range(worker, len(sizes), case.workers)
@@ -282,7 +286,7 @@ def _fits_on(case: StreamCase, draft: Draft, worker: int) -> bool:
 
 
 def _descend(found: Found, tries: int) -> Found:
-    """Takes the first change that helps, or frees memory at no cost, until none does."""
+    """Take the first change that helps, or that frees memory at no cost, until none does."""
     case, best = found.case, found
     room = case.device_bytes(best.draft)
     better: Found | None = best
@@ -299,7 +303,7 @@ def _descend(found: Found, tries: int) -> Found:
 
 
 def _changes(found: Found) -> Iterator[Draft]:
-    """Small ones first: they help most often."""
+    """Yield changed drafts, small changes first: they help most often."""
     draft = found.draft
     yield from _other_residents(draft)
     if found.case.workers == 1:
@@ -311,7 +315,8 @@ def _changes(found: Found) -> Iterator[Draft]:
 
 
 def _other_residents(draft: Draft) -> Iterator[Draft]:
-    """One bit turned or handed on to another stage of its worker, or another slot."""
+    """Yield drafts with one resident bit flipped or passed on to a stage of its worker, or a slot more or
+    fewer."""
     stages, workers = range(len(draft.resident)), len(draft.slots)
     for number in stages:
         yield _toggled(draft, number)
@@ -326,7 +331,7 @@ def _other_residents(draft: Draft) -> Iterator[Draft]:
 
 
 def _other_boundaries(draft: Draft) -> Iterator[Draft]:
-    """One moved, dropped or added."""
+    """Yield drafts with one boundary moved, removed or added."""
     pairs = range(len(draft.sizes) - 1)
     for number in pairs:
         one, other = draft.sizes[number : number + 2]
@@ -345,7 +350,8 @@ def _other_boundaries(draft: Draft) -> Iterator[Draft]:
 
 
 def _traded_slots(draft: Draft) -> Iterator[Draft]:
-    """A stage that stays in place of a slot, or the other way round; or two stages that stay as one."""
+    """Yield drafts with a resident stage in place of a slot or the reverse, or with two stages merged into a
+    resident one in place of a slot."""
     for number, stays in enumerate(draft.resident):
         slots = draft.slots[0] + (1 if stays else -1)
         if slots in SLOTS:
@@ -357,7 +363,7 @@ def _traded_slots(draft: Draft) -> Iterator[Draft]:
 
 
 def _other_orders(draft: Draft) -> Iterator[Draft]:
-    """One stage taken out and put in elsewhere."""
+    """Yield drafts with one stage moved to another position."""
     for taken, (size, stays) in enumerate(zip(draft.sizes, draft.resident, strict=True)):
         rest = _spliced(draft, taken, 1, (), ())
         for place in range(len(draft.sizes)):
@@ -366,8 +372,8 @@ def _other_orders(draft: Draft) -> Iterator[Draft]:
 
 
 def _other_sizes(found: Found) -> Iterator[Draft]:
-    """A boundary moved, dropped or added, or a layer handed to a stage further off; who stays is then decided
-    anew, since stages may have come to other workers."""
+    """Yield drafts with a boundary moved, removed or added, or a layer passed to a stage further away.
+    Residents are then chosen anew, since stages may have moved to other workers."""
     case, sizes, slots = found.case, found.draft.sizes, max(found.draft.slots)
     for number, (one, other) in enumerate(pairwise(sizes)):
         before, after = sizes[:number], sizes[number + 2 :]
@@ -386,7 +392,7 @@ def _other_sizes(found: Found) -> Iterator[Draft]:
 def _spliced(
     draft: Draft, number: int, gone: int, sizes: tuple[int, ...], resident: tuple[bool, ...]
 ) -> Draft:
-    """Other stages instead of the `gone` ones from `number` on."""
+    """Return the draft with other stages in place of the `gone` stages from `number` on."""
     after = number + gone
     return Draft(
         (*draft.sizes[:number], *sizes, *draft.sizes[after:]),

@@ -1,13 +1,13 @@
-"""Seats: which jobs are aboard together. The scheduler asks at every window boundary, `choose` before a run.
+"""Seats: which jobs run together. The scheduler decides it at every window boundary, `choose` before a run.
 
-Jobs take their seats by priority; among equals those aboard go before those that wait, and then the earlier
-in the jobs file. A job that does not fit beside those seated so far gets no seat, and smaller ones behind it
-may. So a job gives way only to one of higher priority that comes aboard, and equals never send each other
-away.
+Jobs are seated by priority; among equals, running jobs come before waiting ones, and then those earlier in
+the jobs file. A job that does not fit beside those seated so far gets no seat, but smaller ones behind it
+may. A job is therefore preempted only when a job of higher priority is admitted, and jobs of equal priority
+never preempt each other.
 
-Who waits may be overtaken, but not for ever: once `MOST_OVERTAKEN` jobs that stood behind it have come aboard
-before it, nobody behind it is admitted until it is aboard itself. Those aboard of the same or a higher
-priority, which keep it out, then end one after another, and nobody takes their place.
+A waiting job may be overtaken, but not forever: once `MOST_OVERTAKEN` jobs that were behind it have been
+admitted before it, no job behind it is admitted until it is running itself. The running jobs of the same or a
+higher priority, which keep it out, then end one after another, and no job takes their place.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from dataclasses import dataclass
 from weftune.core.shapes import JobShape
 
 Fits = Callable[[Sequence[JobShape]], str | None]
-"""None where these jobs fit together, or the sentence that says why they do not. Only their sizes matter;
-jobs that do not fit do not fit with one more either, nor with a larger one in the place of a smaller."""
+"""Returns None if these jobs fit together, or a sentence that says why they do not. Only their sizes matter.
+Jobs that do not fit do not fit with one more either, nor with a larger job in place of a smaller one."""
 
 MOST_OVERTAKEN = 8
-"""Jobs that may come aboard before one that stands in front of them and does not fit."""
+"""Number of jobs that may be admitted before one that is ahead of them and does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seats:
-    """Everybody, in the order in which seats are given."""
+    """All jobs, in the order in which seats are given."""
 
     seated: tuple[JobShape, ...]
     unseated: tuple[JobShape, ...]
 
 
 def in_order(jobs: Sequence[JobShape], aboard: Sequence[JobShape] = ()) -> list[JobShape]:
-    """As they take their seats."""
+    """Return the jobs in the order in which they are seated."""
     present = {job.name for job in aboard}
     return sorted([*jobs, *aboard], key=lambda job: (-job.priority, job.name not in present, job.order))
 
@@ -46,8 +46,8 @@ def seat(
     fits: Fits,
     overtaken: Mapping[str, int] | None = None,
 ) -> Seats:
-    """Seat as many as the rules allow; every job of `waiting` fits at least alone. `overtaken`: how many have
-    come aboard before a waiting job so far."""
+    """Seat as many jobs as the rules allow. Every job of `waiting` must fit at least alone. `overtaken` maps
+    a waiting job to the number of jobs admitted before it so far."""
     seating = _Seating(aboard, fits, overtaken or {})
     rest = in_order(waiting, aboard)
     while rest:
@@ -56,7 +56,7 @@ def seat(
 
 
 def too_large(jobs: Sequence[JobShape], fits: Fits) -> dict[str, str]:
-    """Name → why it cannot run even alone. Who is no larger than one that can is not looked at."""
+    """Return name → why the job cannot run even alone. Jobs no larger than one that can are not checked."""
     runnable: list[JobShape] = []
     found: dict[str, str] = {}
     for job in sorted(jobs, key=lambda job: -job.longest):
@@ -70,8 +70,8 @@ def too_large(jobs: Sequence[JobShape], fits: Fits) -> dict[str, str]:
 
 
 class _Seating:
-    """Seats given so far. Each look counts all jobs, so that looks are few: by halving, and nobody is looked
-    at who is as large as one that did not fit."""
+    """Seats given so far. Each check covers all jobs, so there are few checks: they bisect, and skip jobs
+    that are as large as one that did not fit."""
 
     def __init__(self, aboard: Sequence[JobShape], fits: Fits, overtaken: Mapping[str, int]) -> None:
         self.seated: list[JobShape] = []
@@ -80,17 +80,17 @@ class _Seating:
         self._fits = fits
         self._overtaken = overtaken
         self._as_large: set[str] = set()
-        """Those that were looked at and did not fit, and whoever is behind them and no smaller."""
+        """Names of jobs that were checked and did not fit, and of jobs behind them that are no smaller."""
         self._left: float = math.inf
-        """How many may still overtake those that wait without a seat."""
+        """Number of jobs that may still overtake those that wait without a seat."""
         self._crowded = False
-        """Whether somebody has come aboard: else those aboard stay, whatever memory they are said to need."""
+        """Whether a job has been admitted. If not, running jobs stay, whatever their predicted memory."""
 
     def fill(self, rest: Sequence[JobShape]) -> list[JobShape]:
-        """Give seats up to the first job that is found not to fit; returns those behind it."""
+        """Give seats up to the first job that is found not to fit, and return the jobs behind it."""
         tried = self._possible(rest)
         run = [rest[at] for at, _ in tried]
-        # Behind one that does not fit there is seldom room for many.
+        # After a job that does not fit there is seldom room for many.
         first = 1 if self._as_large else len(run)
         count = most_that_fit(lambda count: self._fit(run[:count]), len(run), first) if run else 0
         end = len(rest)
@@ -104,8 +104,8 @@ class _Seating:
         return list(rest[end + 1 :])
 
     def _possible(self, rest: Sequence[JobShape]) -> list[tuple[int, float]]:
-        """Positions of those that may have a seat if all before them fit, and how many may overtake before
-        each of them is looked at."""
+        """Return the positions of jobs that may be seated if all before them fit, each with the number of
+        jobs that may still overtake when it is checked."""
         left, found = self._left, []
         for at, job in enumerate(rest):
             waits = job.name not in self._present
@@ -120,7 +120,7 @@ class _Seating:
         return job.name in self._as_large and (self._crowded or job.name not in self._present)
 
     def _allowed(self, job: JobShape) -> float:
-        """How many may overtake a job without a seat. Who gives way stands in the queue from now on."""
+        """Return how many jobs may overtake a job without a seat. A preempted job is now in the queue."""
         return MOST_OVERTAKEN - self._overtaken.get(job.name, 0)
 
     def _refuse(self, job: JobShape, behind: Sequence[JobShape]) -> None:
@@ -135,7 +135,7 @@ class _Seating:
 
 
 def _is_as_large(job: JobShape, other: JobShape) -> bool:
-    """Whether `job` takes no less than `other` of anything."""
+    """Return whether `job` needs at least as much of everything as `other`."""
     if job.longest < other.longest or job.batch_tokens < other.batch_tokens or job.means < other.means:
         return False
     if job.trainable < other.trainable or len(job.by_layer) != len(other.by_layer):
@@ -147,8 +147,8 @@ def _is_as_large(job: JobShape, other: JobShape) -> bool:
 
 
 def most_that_fit(fits: Callable[[int], bool], count: int, first: int | None = None) -> int:
-    """So many of them as fit, by halving; 0 if not one does. The `first` guess is all of them, and is doubled
-    while it is too low."""
+    """Return how many of the jobs fit, found by bisection; 0 if not even one does. The `first` guess is all
+    of them by default, and is doubled while it is too low."""
     least, too_many = 0, count + 1
     tried = count if first is None else first
     while too_many - least > 1:

@@ -1,6 +1,6 @@
-"""Jobs to devices that each hold the whole base: shares whose predicted times are as even as can be.
+"""Distribution of jobs over devices that each hold the whole base, with predicted times as even as possible.
 
-Nothing is exchanged between devices then, so this beats any cut of the base wherever each device can hold it.
+Nothing is exchanged between devices, so this beats any cut of the base wherever each device can hold it.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSamp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobWork:
-    """What a job has still to do, as far as its time hangs on it."""
+    """The remaining work of a job, as far as its time depends on it."""
 
     shape: JobShape
     steps: int
-    """Still to be made."""
+    """Number of remaining steps."""
     batches: tuple[GlobalBatch, ...]
-    """Some of its global batches, which stand for all."""
+    """Some of its global batches, which represent all of them."""
     evaluations: int = 0
-    """Evaluations still to be made."""
+    """Number of remaining evaluations."""
     held_out: tuple[PlacedSample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """What one device trains."""
+    """The jobs that one device trains."""
 
     jobs: tuple[str, ...]
-    """In the order in which they were given."""
+    """Names of the jobs, in the order in which they were given."""
     seconds: float
-    """Predicted."""
+    """Predicted seconds."""
 
 
 def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
-    """What a job takes with every microbatch to itself.
+    """Return the predicted seconds of a job if every microbatch holds only its samples.
 
     Beside other jobs its passes are shared and cheaper, but by how much depends on jobs not chosen yet.
     """
@@ -63,23 +63,23 @@ def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
 
 
 def sheet_cost(shape: ModelShape, speed: Speed) -> CostModel:
-    """The counted proportions of the base's terms, at the level that a device's data sheet promises."""
+    """Return the counted proportions of the base's terms, scaled to the speed in a device's data sheet."""
     return counted(shape).whole(shape.layers, speed.source).times(1 / speed.flops)
 
 
 def cpu_sheet_cost(shape: ModelShape) -> CostModel:
-    """`sheet_cost` of this machine's CPU."""
+    """Return `sheet_cost` of this machine's CPU."""
     return sheet_cost(shape, sheet_speed(this_cpu().devices[0]))
 
 
 def share_jobs(
     seconds: Mapping[str, float], devices: int, sources: Mapping[str, str] | None = None
 ) -> tuple[DeviceShare, ...]:
-    """A share for every device; one is empty only where there are fewer jobs than devices. A job is in the
-    share of the one whose adapter it starts from, as `sources` has it.
+    """Return a share for every device; one is empty only if there are fewer jobs than devices. A job is in
+    the share of the job whose adapter it starts from, as given by `sources`.
 
-    The longest first onto the least loaded, then moved and swapped while that evens the loads, which never
-    makes the heaviest heavier: its load is at most 4/3 of the least that any division has.
+    The longest jobs go first to the least loaded device, then jobs are moved and swapped while that evens the
+    loads. This never increases the largest load, which is at most 4/3 of the smallest possible.
     """
     assert devices >= 1, "there is a device"
     groups: dict[str, list[str]] = {}
@@ -98,13 +98,14 @@ def share_jobs(
 
 
 def _first_of(name: str, seconds: Mapping[str, float], sources: Mapping[str, str]) -> str:
-    """The job that a chain of starts begins with; what is trained already is in no chain."""
+    """Return the job that a chain of starts begins with. Jobs that are already trained are in no chain."""
     while sources.get(name, "") in seconds:
         name = sources[name]
     return name
 
 
 def too_large(jobs: Sequence[JobShape], memory: MemoryModel) -> dict[str, str]:
-    """Name → why it does not fit beside the base even alone. Jobs that fit alone can always take turns."""
+    """Return name → why the job does not fit beside the base even alone. Jobs that fit alone can take
+    turns."""
     alone = ((job.name, memory.why_not([job])) for job in jobs)
     return {name: sentence for name, sentence in alone if sentence is not None}

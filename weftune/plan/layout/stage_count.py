@@ -1,5 +1,5 @@
-"""How a base goes to devices where the planner may choose: whole to each if it fits, else in as few stages
-as fit."""
+"""The number of stages when the planner may choose: the whole base on each device if it fits, otherwise as
+few stages as fit."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from weftune.plan.layout.cut import PartCosts, cut_layers
 from weftune.plan.program.layout import in_stages, one_device
 
 LEAST = JobShape("", 0, 0, trainable=0, longest=1024)
-"""Beside the base there must be room for passes of so many tokens; adapters are small, and jobs can wait."""
+"""Smallest job that must fit beside the base, for passes of 1024 tokens: adapters are small, jobs can
+wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Those of this machine, all alike; the processes of a CPU share one."""
+    """Devices of this machine, all alike. The processes of a CPU share one."""
 
     kind: str
-    """What a user calls one of them."""
+    """Name of such a device in messages to the user."""
     count: int
     budget: int
-    """Bytes that a run may take on each."""
+    """Bytes available to a run on each device."""
     taken: int = 0
-    """What a process holds before anything is loaded."""
+    """Bytes held by a process before anything is loaded."""
     fused: bool = False
 
     def shared_by(self, replicas: int) -> Devices:
-        """What is left to one of so many replicas: its part of the devices, or of the one that all share."""
+        """Return the devices of one of `replicas` replicas: its part of them, or of the one that all
+        share."""
         if self.count >= replicas:
             return replace(self, count=self.count // replicas)
         return replace(self, count=1, budget=self.budget * self.count // replicas)
@@ -43,18 +45,18 @@ class Devices:
 class StageCount:
     stages: int
     why: str
-    """A sentence for the user."""
+    """Reason, as a sentence for the user."""
     shares: int = 1
-    """Devices that each hold the whole base and train a share of the jobs."""
+    """Number of devices that each hold the whole base and train a share of the jobs."""
 
 
 def choose_stages(
     shape: ModelShape, devices: Devices, spare: int, jobs: int = 1, costs: PartCosts | None = None
 ) -> StageCount:
-    """`spare` microbatches are in flight beyond what 1F1B has; each keeps its activations. `costs` are those
-    that the run will cut by.
+    """Choose the number of stages. `spare` microbatches are in flight beyond what 1F1B has; each keeps its
+    activations. `costs` are those that the run will cut by.
 
-    Where the base fits one device, several share the jobs: they exchange nothing and never wait.
+    If the base fits on one device, several devices share the jobs: they exchange nothing and never wait.
     """
     most = min(devices.count, shape.layers)
     room = f"{devices.named} {gib(devices.budget)} for a run"
@@ -84,7 +86,7 @@ def _too_large(need: int, most: int) -> str:
 
 
 def _need(shape: ModelShape, devices: Devices, stages: int, spare: int, costs: PartCosts | None) -> int:
-    """Bytes on the fullest device."""
+    """Return the bytes on the fullest device."""
     layout = one_device(shape.layers) if stages == 1 else in_stages(cut_layers(shape, stages, costs))
     memory = MemoryModel(shape, devices.budget, devices.taken, devices.fused, layout=layout, spare=spare)
     return memory.least_bytes([LEAST])

@@ -1,5 +1,5 @@
-"""How a base is streamed where the planner may choose, and why so, as a sentence: on one device not at all if
-it fits, else fastest; over several workers fastest."""
+"""The choice of how a base is streamed, with the reason as a sentence. On one device it is not streamed if it
+fits; otherwise, and over several workers, the fastest way is chosen."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ from weftune.plan.layout.search import Found, fits_any, search
 from weftune.plan.program.layout import Layout, one_device
 
 SMALLEST = 256
-"""Passes of fewer tokens are not tried unless every sample is shorter."""
+"""Smallest number of tokens per pass that is tried, unless every sample is shorter."""
 WORTH = 0.01
-"""Inputs are offloaded and adapters travel only where a step gets shorter by so much: that the link moves all
-of it at its best is a hope."""
+"""Share by which a step must get shorter for inputs to be offloaded or adapters to travel: the prediction
+assumes that the link always reaches its best speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamWay:
-    """What else than layers may live in host memory."""
+    """State, other than layers, that is held in host memory."""
 
     travels: bool
-    """Adapters, which come and go with their stage."""
+    """Whether adapters are held there and travel with their stage."""
     offloads: bool
-    """What stages were given, between their forward and their backward."""
+    """Whether inputs of stages are held there between their forward and their backward."""
 
 
 WAYS = (StreamWay(False, False), StreamWay(False, True), StreamWay(True, False), StreamWay(True, True))
-"""The plainest first. Inputs go before adapters do: no Step waits for them."""
+"""Ways to stream, the simplest first. Inputs are offloaded before adapters: no Step waits for inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamChoice:
     cut: Layout
     capacity: int
-    """Tokens of a microbatch."""
+    """Maximum tokens per microbatch."""
     device_bytes: int
-    """On the fullest device at the peak, as predicted."""
+    """Predicted peak bytes on the fullest device."""
     host_bytes: int
-    """Of all workers."""
+    """Host bytes of all workers."""
     step_seconds: float
-    """Of a round: one global batch of every job."""
+    """Predicted seconds per round (one global batch of every job)."""
     unhidden: float
-    """The share of it in which devices wait for the host."""
+    """Share of a round in which devices wait for the host."""
     why: str
-    """A sentence for the user."""
+    """Reason, as a clause for the user."""
     mapped: bool = False
     """Whether streamed weights stay in their files and are read from there in every round."""
     whole: bool = False
-    """Whether the base fits as it is; `cut` is then one resident stage, and nothing needs streaming."""
+    """Whether the base fits without streaming; `cut` is then one resident stage."""
 
 
 def choose_stream(
@@ -65,11 +65,11 @@ def choose_stream(
     ways: Sequence[StreamWay] = WAYS,
     waiting: Sequence[JobShape] = (),
 ) -> StreamChoice:
-    """Microbatches have at most `most` tokens, a round of all jobs `round_tokens`. Jobs that are `waiting`
-    will come later, and each must fit by itself.
+    """Choose how to stream on one device. Microbatches have at most `most` tokens, a round of all jobs
+    `round_tokens`. The `waiting` jobs are admitted later, and each must fit by itself.
 
-    Whole if it fits so; else the fastest cut and capacity, by the first of the ways unless another is clearly
-    faster, or it fits only so. PlanError says what does not fit.
+    The base stays whole if it fits. Otherwise the result is the fastest cut and capacity of the first way,
+    unless another way is clearly faster or is the first that fits. PlanError says what does not fit.
     """
     assert jobs, "there is nothing to train"
     round_tokens = max(round_tokens, longest(jobs))
@@ -128,7 +128,7 @@ def fits_streamed(
     round_tokens: int,
     waiting: Sequence[JobShape] = (),
 ) -> bool:
-    """Whether `choose_stream` finds a way, told without its search: the smallest microbatches need least."""
+    """Return whether `choose_stream` finds a way, without searching: the smallest microbatches need least."""
     round_tokens = max(round_tokens, longest(jobs))
     if _whole(shape, jobs, device, most, round_tokens, waiting):
         return True
@@ -142,16 +142,17 @@ def fits_streamed(
 
 
 def _plainest(by_way: Sequence[Found]) -> Found | None:
-    """The first than which none is clearly faster."""
+    """Return the first draft for which no other is clearly faster."""
     least = min((found.seconds for found in by_way), default=0.0)
     return next((found for found in by_way if (1 - WORTH) * found.seconds <= least), None)
 
 
 def capacities(least: int, most: int, round_tokens: int) -> list[int]:
-    """Those worth trying, the largest first: halves of `most` down to the longest sample, and that itself."""
+    """Return the capacities worth trying, largest first: halves of `most` down to the longest sample, and its
+    length."""
     halves = (most >> power for power in range(most.bit_length()))
     fit = [one for one in halves if one >= max(least, min(SMALLEST, round_tokens))]
-    # More than a round has is of no use, however much memory it takes.
+    # A capacity beyond the tokens of a round is useless, whatever memory it takes.
     useful = [one for one in fit if one // 2 < round_tokens]
     return useful if least in useful else [*useful, least]
 
@@ -179,7 +180,7 @@ def _whole(
 
 
 def _resident(shape: ModelShape, device: StreamDevice) -> MemoryModel:
-    """What a run needs with all of the base on the device."""
+    """Return the memory model of a run with the whole base on the device."""
     slack = device.slack if device.whole_slack is None else device.whole_slack
     return MemoryModel(shape, device.budget, device.taken, device.fused, slack=slack)
 
@@ -227,10 +228,10 @@ def choose_for_workers(
     most: int,
     parted: int,
 ) -> StreamChoice:
-    """The fastest cut and capacity that is found for these jobs together; those that come `later` fit, too,
-    one by one. `device` is that of every worker, with the host that all of them share; microbatches have at
-    most `most` tokens. `parted` bytes of each device would be needed if nothing were streamed, for the
-    sentence that says why.
+    """Return the fastest cut and capacity found for these jobs together; the `later` jobs fit too, one by
+    one. `device` is that of every worker, with the host that all of them share. Microbatches have at most
+    `most` tokens. `parted` is the number of bytes that each device would need if nothing were streamed, for
+    the sentence that says why.
 
     PlanError says what does not fit.
     """

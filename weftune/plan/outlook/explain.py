@@ -1,4 +1,4 @@
-"""A plan in sentences: one for each decision, with the numbers that it hangs on."""
+"""A plan in sentences: one for each decision, with the numbers that it depends on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weftune.plan.outlook.streamed import StreamOutlook
 
 
 def explain(found: Foreseen, source: str) -> list[str]:
-    """Where the base stays on its devices."""
+    """Return the sentences for a base that is resident on its devices."""
     sentences = [f"Times are {source}.", _capacity(found), _recompute(found), _stages(found), _groups(found)]
     return [*sentences, _optimizer(found)] if found.choice.layout.optimizer_offloaded else sentences
 
@@ -57,7 +57,7 @@ def _optimizer(found: Foreseen) -> str:
 
 
 def explain_streams(found: StreamOutlook, source: str) -> list[str]:
-    """The cut itself is told by the choice's own sentence."""
+    """Return the sentences for a streamed base; the choice's own sentence describes the cut."""
     choice, layout = found.choice, found.choice.layout
     seconds = found.forecast.seconds
     others = ", ".join(f"{one.name} {one.seconds / seconds - 1:+.1%}" for one in found.alternatives)

@@ -1,4 +1,4 @@
-"""What the first window of a run comes to, and what the same jobs would take otherwise."""
+"""Forecast of the first window of a run, and of alternative ways to run the same jobs."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from weftune.plan.window.rounds import Course
 
 ALONE, PIPED = "one after another", "1F1B per job"
 FEW_ROUNDS = 2
-"""Global batches of each job that other ways are foreseen with."""
+"""Number of global batches per job with which alternatives are predicted."""
 CourseOf = Callable[[str, int, bool], Course]
-"""A job's part of the first window, of so many rounds, with the evaluation that it begins with or without."""
+"""Function of a job's name, a number of rounds, and whether its first evaluation is included, that returns
+the job's part of the first window."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a window comes to."""
+    """Predicted time and memory of a window."""
 
     name: str
     seconds: float
     steps: int
-    """Rounds: global batches of the job that has most."""
+    """Number of rounds: global batches of the job that has most."""
     tokens: int
     microbatches: int
     busy: float
-    """Seconds in which devices compute, summed over them."""
+    """Seconds of computation, summed over devices."""
     devices: int
     peaks: tuple[int, ...]
-    """Bytes on each device, weights and adapters included, slack not."""
+    """Peak bytes on each device, with weights and adapters, without slack."""
     fits: bool
-    """Whether each device has room for its peak."""
+    """Whether each device has memory for its peak."""
     capacity: int
 
     @property
@@ -51,7 +52,7 @@ class Forecast:
 
     @property
     def bubbles(self) -> float:
-        """The share of the devices' time in which they wait."""
+        """Share of the devices' time in which they wait."""
         return 1.0 - self.busy / (self.seconds * self.devices)
 
 
@@ -61,14 +62,14 @@ class Ablation:
     instead: str
     forecast: Forecast
     cost: float
-    """How much longer a window takes so, as a share; below 0 it would be shorter."""
+    """Relative increase in a window's time; negative if the window would be shorter."""
     added: bool = False
-    """Whether this is a mechanism that the default path leaves out."""
+    """Whether the default path leaves this mechanism out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """A run's first window, and how the first goes on paper in which all jobs train."""
+    """A run's first window, and a simulation of the first window in which all jobs train."""
 
     window: FirstWindow
     program: Program
@@ -82,7 +83,7 @@ class Foreseen:
 
 
 def foresee(choice: Choice, jobs: Sequence[JobShape], course: CourseOf, times: StageTimes) -> Foreseen:
-    """`jobs` are those aboard; `times` those of a profile or of a data sheet."""
+    """Predict the first window. `jobs` are the attached jobs; `times` come from a profile or a data sheet."""
     times = replace(times, step=times.step.plus(choice.unhidden_steps))
     first = first_window(choice, jobs, lambda name, rounds: course(name, rounds, True))
     evaluating = any(isinstance(action, Evaluate) for action, _ in first.program.compute())
@@ -122,8 +123,8 @@ def _forecast(window: FirstWindow, timeline: Timeline) -> Forecast:
 def _alternatives(
     choice: Choice, jobs: Sequence[JobShape], course: CourseOf, times: StageTimes
 ) -> list[Forecast]:
-    """Each job by itself on the same layout: microbatch after microbatch, and in a pipeline by 1F1B. Few
-    rounds stand for all."""
+    """Return forecasts of each job alone on the same layout: microbatch after microbatch, and in a pipeline
+    by 1F1B. A few rounds represent all."""
     parts = []
     for job in jobs:
         alone = first_window(
@@ -140,7 +141,7 @@ def _alternatives(
 
 
 def _scaled(one: Forecast, whole: Forecast) -> Forecast:
-    """As if it had all the tokens of a window."""
+    """Return the forecast scaled to all the tokens of a window."""
     factor = whole.tokens / one.tokens
     return replace(
         one,
@@ -153,7 +154,8 @@ def _scaled(one: Forecast, whole: Forecast) -> Forecast:
 
 
 def in_turn(parts: Sequence[Forecast]) -> Forecast:
-    """Runs that follow one another, each over an empty pipeline; the name is that of the first."""
+    """Return the forecast of runs that follow one another, each filling an empty pipeline; the first run
+    gives the name."""
     return Forecast(
         name=parts[0].name,
         seconds=sum(part.seconds for part in parts),
@@ -169,7 +171,7 @@ def in_turn(parts: Sequence[Forecast]) -> Forecast:
 
 
 def shared_groups(program: Program) -> tuple[tuple[str, ...], ...]:
-    """Jobs that meet in microbatches, directly or by way of others."""
+    """Return groups of jobs that share microbatches, directly or through other jobs."""
     groups: list[set[str]] = []
     for microbatch in program.microbatches:
         met = set(microbatch.jobs)

@@ -1,7 +1,7 @@
-"""What a run will do first: its layout, who is aboard, and what the first window takes.
+"""Prediction of a run's start: its layout, the attached jobs, and the cost of the first window.
 
-`weftune plan` writes it with its other numbers and `weftune train` beside its records before it begins: both
-from the same choice and the same planner, so that the two can be compared.
+`weftune plan` writes it with its other numbers, and `weftune train` writes it with its records before it
+begins. Both use the same choice and the same planner, so that the two can be compared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from weftune.plan.window.window import Pacing, plan_window
 def promise_numbers(
     layout: Layout, program: Program, shapes: JobShapes, promise: Promise, taken: int
 ) -> dict[str, Any]:
-    """As JSON. `taken` bytes are not the run's own: what processes hold before anything is loaded."""
+    """Return the prediction as JSON. `taken` are the bytes that processes hold before anything of the run is
+    loaded."""
     return {
         "layout": {
             "stages": [
@@ -72,8 +73,8 @@ def first_window(
     course: Callable[[str, int], Course],
     order: PipelineOrder | None = None,
 ) -> FirstWindow:
-    """The window that a run begins with. `course` makes a job's part of it, of so many rounds; a pipeline
-    runs in another `order` than its own only for comparison."""
+    """Return the window that a run begins with. `course` returns a job's part of it for a number of rounds;
+    `order` replaces a pipeline's own order, for comparison only."""
     memory, shapes = choice.memory, {job.name: job for job in aboard}
     recompute = memory.recompute(aboard, choice.capacity)
     capacity = memory.capacity(aboard, choice.capacity, recompute)
@@ -87,14 +88,15 @@ def first_window(
 
 
 def _pacing(layout: Layout, order: PipelineOrder | None) -> Pacing | None:
-    """As a pipeline is paced before anything was measured."""
+    """Return the pace of a pipeline before anything is measured. None for other layouts."""
     if not layout.pipelined:
         return None
     return Pacing(tuple(guessed_pace(stage.count) for stage in layout.stages), order, SPARE)
 
 
 def _price(choice: Choice, shapes: Mapping[str, JobShape]) -> Callable[[Program], float | None] | None:
-    """Several workers are simulated."""
+    """Return a function that simulates a program on several workers. None for one worker, which uses the time
+    model."""
     if choice.layout.workers * choice.layout.replicas == 1:
         return None
     return partial(choice.seconds_of, shapes=shapes)

@@ -1,4 +1,4 @@
-"""What a cluster makes of jobs whose base fits each device: a share of them on each, and what each takes."""
+"""Forecast for a cluster whose devices can each hold the base: each device runs a share of the jobs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from weftune.plan.outlook.forecast import Foreseen
 class ShareOutlook:
     shares: tuple[DeviceShare, ...]
     parts: tuple[Foreseen, ...]
-    """Of each share, what its device begins with."""
+    """Predicted first window of each share's device."""
 
     @property
     def tokens_per_second(self) -> float:
-        """While all of them are at work."""
+        """Tokens per second while all devices are running."""
         return sum(part.forecast.tokens_per_second for part in self.parts)
 
 
@@ -28,7 +28,8 @@ def share_outlook(
     devices: int,
     alone: Callable[[Sequence[JobShape]], Foreseen],
 ) -> ShareOutlook:
-    """`seconds` of each job's whole run divide them; `alone` foresees one device with a share."""
+    """Return the forecast of jobs divided by the `seconds` of their whole runs; `alone` predicts one device
+    with a share."""
     sources = {job.name: job.starts_from for job in jobs}
     shares = [share for share in share_jobs(seconds, devices, sources) if share.jobs]
     parts = [alone([job for job in jobs if job.name in share.jobs]) for share in shares]

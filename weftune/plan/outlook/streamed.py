@@ -1,4 +1,4 @@
-"""A base that is streamed as a run would have it: what a round takes, and what other ways would take."""
+"""Forecast of a streamed base: the time of a round, and the time of alternatives."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from weftune.plan.program.timeline import Timeline
 class StreamOutlook:
     choice: Choice
     case: StreamCase
-    """That the choice was made in."""
+    """Streaming case for which the choice was made."""
     forecast: Forecast
-    """Of a round: a global batch of every job that the choice was made for, the longest samples in it."""
+    """Forecast of a round: one global batch of every job that the choice was made for, including the longest
+    samples."""
     alternatives: tuple[Forecast, ...]
 
     @property
@@ -34,7 +35,8 @@ class StreamOutlook:
 
     @property
     def uploaded_bytes(self) -> int:
-        """Of layers in a round: stages in the slots are still there where it turns and where it ends."""
+        """Bytes of layers uploaded per round: stages in the slots are still present when the round turns and
+        when it ends."""
         layout, layers = self.choice.layout, 0
         for worker in range(self.workers):
             own = layout.on(worker)
@@ -53,7 +55,7 @@ def stream_outlook(choice: Choice) -> StreamOutlook:
 
 
 def case_of(choice: Choice, together: Sequence[JobShape]) -> StreamCase:
-    """What the choice was made in, for these jobs."""
+    """Return the streaming case of the choice for these jobs."""
     assert choice.place is not None, "it is streamed"
     tokens = max(sum(job.batch_tokens for job in together), longest(together))
     layout = choice.layout
@@ -70,7 +72,7 @@ def case_of(choice: Choice, together: Sequence[JobShape]) -> StreamCase:
 
 
 def _round(case: StreamCase, layout: Layout) -> Forecast:
-    """By the recurrence that the choice is made by."""
+    """Predict a round by the recurrence with which the choice was made."""
     draft = draft_of(layout)
     seconds, unhidden, need = case.seconds(draft), case.unhidden(draft), case.device_bytes(draft)
     return Forecast(
@@ -95,7 +97,7 @@ class _Other:
 
 
 def _plain(case: StreamCase, layout: Layout) -> Iterator[_Other]:
-    """Mobius's two plain cuts on one device, each with the slots that suit it best, where they fit."""
+    """Yield Mobius's two simple cuts on one device, each with its best number of slots, if they fit."""
     if layout.workers > 1:
         return
     for name, drafts in (("largest stages", largest_drafts), ("smallest stages", smallest_drafts)):
@@ -106,7 +108,8 @@ def _plain(case: StreamCase, layout: Layout) -> Iterator[_Other]:
 
 
 def ablate_streams(found: StreamOutlook) -> tuple[Ablation, ...]:
-    """Other cuts, nothing loaded ahead, nothing resident; all else as it was chosen, where it fits so."""
+    """Return the cost of other cuts, of no prefetch and of no resident stages; all else stays as chosen, and
+    layouts that do not fit are omitted."""
     layout = found.choice.layout
     others = list(_plain(found.case, layout))
     if max(layout.slots) > 1:
@@ -127,8 +130,8 @@ def ablate_streams(found: StreamOutlook) -> tuple[Ablation, ...]:
 
 
 def round_timeline(case: StreamCase, layout: Layout, program: Program) -> Timeline:
-    """A window on paper: passes and Loads, at the speeds that the choice was made by. What travels for Steps
-    and inputs that are offloaded take no time in it."""
+    """Simulate the passes and Loads of a window at the speeds with which the choice was made. Transfers for
+    Steps and of offloaded inputs take no time in it."""
     sizes = [stage.count for stage in layout.stages]
     by_rows = {rows: _passes(case, sizes, rows) for rows in {one.rows for one in program.microbatches}}
     prices = Prices(
@@ -140,6 +143,6 @@ def round_timeline(case: StreamCase, layout: Layout, program: Program) -> Timeli
 
 
 def _passes(case: StreamCase, sizes: Sequence[int], rows: int) -> tuple[PassPrice, ...]:
-    """One microbatch on every stage."""
+    """Return the cost of one microbatch on every stage."""
     one = replace(case, round_tokens=rows, capacity=rows)
     return tuple(PassPrice(stage.forward, stage.backward) for stage in one.rounds(sizes))

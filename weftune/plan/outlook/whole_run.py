@@ -1,4 +1,4 @@
-"""How long every job of a run takes, and all of them, from what a round of them takes."""
+"""Time of every job of a run and of the whole run, computed from the time of a round."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 EVALUATED = 0.4
-"""What a token takes that is only evaluated, over one that is trained: a forward without a backward."""
+"""Time of an evaluated token relative to a trained one: a forward without a backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTotal:
-    """What a job's whole run comes to."""
+    """Totals of a job's whole run."""
 
     steps: int
     tokens: float
-    """Of a step, with its share of the evaluations, in tokens that take as long as trained ones."""
+    """Tokens per step with its share of the evaluations, in tokens that take as long as trained ones."""
     state_bytes: int
-    """Its adapter with gradient and optimizer state."""
+    """Bytes of its adapter with gradient and optimizer state."""
     at_least: bool = False
-    """Whether the number of its steps is only known not to be smaller."""
+    """Whether `steps` is only a lower bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class WholeRun:
     ends: Mapping[str, float]
     """Job → seconds from the start of the run to its end."""
     need_bytes: int
-    """On the device that needs most."""
+    """Bytes needed on the device that needs most."""
     budget_bytes: int
 
     @property
@@ -36,11 +36,11 @@ class WholeRun:
 
 
 RoundSeconds = Callable[[Collection[str]], float]
-"""What a round takes, a global batch of each of these jobs."""
+"""Function that returns the seconds of a round, which is one global batch of each of the given jobs."""
 
 
 def tokens_of(batches: Collection[Collection[int]], held_out: int, evaluations: int, steps: int) -> float:
-    """Of a step, as `JobTotal` counts them; `batches` stand for all."""
+    """Return the tokens per step as `JobTotal` counts them; `batches` are representative of all."""
     trained = sum(map(sum, batches)) / max(1, len(batches))
     return trained + EVALUATED * held_out * evaluations / max(1, steps)
 
@@ -48,7 +48,8 @@ def tokens_of(batches: Collection[Collection[int]], held_out: int, evaluations: 
 def endings(
     totals: Mapping[str, JobTotal], aboard: Iterable[str], waiting: Iterable[str], seconds: RoundSeconds
 ) -> dict[str, float]:
-    """Job → seconds from the start of the run to its end. Whoever waits comes aboard when another ends."""
+    """Return a mapping of job → seconds from the start of the run to its end. A waiting job is admitted when
+    another ends."""
     left = {name: totals[name].steps for name in aboard}
     queue, now, ends = list(waiting), 0.0, {}
     while left:
@@ -65,5 +66,5 @@ def endings(
 
 
 def at_rate(totals: Mapping[str, JobTotal], tokens_per_second: float) -> RoundSeconds:
-    """Where a round takes as long as its tokens do."""
+    """Return a function for the seconds of a round whose time is proportional to its tokens."""
     return lambda names: sum(totals[name].tokens for name in names) / tokens_per_second

@@ -1,8 +1,8 @@
-"""The best packing that can be had at a bounded price, and how it was found.
+"""The best packing within a bounded effort, and how it was found.
 
-Best fit first; where it needs more microbatches than the bound, exchanges, random repacking of a few bins
-and, on small instances, the solver. All are limited by counts, not by seconds: a packing is a pure function
-of its input (and, where the solver decides, of the solver's version).
+Best fit runs first. If it needs more microbatches than the bound, exchanges, random repacking of a few bins
+and, on small instances, the solver follow. All are limited by counts, not by seconds, so a packing is a pure
+function of its input (and, if the solver decides, of the solver's version).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ FOUND_BY = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a packing may cost."""
+    """Limits on the effort of a packing."""
 
     tries: int = 4000
-    """Exchanges between two bins."""
+    """Maximum number of exchanges between two bins."""
     kicks: int = 400
-    """Random repackings of a few bins."""
+    """Maximum number of random repackings of a few bins."""
     solver_cells: int = 64 * 8
-    """Samples times bins; larger instances the solver cannot decide in time."""
+    """Maximum of samples times bins for the solver, which cannot decide larger instances in time."""
     room_cells: int = 12 * 12
-    """The same where the number of bins is settled and only room is to be gained."""
+    """Maximum of samples times bins for the solver if the number of bins is fixed and only room is gained."""
     solver_nodes: int = 60
 
 
@@ -49,25 +49,25 @@ LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Microbatches as indices of samples, the fullest first, and what they are worth."""
+    """Microbatches as indices of samples, the fullest first, and the quality of the packing."""
 
     bins: tuple[tuple[int, ...], ...]
     greedy: int
-    """How many best fit alone needs."""
+    """Number of microbatches that best fit alone needs."""
     bound: int
-    """No packing has fewer; the fewest possible may still be more."""
+    """Lower bound on the number of microbatches; the fewest possible may be more."""
     emptiest: int
     """Rows of the least full microbatch, which is the last."""
     how: How
     proven: bool
-    """Whether fewer cannot do, by the bound or by the solver."""
+    """Whether the bound or the solver proves that fewer microbatches are impossible."""
 
     @property
     def count(self) -> int:
         return len(self.bins)
 
     def why(self) -> str:
-        """One sentence for a reader of the plan."""
+        """Return one sentence for a reader of the plan."""
         known = "fewer cannot do" if self.proven else f"the bound is {self.bound}"
         return (
             f"{self.count} microbatches, found by {FOUND_BY[self.how]}; "
@@ -83,9 +83,10 @@ def pack_best(
     leave_room: bool = False,
     limits: Limits = LIMITS,
 ) -> Packing:
-    """Never more microbatches than best fit; with `leave_room` also the least in the last, for a merge.
+    """Pack into at most as many microbatches as best fit. With `leave_room`, also minimise the last, for a
+    merge.
 
-    `multiple` pads each job's rows in a microbatch, `jobs` says whose each sample is (all of one without it).
+    `multiple` pads each job's rows in a microbatch; `jobs` gives the job of each sample (one job without it).
     """
     return pack_instance(instance(lengths, capacity, multiple, jobs), leave_room, limits)
 
@@ -93,7 +94,8 @@ def pack_best(
 def pack_many(
     cases: Sequence[Instance], leave_room: bool = False, limits: Limits = LIMITS, pool: Executor | None = None
 ) -> list[Packing]:
-    """One packing for each global batch; with a `pool` several at a time, to the same result."""
+    """Return one packing per global batch. With a `pool`, several are packed at a time, to the same
+    result."""
     one = partial(pack_instance, leave_room=leave_room, limits=limits)
     if pool is None:
         return [one(case) for case in cases]
@@ -102,9 +104,9 @@ def pack_many(
 
 
 def packers(count: int) -> ProcessPoolExecutor:
-    """Processes for `pack_many`: make them once and use them for every window.
+    """Return processes for `pack_many`. Create them once and use them for every window.
 
-    Spawned, not forked, since the caller may hold threads and a GPU.
+    They are spawned, not forked, since the caller may hold threads and a GPU.
     """
     return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
 
@@ -132,7 +134,7 @@ def pack_instance(case: Instance, leave_room: bool = False, limits: Limits = LIM
 
 
 class _Attempt:
-    """A packing under improvement; `how` names what last made it better."""
+    """A packing under improvement; `how` names what last improved it."""
 
     def __init__(self, case: Instance, fewest: int, limits: Limits, bins: Bins) -> None:
         self.case, self.fewest, self.limits, self.bins = case, fewest, limits, bins
@@ -155,14 +157,14 @@ class _Attempt:
         self._keep(solved.bins, "solver")
 
     def leave_room(self) -> None:
-        """Empty the last microbatch as far as it lets in a sample more than before."""
+        """Empty the last microbatch if that makes room for at least one more sample."""
         if self._gain():
             self.swap()
         if self._gain() and self.solvable(self.limits.room_cells):
             self._keep(milp.emptiest_bin(self.case, self.bins, self.limits.solver_nodes).bins, "solver")
 
     def _gain(self) -> bool:
-        """Whether the least full bin may hold less by a sample: less than that makes room for none."""
+        """Return whether the least full bin may shrink by a sample or more: less makes room for none."""
         shortest = min(self.case.lengths, default=1)
         spare = emptiest(self.case, self.bins) - least_possible(self.case, len(self.bins))
         return spare >= shortest

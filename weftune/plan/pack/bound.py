@@ -1,4 +1,4 @@
-"""How few microbatches could do, proven without packing: the lower bound L2 of Martello and Toth."""
+"""Lower bound on the number of microbatches, proven without packing: L2 of Martello and Toth."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weftune.plan.pack.instance import Instance, instance
 
 
 def bound(lengths: Sequence[int], capacity: int, multiple: int = 1, jobs: Sequence[int] | None = None) -> int:
-    """No packing needs fewer microbatches than this, where each job's rows are padded to `multiple`."""
+    """Return a lower bound on the number of microbatches if each job's rows are padded to `multiple`."""
     return bound_of(instance(lengths, capacity, multiple, jobs))
 
 
@@ -21,10 +21,10 @@ def bound_of(case: Instance) -> int:
 
 
 def _l2(lengths: Sequence[int], capacity: int) -> int:
-    """The largest of the bounds that each smallest length worth counting gives.
+    """Return the largest of the bounds given by each smallest length worth counting.
 
     Samples longer than half a microbatch each need their own. Of the others, those shorter than `smallest`
-    are left out, and so is the room beside a long sample where `smallest` does not fit.
+    are ignored, and so is the room beside a long sample where `smallest` does not fit.
     """
     ordered = sorted(lengths)
     sums = [0, *accumulate(ordered)]

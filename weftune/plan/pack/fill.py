@@ -1,4 +1,4 @@
-"""One microbatch filled as far as a pool of samples allows: subset sums, kept as the bits of an integer."""
+"""Filling of one microbatch as far as a pool of samples allows: subset sums as the bits of an integer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from weftune.plan.pack.instance import Instance
 
 
 def fullest(case: Instance, pool: Sequence[int], room: int) -> list[int]:
-    """The samples of `pool` that put the most tokens into `room` rows; of equals, those with longer samples.
+    """Return the samples of `pool` that put the most tokens into `room` rows; among equals, longer samples.
 
-    Longer ones first, because short ones are easier to place later.
+    Longer samples are preferred because short ones are easier to place later.
     """
     if len({case.jobs[index] for index in pool}) <= 1:
         sums = _Sums(case, pool, room // case.multiple * case.multiple)
@@ -21,7 +21,7 @@ def fullest(case: Instance, pool: Sequence[int], room: int) -> list[int]:
 
 
 class _Sums:
-    """Every sum that samples of `pool` can have, up to `room`: bit n of `reach[k]` is set if the k shortest
+    """All sums that samples of `pool` can have, up to `room`: bit n of `reach[k]` is set if the k shortest
     samples have a subset of n tokens."""
 
     def __init__(self, case: Instance, pool: Sequence[int], room: int) -> None:
@@ -35,11 +35,11 @@ class _Sums:
             self.reach.append((before | before << case.lengths[index]) & mask)
 
     def most(self, room: int) -> int:
-        """The largest sum of at most `room`."""
+        """Return the largest sum of at most `room`."""
         return (self.reach[-1] & ((1 << (room + 1)) - 1)).bit_length() - 1
 
     def chosen(self, tokens: int) -> list[int]:
-        """Samples that make exactly `tokens`."""
+        """Return samples with exactly `tokens` tokens in total."""
         taken = []
         for place in range(len(self.order) - 1, -1, -1):
             rest = tokens - self.lengths[self.order[place]]
@@ -51,12 +51,13 @@ class _Sums:
 
 
 def _fullest_of_jobs(case: Instance, pool: Sequence[int], room: int) -> list[int]:
-    """The same where each job is padded: how many multiples of rows each job gets, by dynamic programming."""
+    """Return the fullest choice if each job is padded: dynamic programming over the multiples of rows that
+    each job gets."""
     units = room // case.multiple
     jobs: dict[int, list[int]] = {}
     for index in pool:
         jobs.setdefault(case.jobs[index], []).append(index)
-    tokens = np.zeros(units + 1, dtype=np.int64)  # the most in so many units, by the jobs so far
+    tokens = np.zeros(units + 1, dtype=np.int64)  # most tokens per number of units, by the jobs so far
     sums, shares = [], []
     for job in sorted(jobs):
         of_job = _Sums(case, jobs[job], units * case.multiple)

@@ -1,6 +1,6 @@
-"""Jobs in groups whose rounds alternate, so that a job's batches lie far enough apart in a pipeline.
+"""Groups of jobs whose rounds alternate, so that a job's batches are far enough apart in a pipeline.
 
-With several stages a job's next batch must wait until the last microbatch of the one before has come back
+With several stages, a job's next batch must wait until the last microbatch of the previous one has come back
 (the bubble lemma). Rounds of other groups fill that wait.
 """
 
@@ -12,26 +12,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class JobLengths:
-    """What grouping must know of a job."""
+    """The lengths of a job that grouping depends on."""
 
     job: str
     mean: float
-    """Tokens of its samples, on average."""
+    """Average tokens per sample."""
     tokens: int
-    """Tokens of one global batch."""
+    """Tokens per global batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
     groups: tuple[tuple[str, ...], ...]
-    """In the order in which their rounds run."""
+    """Jobs of each group, in the order in which the groups' rounds run."""
     microbatches: tuple[int, ...]
-    """How many each group's round needs at least."""
+    """Minimum number of microbatches in each group's round."""
     waits: int
-    """No-ops per round of all groups."""
+    """Number of no-ops per round of all groups."""
 
     def why(self, stages: int) -> str:
-        """One sentence for a reader of the plan."""
+        """Return one sentence for a reader of the plan."""
         return (
             f"{len(self.groups)} groups take turns on {stages} stages: a round of all is "
             f"{sum(self.microbatches)} microbatches and {self.waits} no-ops"
@@ -39,7 +39,8 @@ class Grouping:
 
 
 def earliest(last: int, stages: int) -> int:
-    """The bubble lemma: the first microbatch for batch j+1 of a job whose batch j ends in microbatch `last`.
+    """Return the first microbatch allowed for batch j+1 of a job whose batch j ends in `last` (the bubble
+    lemma).
 
     In plain 1F1B the first stage runs the backward of microbatch k right before the forward of k + `stages`.
     """
@@ -47,16 +48,17 @@ def earliest(last: int, stages: int) -> int:
 
 
 def waits(microbatches: Sequence[int], stages: int) -> int:
-    """No-ops per round where groups with so many microbatches each take turns.
+    """Return the no-ops per round if groups with these numbers of microbatches take turns.
 
-    Between two rounds of a group lie those of all others; the lemma wants `stages` − 1 microbatches there.
+    The rounds of all others lie between two rounds of a group; the lemma requires `stages` − 1 microbatches
+    there.
     """
     between = min((sum(microbatches) - own for own in microbatches), default=stages)
     return max(0, stages - 1 - between)
 
 
 def head_tail(jobs: Sequence[JobLengths], count: int) -> tuple[tuple[JobLengths, ...], ...]:
-    """`count` groups of pairs, each a job with short samples and one with long, so that all are alike."""
+    """Return `count` similar groups of pairs, each a job with short samples and one with long samples."""
     assert 1 <= count <= len(jobs), "every group has a job"
     ordered = sorted(jobs, key=lambda job: (job.mean, job.job))
     groups: list[list[JobLengths]] = [[] for _ in range(count)]
@@ -71,9 +73,10 @@ def head_tail(jobs: Sequence[JobLengths], count: int) -> tuple[tuple[JobLengths,
 
 
 def group(jobs: Sequence[JobLengths], capacity: int, stages: int) -> Grouping:
-    """The head-tail grouping with the fewest microbatches and no-ops in a round; of equals the fewest groups.
+    """Return the head-tail grouping with the fewest microbatches and no-ops per round, then the fewest
+    groups.
 
-    Fewer groups pack better; more leave less to wait for. On one stage all jobs form one group.
+    Fewer groups pack better; more groups leave less to wait for. On one stage all jobs form one group.
     """
     assert jobs, "there is a job to group"
     choices = [_grouping(head_tail(jobs, count), capacity, stages) for count in range(1, len(jobs) + 1)]

@@ -1,4 +1,4 @@
-"""What is to be packed: lengths of samples, whose they are, and how much a microbatch takes."""
+"""A packing problem: the lengths of samples, the job of each sample, and the capacity of a microbatch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class Instance:
 
     lengths: tuple[int, ...]
     jobs: tuple[int, ...]
-    """The job of each sample, as a number; all 0 where nothing is padded, since it matters to none then."""
+    """Job of each sample, as a number; all 0 if nothing is padded, since the job does not matter then."""
     capacity: int
-    """A multiple of `multiple`: padded rows could not use the rest."""
+    """Rows per microbatch, a multiple of `multiple`: padded rows could not use the rest."""
     multiple: int
 
     def tokens(self, chosen: Iterable[int]) -> int:
         return sum(map(self.lengths.__getitem__, chosen))
 
     def load(self, chosen: Iterable[int]) -> int:
-        """The rows of a microbatch with these samples, padding included."""
+        """Return the rows of a microbatch with these samples, including padding."""
         if self.multiple == 1:
             return self.tokens(chosen)
         rows: dict[int, int] = {}
@@ -34,14 +34,14 @@ class Instance:
 
     @property
     def rows(self) -> int:
-        """The fewest rows in which all samples can lie: each job padded once."""
+        """Fewest rows that can hold all samples, with each job padded once."""
         return self.load(range(len(self.lengths)))
 
 
 def instance(
     lengths: Sequence[int], capacity: int, multiple: int = 1, jobs: Sequence[int] | None = None
 ) -> Instance:
-    """An Instance; without `jobs` all samples are of one."""
+    """Return an Instance. Without `jobs`, all samples belong to one job."""
     assert jobs is None or len(jobs) == len(lengths), "every sample has a job"
     usable = capacity // multiple * multiple
     assert all(0 < length <= usable for length in lengths), "a sample is longer than the capacity"

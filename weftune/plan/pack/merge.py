@@ -1,7 +1,7 @@
-"""Rounds of packed microbatches laid one after another, the room at a round's end filled from the next.
+"""Rounds of packed microbatches laid out one after another, the room at a round's end filled from the next.
 
-A round is one global batch of every job of a group. What is laid out obeys the bubble lemma; where nothing
-else may run, a no-op (a microbatch without samples) holds the place.
+A round is one global batch of every job of a group. The sequence obeys the bubble lemma; where nothing else
+may run, it has a no-op (a microbatch without samples).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weftune.plan.program.program import IllegalProgram
 
 @dataclass(frozen=True, slots=True)
 class BatchSample:
-    """A sample, and the global batch of the job that it belongs to."""
+    """A sample, with its job and the global batch that it belongs to."""
 
     job: str
     batch: int
@@ -38,16 +38,16 @@ class Merged:
 
     microbatches: tuple[Microbatch, ...]
     moved: int
-    """Samples that run in the round before their own."""
+    """Number of samples that run in the round before their own."""
     packed: int
-    """Microbatches that the rounds need each for itself."""
+    """Number of microbatches if each round is packed by itself."""
 
     @property
     def no_ops(self) -> int:
         return sum(not microbatch for microbatch in self.microbatches)
 
     def why(self) -> str:
-        """One sentence for a reader of the plan."""
+        """Return one sentence for a reader of the plan."""
         return (
             f"{len(self.microbatches) - self.no_ops} microbatches and {self.no_ops} no-ops, where the rounds "
             f"each for itself need {self.packed}: {self.moved} samples moved into the round before theirs"
@@ -68,10 +68,11 @@ def merge(
     before: Sequence[Microbatch] = (),
     shift: bool = True,
 ) -> Merged:
-    """The rounds in order; `before` are the last microbatches of the window that went before, as they stand.
+    """Lay out the rounds in order. `before` are the last microbatches of the previous window, which do not
+    change.
 
-    Without `shift` no sample leaves its round. With it samples do, unless that needs more places in all: a
-    round that became shorter may bring a later batch too close, which costs no-ops.
+    Without `shift` no sample leaves its round. With it samples do, unless that needs more positions in total:
+    a shorter round may bring a later batch too close, which costs no-ops.
     """
     alone = [_pack(samples, rules) for samples in rounds]
     plain = _lay(rounds, alone, rules, before, shift=False)
@@ -115,7 +116,7 @@ def _lay(
     before: Sequence[Microbatch],
     shift: bool,
 ) -> Merged:
-    """`alone` are the microbatches of each round by itself."""
+    """Lay out the rounds. `alone` are the microbatches of each round packed by itself."""
     line = _Line(rules, before)
     moved = 0
     for samples, packed in zip(rounds, alone, strict=True):
@@ -134,7 +135,7 @@ def _lay(
 
 
 class _Line:
-    """Microbatches laid so far, and where each job's batches ended."""
+    """Microbatches laid out so far, and the position at which each job's batches ended."""
 
     def __init__(self, rules: MergeRules, before: Sequence[Microbatch]) -> None:
         self.rules = rules
@@ -144,7 +145,7 @@ class _Line:
             self._append(microbatch)
 
     def fitting(self, samples: Sequence[BatchSample]) -> list[BatchSample]:
-        """What of `samples` fills the last microbatch best, among those that may run there."""
+        """Return those of `samples` that fill the last microbatch best, among those that may run there."""
         last = self.microbatches[-1]
         place = len(self.microbatches) - 1
         free = [one for one in samples if self._may_run(one, place)]
@@ -157,7 +158,8 @@ class _Line:
             self.ends[one.job, one.batch] = len(self.microbatches) - 1
 
     def lay(self, microbatches: Sequence[Microbatch]) -> None:
-        """All of a round: at each place the first that may run there, so that few no-ops are needed."""
+        """Lay out a whole round: at each position the first microbatch that may run there, so that few no-ops
+        are needed."""
         left = list(microbatches)
         while left:
             place = len(self.microbatches)
@@ -183,7 +185,7 @@ def _pack(samples: Sequence[BatchSample], rules: MergeRules) -> list[Microbatch]
 
 @lru_cache(maxsize=1024)
 def _packing(case: Instance, limits: Limits) -> Packing:
-    """Kept, since ways that are compared often hold the same rounds."""
+    """Return a packing, cached since the plans that are compared often contain the same rounds."""
     return pack_instance(case, leave_room=True, limits=limits)
 
 

@@ -21,7 +21,7 @@ class Solved:
 
 
 def available() -> bool:
-    """Whether the solver is installed; packing works without it."""
+    """Return whether the solver is installed; packing works without it."""
     try:
         import highspy  # noqa: F401
     except ImportError:
@@ -30,9 +30,9 @@ def available() -> bool:
 
 
 def fewest_bins(case: Instance, bins: Bins, fewest: int, nodes: int) -> Solved:
-    """At most as many bins as given, at least `fewest`; the given ones are where the solver starts.
+    """Minimise the number of bins, at least `fewest` and at most as many as given, starting from those.
 
-    The search ends after `nodes` nodes, never by the clock: so the answer depends on nothing but the input.
+    The search ends after `nodes` nodes, never by the clock, so the answer depends only on the input.
     """
     model = _Model(case, len(bins))
     used = [model.column(cost=1.0, least=float(place < fewest)) for place in range(len(bins))]
@@ -44,9 +44,9 @@ def fewest_bins(case: Instance, bins: Bins, fewest: int, nodes: int) -> Solved:
 
 
 def emptiest_bin(case: Instance, bins: Bins, nodes: int) -> Solved:
-    """As many bins as given, with the least in one of them.
+    """Minimise the rows in one bin, with as many bins as given.
 
-    Which of them is the emptiest does not matter, so one is named and minimised: the last.
+    It does not matter which of them is the emptiest, so one is named and minimised: the last.
     """
     loads = [case.load(chosen) for chosen in bins]
     emptiest = loads.index(min(loads))
@@ -55,7 +55,7 @@ def emptiest_bin(case: Instance, bins: Bins, nodes: int) -> Solved:
     model = _Model(case, len(bins), named)
     for place in range(named):
         model.row(-np.inf, float(case.capacity), model.rows_in(place))
-    # At most what it holds already: so it is never made fuller.
+    # At most what it holds already, so that it never becomes fuller.
     model.row(-np.inf, float(loads[emptiest]), model.rows_in(named))
     for column, rows in model.rows_in(named):
         model.cost[column] = rows
@@ -67,16 +67,17 @@ def _by_length(case: Instance) -> list[int]:
 
 
 def _in_order(case: Instance, bins: Bins) -> Bins:
-    """Bins by their longest sample, so that the s-th longest lies in one of the first s."""
+    """Sort bins by their longest sample, so that the s-th longest lies in one of the first s."""
     position = {index: place for place, index in enumerate(_by_length(case))}
     return sorted(bins, key=lambda chosen: min(position[index] for index in chosen))
 
 
 class _Model:
-    """Which sample goes into which bin, and how many multiples of rows a job has there (the paper's x and k).
+    """The integer program: which sample goes into which bin, and how many multiples of rows a job has there
+    (the paper's x and k).
 
-    Bins are alike, so the s-th longest sample is allowed the first s only: any packing can be numbered so. A
-    named bin is not like the others and stays open to all.
+    Bins are alike, so the s-th longest sample may use only the first s: any packing can be numbered this way.
+    A named bin differs from the others and stays open to all samples.
     """
 
     def __init__(self, case: Instance, count: int, named: int | None = None) -> None:
@@ -86,8 +87,8 @@ class _Model:
         self.limits: list[tuple[float, float]] = []
         self.bounds: list[tuple[float, float]] = []
         self.rows: list[list[Entry]] = []
-        self.held: list[dict[int, int]] = [{} for _ in range(count)]  # of each bin: sample -> column
-        self.multiples: list[dict[int, int]] = [{} for _ in range(count)]  # of each bin: job -> column
+        self.held: list[dict[int, int]] = [{} for _ in range(count)]  # per bin: sample -> column
+        self.multiples: list[dict[int, int]] = [{} for _ in range(count)]  # per bin: job -> column
         for position, index in enumerate(_by_length(case)):
             places = [place for place in range(count) if place <= position or place == named]
             for place in places:
@@ -98,7 +99,7 @@ class _Model:
                 self._pad(place)
 
     def column(self, cost: float = 0.0, least: float = 0.0, most: float = 1.0) -> int:
-        """A new whole-numbered variable."""
+        """Add an integer variable and return its index."""
         self.cost.append(cost)
         self.limits.append((least, most))
         return len(self.cost) - 1
@@ -108,13 +109,13 @@ class _Model:
         self.rows.append(entries)
 
     def rows_in(self, place: int) -> list[Entry]:
-        """The rows of a bin, padding included, as a sum over columns."""
+        """Return the rows of a bin, including padding, as a sum over columns."""
         if self.case.multiple > 1:
             return [(column, float(self.case.multiple)) for column in self.multiples[place].values()]
         return [(column, float(self.case.lengths[index])) for index, column in self.held[place].items()]
 
     def start(self, bins: Bins) -> dict[int, float]:
-        """The columns that are not 0 in a packing."""
+        """Return column → value for the columns that are not 0 in a packing."""
         values: dict[int, float] = {}
         for place, chosen in enumerate(bins):
             values |= {self.held[place][index]: 1.0 for index in chosen}

@@ -1,4 +1,4 @@
-"""Samples to microbatches, greedily: the longest first, each into the fullest microbatch with room for it."""
+"""Greedy packing of samples into microbatches: longest first, each into the fullest microbatch with room."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weftune.plan.pack.instance import Bins, Instance, padded
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of `lengths` in bins of at most `capacity`, by best fit decreasing."""
+    """Return indices of `lengths` in bins of at most `capacity`, by best fit decreasing."""
     assert all(length <= capacity for length in lengths), "a sample is longer than the capacity"
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room left, bin), ascending
@@ -26,19 +26,19 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def pack_padded(case: Instance) -> Bins:
-    """The same where each job's rows are padded: a sample costs a bin only the rows that it adds to it."""
+    """Pack by best fit decreasing with padding per job: a sample costs a bin only the rows that it adds."""
     if case.multiple == 1:
         return pack(case.lengths, case.capacity)
     bins: Bins = []
     loads: list[int] = []
-    rows: list[dict[int, int]] = []  # of each bin: job -> its tokens
+    rows: list[dict[int, int]] = []  # per bin: job -> its tokens
     for index in sorted(range(len(case.lengths)), key=lambda i: -case.lengths[i]):
         job, length = case.jobs[index], case.lengths[index]
         best, best_key = len(bins), (0, 0)
         for place, load in enumerate(loads):
             held = rows[place].get(job, 0)
             after = load + padded(held + length, case.multiple) - padded(held, case.multiple)
-            # The fullest afterwards; of equals the one that grows least, since padding is then used up.
+            # Take the fullest afterwards; among equals the one that grows least, which uses up padding.
             if after <= case.capacity and (after, load) > best_key:
                 best, best_key = place, (after, load)
         if best == len(bins):

@@ -1,4 +1,4 @@
-"""Samples of several jobs to microbatches that they share, on a ladder of sizes where passes are captured."""
+"""Packing of samples of several jobs into shared microbatches, on a ladder of sizes for captured passes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from weftune.plan.pack.best import Limits, Packing, pack_best
 from weftune.plan.program.program import MicrobatchPlan, PlacedSample, SegmentPlan, kept_together
 
 QUICK = Limits(kicks=50, solver_cells=0, room_cells=0)
-"""Without the solver: a window is planned while the one before it runs, and alike on every machine."""
+"""Limits without the solver: a window is planned while the previous one runs, and alike on every machine."""
 
 
 def rung(tokens: int) -> int:
-    """The next size on the ladder: sixteen rungs between a power of two and the next, none below 128."""
+    """Return the next size on the ladder: sixteen rungs from a power of two to the next, none below 128."""
     step = max(128, 1 << max(0, tokens.bit_length() - 5))
     return -(-tokens // step) * step
 
 
 def level(lengths: Sequence[int], capacity: int) -> int:
-    """The lowest rung on which as few microbatches do as at full capacity: they are then evenly full."""
+    """Return the lowest rung that needs as few microbatches as full capacity, which fills them evenly."""
     if not lengths:
         return capacity
     fewest = _pack(lengths, capacity).count
@@ -32,10 +32,10 @@ def level(lengths: Sequence[int], capacity: int) -> int:
 def pack_segments(
     segments: Iterable[SegmentPlan], capacity: int, ladder: bool = False
 ) -> list[MicrobatchPlan]:
-    """Microbatches that share the samples of all `segments`; in each, a job's samples stay together, and the
-    samples of a group share one.
+    """Return microbatches that share the samples of all `segments`. In each, a job's samples stay together,
+    and the samples of a group share one microbatch.
 
-    With a `ladder`, each is to be padded to a rung.
+    With a `ladder`, each microbatch is to be padded to a rung.
     """
     segments = list(segments)
     pieces = [

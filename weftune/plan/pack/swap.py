@@ -1,4 +1,4 @@
-"""Samples exchanged between microbatches, to fill the fuller ones and in the end to empty the emptiest."""
+"""Exchange of samples between microbatches, to fill the fuller ones and in the end to empty the emptiest."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from weftune.plan.pack.fill import fullest
 from weftune.plan.pack.instance import Bins, Instance
 
 SHAKEN = 5
-"""Bins packed anew together: the best of 3, 4 and 5 on lengths of which two or three fill one."""
+"""Number of bins repacked together: the best of 3, 4 and 5 on lengths of which two or three fill a bin."""
 KEPT = 0.6
-"""The share of samples that a bin is first filled from."""
+"""Share of samples that a bin is first filled from."""
 LOSS = 0.005
-"""How much of their sum of squares bins packed anew may lose and still be gone on from."""
+"""Share of their sum of squares that repacked bins may lose and still be accepted."""
 
 
 def swap(case: Instance, bins: Bins, fewest: int, tries: int) -> Bins:
-    """Never more bins than given; where they are as many, the emptiest is at most as full.
+    """Exchange samples between bins. There are never more, and if as many, the emptiest is at most as full.
 
-    Of two bins the fuller takes what fills it best from both, if it then holds more than either did. So the
-    sum of squared tokens grows with every exchange, and the search ends; `tries` ends it sooner. It also ends
-    when `fewest` bins remain and the emptiest cannot hold less.
+    Of two bins, the fuller takes what fills it best from both, if it then holds more than either did. The sum
+    of squared tokens therefore grows with every exchange, and the search ends; `tries` ends it sooner. It
+    also ends when `fewest` bins remain and the emptiest cannot hold less.
     """
     search = _SwapSearch(case, [list(chosen) for chosen in bins], tries)
     while search.tries > 0 and not search.done(fewest) and search.round():
@@ -31,9 +31,9 @@ def swap(case: Instance, bins: Bins, fewest: int, tries: int) -> Bins:
 
 
 def shake(case: Instance, bins: Bins, fewest: int, kicks: int, tries: int) -> Bins:
-    """Fewer bins, if `kicks` random repackings of a few of them lead there; otherwise those given.
+    """Return fewer bins if `kicks` random repackings of a few of them lead there, otherwise those given.
 
-    The random numbers are the same in every call: what is found depends on the input only.
+    The random numbers are the same in every call, so the result depends only on the input.
     """
     random = Random(0)
     current = bins
@@ -48,12 +48,12 @@ def shake(case: Instance, bins: Bins, fewest: int, kicks: int, tries: int) -> Bi
 
 
 def emptiest(case: Instance, bins: Bins) -> int:
-    """Rows of the least full bin, padding included."""
+    """Return the rows of the least full bin, including padding."""
     return min((case.load(chosen) for chosen in bins), default=0)
 
 
 def least_possible(case: Instance, count: int) -> int:
-    """What the least full of `count` bins holds when all others are full."""
+    """Return the rows of the least full of `count` bins if all others are full."""
     return max(0, case.rows - (count - 1) * case.capacity)
 
 
@@ -69,7 +69,7 @@ class _SwapSearch:
         return emptiest(self.case, self.bins) <= least_possible(self.case, len(self.bins))
 
     def round(self) -> bool:
-        """Every pair once, the emptiest giving first; False if nothing could be exchanged."""
+        """Try every pair once, the emptiest giving first. Return False if nothing could be exchanged."""
         tokens = self.case.tokens
         self.bins.sort(key=lambda chosen: (-tokens(chosen), sorted(chosen)))
         changed = False
@@ -83,7 +83,7 @@ class _SwapSearch:
         return changed
 
     def _exchange(self, taker: int, giver: int, held: list[int]) -> bool:
-        """`held` are the tokens in each bin, kept up to date here."""
+        """Exchange samples between two bins if that helps, and update `held`, the tokens in each bin."""
         if not self.bins[giver] or not self.bins[taker]:
             return False
         self.tries -= 1
@@ -102,7 +102,7 @@ class _SwapSearch:
 
 
 def _kicked(case: Instance, bins: Bins, random: Random) -> Bins:
-    """The emptiest bin and a few with much room packed anew, if that is no loss; otherwise the bins given."""
+    """Repack the emptiest bin and a few with much room if little is lost; otherwise return the given bins."""
     rooms = [case.capacity - case.tokens(chosen) + 1 for chosen in bins]
     opened = {rooms.index(max(rooms)), *random.choices(range(len(bins)), weights=rooms, k=SHAKEN - 1)}
     before = [bins[place] for place in sorted(opened)]
@@ -114,7 +114,8 @@ def _kicked(case: Instance, bins: Bins, random: Random) -> Bins:
 
 
 def _packed_anew(case: Instance, pool: list[int], random: Random) -> Bins:
-    """Each bin around the longest sample left, filled first from some of the others and then from all."""
+    """Build each bin around the longest sample left, filled first from some of the others and then from
+    all."""
     pool = sorted(pool, key=lambda index: (-case.lengths[index], index))
     made: Bins = []
     while pool:

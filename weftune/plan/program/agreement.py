@@ -1,4 +1,4 @@
-"""Who must have said what before a device may go on with a Reduce or a Step: how devices agree on steps."""
+"""Agreement of devices on steps: messages that a device needs before it executes a Reduce or a Step."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from weftune.plan.program.program import Program, Reduce, Step
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A device has come to a Reduce or a Step, and tells others."""
+    """A message that a device has reached a Reduce or a Step."""
 
     device: int
     action: Reduce | Step
 
 
 class Tellers:
-    """Of a Program whose devices hold one stage each, in one or several replicas.
+    """Senders and receivers of messages in a Program whose devices hold one stage each, in one or more
+    replicas.
 
-    Gradients go from each replica's device to those of the same stage. Sums go up the first replica, stage by
-    stage. The first device's decision goes to the first device of every replica, and down from there.
+    Gradients go from each replica's device to the devices of the same stage. Sums go up the first replica,
+    stage by stage. The first device's decision goes to the first device of every replica, and down from
+    there.
     """
 
     def __init__(self, program: Program) -> None:
@@ -30,7 +32,7 @@ class Tellers:
         ]
 
     def of(self, action: Reduce | Step, device: int) -> tuple[Told, ...]:
-        """What `device` must have heard before it can begin."""
+        """Return the messages that `device` must have received before it can begin `action`."""
         program = self._program
         if not program.pipelined:
             return ()
@@ -47,7 +49,7 @@ class Tellers:
         return gradients if ends else (*gradients, Told(device + 1, action))
 
     def hear(self, action: Reduce | Step, device: int) -> tuple[int, ...]:
-        """The devices that wait to hear of it from `device`."""
+        """Return the devices that wait for this message from `device`."""
         told = Told(device, action)
         wanted: Reduce | Step = Reduce(action.job, action.step) if isinstance(action, Reduce) else action
         return tuple(one for one in self._near(device) if told in self.of(wanted, one))

@@ -1,4 +1,4 @@
-"""The proof that a Program may run: the rules of training on every device, and that none waits forever."""
+"""Checks that a Program may run: every device keeps the rules of training, and none waits forever."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ from weftune.plan.program.program import (
 def check(program: Program, done: dict[str, int] | None = None) -> None:
     """Raise IllegalProgram unless every rule of training holds; `done` is each job's last executed step.
 
-    The rules: every sample of a global batch is trained exactly once, at its own offset, those of a group in
-    one microbatch; a held-out sample is evaluated once at a step; a microbatch keeps to the capacity and
-    holds each job's rows in one segment. On every device: Forward follows what it takes from the stage
-    before, Backward its Forward and what comes back from the stage after; Step follows every Backward of its
-    batch and, in a pipeline, its Reduce; a job's batches come in order, the next Forward only after the Step
-    before it; Evaluate and Save follow a step that has just been made; a streamed stage is used between its
-    Load and its Evict; the chunks of a sample go forward in order and backward in reverse. Every Send has
-    its Recv, in one order per pair of devices; a Reduce waits for that of the next device, a Step for that of
-    the one before. Nothing is left over at the seam.
+    The rules: every sample of a global batch is trained exactly once, at its own offset, the samples of a
+    group in one microbatch; a held-out sample is evaluated once per step; a microbatch stays within the
+    capacity and holds each job's rows in one segment. On every device: Forward follows the arrival of its
+    input from the previous stage, Backward its Forward and the arrival of its gradient from the next stage;
+    Step follows every Backward of its batch and, in a pipeline, its Reduce; a job's batches come in order,
+    the next Forward only after the previous Step; Evaluate and Save follow a step that has just been
+    executed; a streamed stage is used between its Load and its Evict; the chunks of a sample go forward in
+    order and backward in reverse. Every Send has its Recv, in one order per pair of devices; a Reduce waits
+    for the Reduce of the next device, a Step for the Step of the previous one. Nothing is left over at the
+    end of the window.
 
-    With replicas: every microbatch runs in one of them; each hands out the gradient of what it has of a batch
-    once, behind its last Backward; the Reduce that adds them up waits for all of them, on an accumulator that
-    the Step before has emptied; every device makes every Step.
+    With replicas: every microbatch runs in one of them; each replica sends the gradient of its part of a
+    batch once, after its last Backward; the Reduce that adds the gradients waits for all of them, with an
+    accumulator that the previous Step has emptied; every device executes every Step.
     """
     _check_microbatches(program)
     _check_samples(program)
@@ -57,7 +58,8 @@ def check(program: Program, done: dict[str, int] | None = None) -> None:
 
 
 def _require(condition: bool, sentence: str, *named: object) -> None:
-    """Words are put into `sentence` only when it is said: writing out every action takes longest of all."""
+    """Raise IllegalProgram unless `condition` holds. `sentence` is formatted only if it is raised, since
+    formatting every action would dominate the time of a check."""
     if not condition:
         raise IllegalProgram(sentence.format(*named))
 
@@ -123,7 +125,7 @@ def _check_held_out(program: Program) -> None:
 
 
 def _share(program: Program, replica: int) -> Counter[tuple[str, int]]:
-    """How many samples of every batch a replica trains."""
+    """Return the number of samples of every batch that a replica trains."""
     share: Counter[tuple[str, int]] = Counter()
     for action, microbatch in program.compute_in(replica):
         if isinstance(action, Forward):
@@ -133,12 +135,12 @@ def _share(program: Program, replica: int) -> Counter[tuple[str, int]]:
 
 
 class _DeviceCheck:
-    """One device's list, action by action, with what has happened on it so far."""
+    """Check of one device's actions, one by one, with the state that they have reached so far."""
 
     def __init__(
         self, program: Program, device: int, share: Counter[tuple[str, int]], done: dict[str, int]
     ) -> None:
-        """`share` is what the device's replica trains."""
+        """`share` is the number of samples of each batch that the device's replica trains."""
         self.program = program
         self.device = device
         self.homes = program.homes(program.replica(device))
@@ -184,7 +186,7 @@ class _DeviceCheck:
         )
 
     def _loaded_at_start(self) -> set[int]:
-        """Stages that are not streamed, and those that are given up before they are ever loaded."""
+        """Return the stages that are not streamed, and those that are evicted before their first Load."""
         absent: set[int] = set()
         seen: set[int] = set()
         for action in self.program.devices[self.device]:
@@ -301,7 +303,7 @@ class _DeviceCheck:
 
 
 def _check_coverage(program: Program) -> None:
-    """Every stage of one replica passes every microbatch that holds rows."""
+    """Check that every stage of one replica runs every microbatch that holds rows."""
     filled = {index for index, microbatch in enumerate(program.microbatches) if microbatch.segments}
     found: set[int] = set()
     for replica in range(program.replicas):
@@ -318,7 +320,8 @@ def _check_coverage(program: Program) -> None:
 
 
 def _check_chunks(program: Program) -> None:
-    """A chunk's forward reads what those before it left, and their backwards take what its own leaves."""
+    """Check the order of chunks: a forward reads the keys and values of earlier chunks, and their backwards
+    need the gradients that its own backward leaves."""
     reached: dict[tuple[bool, int, str, int, int], int] = {}
     for action in _all(program):
         if isinstance(action, Forward | Backward):
@@ -338,7 +341,8 @@ def _all(program: Program) -> Iterator[Action]:
 
 
 def _check_transport(program: Program) -> None:
-    """Let every device go on as far as it can: at the end all are through and nothing is under way."""
+    """Check that every device reaches its end and that nothing remains in transit, by advancing each as far
+    as possible."""
     walk = _Walk(program)
     while walk.advance():
         pass
@@ -349,7 +353,7 @@ def _check_transport(program: Program) -> None:
 
 
 class _Walk:
-    """How far every device has come, what is under way between them, and whose Reduce and Step are made."""
+    """Progress of every device, the messages in transit between them, and the Reduces and Steps executed."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -359,7 +363,7 @@ class _Walk:
         self.tellers = Tellers(program)
 
     def advance(self) -> bool:
-        """Whether any device came further."""
+        """Advance every device as far as possible; return whether any advanced."""
         before = list(self.reached)
         for device, actions in enumerate(self.program.devices):
             while self.reached[device] < len(actions) and self._passes(device, actions[self.reached[device]]):
@@ -367,7 +371,7 @@ class _Walk:
         return self.reached != before
 
     def _passes(self, device: int, action: Action) -> bool:
-        """Note what the action does for others; False if it still waits for one of them."""
+        """Record the action's effects on other devices; return False if it still waits for one of them."""
         match action:
             case Send():
                 self.under_way.setdefault((device, action.peer), deque()).append(action)

@@ -1,4 +1,4 @@
-"""The proof that a streamed Program keeps to its slots: never two stages in one, and who waits is there."""
+"""Checks that a streamed Program keeps to its slots: one stage per slot, present whenever it is used."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from weftune.plan.program.program import Backward, Evaluate, Evict, Forward, Ill
 
 
 def check_slots(program: Program, part: OnWorker) -> None:
-    """Raise IllegalProgram unless every streamed stage of a worker has its slot to itself whenever it is
-    there.
+    """Raise IllegalProgram unless every streamed stage of a worker has its slot to itself while it is
+    present.
 
-    What `check` asks is taken for granted. The rules: resident stages are neither loaded nor given up; a Load
+    The program is assumed to pass `check`. The rules: resident stages are neither loaded nor evicted; a Load
     finds its slot empty; a pass and an Evict find their stage in its slot; the window begins and ends with
     `part.waiting` in the slots.
     """

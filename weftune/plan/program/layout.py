@@ -1,7 +1,7 @@
-"""How a base lies on devices: its stages, their workers, which stay there, and where the others take turns.
+"""Layouts of a base on devices: its stages, their workers, and which stages are resident or streamed.
 
-Stage j belongs to worker j mod N. A stage that does not stay is streamed: its weights wait in host memory and
-come to a slot of its worker's device when their turn has come.
+Stage j belongs to worker j mod N. A stage that is not resident is streamed: its weights are in host memory
+and are loaded into a slot of its worker's device when they are needed.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from weftune.core.shapes import LayerRange
 
 @dataclass(frozen=True, slots=True)
 class StageLayers:
-    """Consecutive layers that live and move together."""
+    """Consecutive layers that are placed and moved together."""
 
     start: int
     stop: int
     resident: bool = False
-    """True if its weights stay on the device."""
+    """Whether its weights stay on the device."""
 
     @property
     def count(self) -> int:
@@ -28,55 +28,58 @@ class StageLayers:
 
 @dataclass(frozen=True, slots=True)
 class HeldInputs:
-    """Rows on the device at the peak: what stages were given, and the gradients that go back."""
+    """Rows on the device at the peak: inputs of stages, and gradients that are handed back."""
 
     rounds: int
-    """Whole rounds of rows."""
+    """Number of whole rounds of rows."""
     microbatches: int
 
 
 def held_inputs(stages: int, offloads: bool) -> HeldInputs:
-    """Kept, one round for every stage. Offloaded, what a visit goes through: in a backward the inputs of the
-    stage at work and, in their place, those of the stage before as they come back, and the gradients; of
-    either one microbatch more than a round, since one comes before another goes. A forward holds less."""
+    """Return the rows held for inputs: one round per stage if they are kept on the device. If they are
+    offloaded, a backward holds the inputs of the current stage and, in their place, those of the previous
+    stage as they return, and the gradients; each takes one microbatch more than a round, since one arrives
+    before another leaves. A forward holds less."""
     return HeldInputs(2, 2) if offloads else HeldInputs(stages, 0)
 
 
 BUFFERED = 2
-"""Microbatches of rows through which captured passes are given hidden states and gradients, and give them."""
+"""Microbatches of rows buffered to pass hidden states and gradients into and out of captured passes."""
 RUNGS = 16
-"""Where passes are captured, a microbatch is padded to one of so many sizes between two powers of two."""
+"""Number of sizes between two powers of two to which microbatches are padded if passes are captured."""
 
 
 def padded_rows(tokens: int, captured: bool) -> int:
-    """What a round of so many tokens takes at the most, but for the smallest microbatches."""
+    """Return the most rows for a round of `tokens` tokens, except for the smallest microbatches."""
     return tokens + tokens // RUNGS if captured else tokens
 
 
 def offloaded_inputs(stages: int) -> int:
-    """Stages whose input can wait in host memory: the first has none, the last turns round at once."""
+    """Return the number of stages whose input can be offloaded: the first has none, and the last one's
+    backward follows at once."""
     return max(0, stages - 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a base lies on the devices of its workers."""
+    """Layout of a base on the devices of its workers."""
 
     stages: tuple[StageLayers, ...]
     slots: tuple[int, ...] = (0,)
-    """For each worker the places on its device, as large as its largest streamed stage."""
+    """Number of slots on each worker's device, each as large as its largest streamed stage."""
     travels: bool = False
-    """Whether adapters live in host memory, too, and come and go with their stage."""
+    """Whether adapters also live in host memory and are loaded and evicted with their stage."""
     offloaded_rows: int = 0
-    """Rows of a round for whose inputs host memory is reserved; 0: inputs stay on the device."""
+    """Rows per round for whose inputs host memory is reserved; 0 keeps inputs on the device."""
     replicas: int = 1
-    """Copies of all stages, each on workers of its own."""
+    """Number of copies of all stages, each on its own workers."""
     optimizer_offloaded: bool = False
-    """Whether master weights and moments live in host memory and come to the device for Steps only, while
-    what passes read of adapters and their gradients stay there."""
+    """Whether master weights and moments live in host memory and are copied to the device only for Steps,
+    while compute copies and gradients of adapters stay on the device."""
     pipelined: bool = False
-    """Whether every worker has one stage, which stays, and keeps what its forward made for the backward.
-    Where stages take turns, a forward is recomputed from its input, whether they stay or not."""
+    """Whether every worker has one resident stage that keeps the activations of its forward for the backward.
+    If stages take turns, forwards are recomputed from their inputs, whether the stages are resident or
+    not."""
 
     def __post_init__(self) -> None:
         assert self.workers <= len(self.stages), "every worker has a stage"
@@ -91,12 +94,12 @@ class Layout:
 
     @property
     def workers(self) -> int:
-        """Of one replica."""
+        """Number of workers of one replica."""
         return len(self.slots)
 
     @property
     def homes(self) -> tuple[int, ...]:
-        """For each stage its worker, in the first replica."""
+        """Worker of each stage, in the first replica."""
         return tuple(stage % self.workers for stage in range(len(self.stages)))
 
     @property
@@ -105,13 +108,13 @@ class Layout:
 
     @property
     def job_groups(self) -> int:
-        """Groups of jobs that take turns in a round: Steps from host memory are hidden behind passes of
-        others."""
+        """Number of groups of jobs that take turns in a round: passes of one group hide the Steps from host
+        memory of another."""
         return 2 if self.optimizer_offloaded else 1
 
     @property
     def offloads(self) -> bool:
-        """Whether what stages are given waits in host memory for the way back."""
+        """Whether inputs of stages are kept in host memory until their backward."""
         return self.offloaded_rows > 0
 
     def on(self, worker: int) -> OnWorker:
@@ -119,26 +122,26 @@ class Layout:
 
 
 def one_device(layers: int = 1, optimizer_offloaded: bool = False) -> Layout:
-    """All of a base as one stage that stays on one device."""
+    """Return a layout with the whole base as one resident stage on one device."""
     return Layout((StageLayers(0, layers, resident=True),), optimizer_offloaded=optimizer_offloaded)
 
 
 def in_stages(layers: Sequence[LayerRange], replicas: int = 1) -> Layout:
-    """A pipeline: one stage that stays on each worker."""
+    """Return a pipeline with one resident stage on each worker."""
     stages = tuple(StageLayers(one.start, one.stop, resident=True) for one in layers)
     return Layout(stages, (0,) * len(stages), replicas=replicas, pipelined=True)
 
 
 @dataclass(frozen=True, slots=True)
 class OnWorker:
-    """What one worker has of a layout. Stages keep their numbers."""
+    """One worker's part of a layout. Stages keep their global numbers."""
 
     layout: Layout
     worker: int = 0
 
     @property
     def stages(self) -> tuple[StageLayers, ...]:
-        """All of the base, whoever has them."""
+        """All stages of the base, on any worker."""
         return self.layout.stages
 
     @property
@@ -151,16 +154,17 @@ class OnWorker:
 
     @property
     def streamed(self) -> tuple[int, ...]:
-        """Of its own stages those that come and go."""
+        """Own stages that are streamed."""
         return tuple(number for number in self.own if not self.stages[number].resident)
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """The streamed stages that lie in the slots between two windows: the first ones, needed next."""
+        """Streamed stages in the slots between two windows: the first ones, which are needed next."""
         return self.streamed[: self.slots]
 
     def slot(self, stage: int) -> int:
-        """Always the same for a stage, so that its weights have one address; neighbours never share it."""
+        """Return the fixed slot of a stage, so that its weights have one address; neighbours never share
+        it."""
         return self.streamed.index(stage) % self.slots
 
     def held(self, stage: int) -> LayerRange:
@@ -169,8 +173,8 @@ class OnWorker:
 
     @property
     def offloaded(self) -> tuple[int, ...]:
-        """Of its own stages those whose inputs wait in host memory, if any do: the first stage of all has
-        none, and those of the last one here are wanted first on the way back."""
+        """Own stages whose inputs are offloaded, if any are: the first stage of all has none, and the inputs
+        of the last one here are needed first in the backward."""
         return tuple(number for number in self.own[:-1] if number > 0) if self.layout.offloads else ()
 
     @property

@@ -1,4 +1,4 @@
-"""What a Program's actions cost, and the cluster that it would run on: all that the simulator is told."""
+"""Costs of a Program's actions and the cluster that it runs on: the inputs of the simulator."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class PassPrice:
-    """One microbatch on one stage."""
+    """Cost of one microbatch on one stage."""
 
     forward: float
-    """Seconds, of a Forward or an Evaluate."""
+    """Seconds of a Forward or an Evaluate."""
     backward: float
     activation_bytes: int = 0
-    """What the stage hands on."""
+    """Bytes handed to the next stage."""
     gradient_bytes: int = 0
-    """What the stage hands back to the one before it."""
+    """Bytes of gradients handed to the previous stage."""
     kept_bytes: int = 0
-    """What stays on the device from the Forward to the Backward."""
+    """Bytes kept on the device from the Forward to the Backward."""
     working_bytes: int = 0
-    """What the Backward needs beside that while it runs: what it recomputes of the Forward."""
+    """Additional bytes while the Backward runs, for what it recomputes of the Forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
     passes: tuple[tuple[PassPrice, ...], ...]
-    """For each microbatch, for each stage."""
+    """Cost of each microbatch on each stage."""
     step: float = 0.0
     """Seconds of one Step on one device."""
     weight_bytes: tuple[int, ...] = ()
-    """For each stage; none at all where weights are not counted."""
+    """Weight bytes of each stage; empty if weights are not counted."""
     adapter_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """For each job the bytes of its gradient on every stage, which replicas exchange; else 0."""
+    """Job → bytes of its gradient on each stage, which replicas exchange; 0 for absent jobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ class Link:
 class PricedDevice:
     memory_bytes: int
     host: Link = Link()
-    """To the host's memory, for Loads."""
+    """Link to host memory, for Loads."""
     root: int = 0
-    """The root complex that its host link hangs under."""
+    """Index of the root complex of its host link."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairLink:
-    """The link from one device to another, where it is not like all others."""
+    """The link from one device to another, if it differs from the default link."""
 
     sender: int
     receiver: int
@@ -68,25 +68,25 @@ class PairLink:
 class PricedCluster:
     devices: tuple[PricedDevice, ...]
     link: Link = Link()
-    """Between any two devices that `pairs` does not name."""
+    """Link between any two devices that `pairs` does not name."""
     pairs: tuple[PairLink, ...] = ()
     roots: tuple[float, ...] = (math.inf,)
-    """Bytes per second through each root complex, for all Loads that are under way there."""
+    """Bandwidth of each root complex in bytes per second, shared by all Loads in progress there."""
     queued: bool = False
-    """Whether such Loads go one after another, as they came, instead of in equal shares: who comes first is
-    needed first, so a queue of copies keeps nobody waiting for what is needed later."""
+    """Whether such Loads run in first-come order instead of sharing the bandwidth equally. The first Load is
+    needed first, so a queue delays no stage for one that is needed later."""
 
 
 def even_prices(microbatches: int, stages: int, forward: float = 1.0, backward: float = 1.0) -> Prices:
-    """Every pass alike, and nothing but passes costs anything."""
+    """Return prices with identical passes, in which only passes take time."""
     return Prices(((PassPrice(forward, backward, kept_bytes=1),) * stages,) * microbatches)
 
 
 def free_cluster(devices: int) -> PricedCluster:
-    """Memory without end and links that take no time."""
+    """Return a cluster with unlimited memory and links that take no time."""
     return PricedCluster((PricedDevice(1 << 62),) * devices)
 
 
 def stage_prices(rows: Sequence[Sequence[tuple[float, float]]]) -> Prices:
-    """From (forward, backward) seconds for each microbatch and stage."""
+    """Return prices made from (forward, backward) seconds of each microbatch on each stage."""
     return Prices(tuple(tuple(PassPrice(f, b, kept_bytes=1) for f, b in row) for row in rows))

@@ -1,4 +1,4 @@
-"""A plan as a value: what every device does in a window, action by action.
+"""A plan as a value: the actions of every device in a window, in order.
 
 Steps are counted from 1; step n is the n-th global batch of a job and the optimizer step it ends in.
 """
@@ -14,7 +14,7 @@ from weftune.plan.program.recompute import NOTHING, Recompute
 
 
 class OfBatch(Protocol):
-    """Anything that belongs to one global batch."""
+    """An object that belongs to one global batch."""
 
     @property
     def job(self) -> str: ...
@@ -25,19 +25,19 @@ class OfBatch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlacedSample:
-    """A sample of a global batch: which, how long, and how many tokens of the batch stand before it."""
+    """A sample of a global batch: its index, its length, and the number of the batch's tokens before it."""
 
     sample: int
     length: int
     offset: int
     supervised: int = 0
-    """Of its tokens, those that count in the loss."""
+    """Number of its tokens that count in the loss."""
     group: int | None = None
-    """Neighbours in a batch that have the same number here must share a microbatch: pairs, say."""
+    """Group number. Neighbours in a batch with the same number must share a microbatch, for example pairs."""
 
 
 def in_groups(samples: Sequence[PlacedSample], size: int) -> tuple[PlacedSample, ...]:
-    """The samples of a batch, every so many neighbours in a group; as they are where each may be alone."""
+    """Return the samples of a batch in groups of `size` neighbours; a size of 1 leaves them ungrouped."""
     if size == 1:
         return tuple(samples)
     assert len(samples) % size == 0, f"a batch of {len(samples)} samples is no number of groups of {size}"
@@ -45,7 +45,7 @@ def in_groups(samples: Sequence[PlacedSample], size: int) -> tuple[PlacedSample,
 
 
 def kept_together(samples: Iterable[PlacedSample]) -> list[tuple[PlacedSample, ...]]:
-    """Samples in runs that must share a microbatch; most are alone."""
+    """Return the samples in runs that must share a microbatch; most runs hold one sample."""
     runs: list[list[PlacedSample]] = []
     for placed in samples:
         if runs and placed.group is not None and placed.group == runs[-1][-1].group:
@@ -63,13 +63,13 @@ class GlobalBatch:
     step: int
     samples: tuple[PlacedSample, ...]
     supervised: int
-    """Supervised tokens in the whole batch: what the job's loss is divided by."""
+    """Supervised tokens in the whole batch, by which the job's loss is divided."""
     before: int = 0
-    """Of its rows, those that the job's adapter puts before samples."""
+    """Number of its rows that the job's adapter inserts before samples."""
 
     @property
     def tokens(self) -> int:
-        """All rows of its samples, which is what passes compute."""
+        """Total rows of its samples, which is what passes compute."""
         return sum(placed.length for placed in self.samples)
 
 
@@ -90,7 +90,7 @@ class SegmentPlan:
 class MicrobatchPlan:
     segments: tuple[SegmentPlan, ...]
     rung: int = 0
-    """Where graphs want few different sizes: the rows that the pass computes, padding included."""
+    """Rows that the pass computes, padding included, if graphs are captured for a few sizes; otherwise 0."""
 
     @property
     def rows(self) -> int:
@@ -123,7 +123,7 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """A forward pass over held-out samples; each segment's `step` says after which Step it is made."""
+    """A forward pass over held-out samples; each segment's `step` is the Step that it follows."""
 
     microbatch: int
     stage: int = 0
@@ -134,14 +134,15 @@ Reduced = Literal["norm", "gradient"]
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Where several devices train a job together, behind the last Backward of its batch.
+    """Synchronisation after the last Backward of a batch, if several devices train a job together.
 
-    `gradient`, only with replicas: the sums of the batch here (gradient, losses, correct predictions) are
-    sent to the devices that hold the same stage in other replicas; nobody waits. A replica without samples of
-    a batch has no such action.
-    `norm`: the sums of the other replicas are added, everywhere in the same order. Losses, correct
+    `gradient`, only with replicas: the batch's local sums (gradient, losses, correct predictions) are sent to
+    the devices that hold the same stage in other replicas, without waiting. A replica without samples of a
+    batch has no such action.
+
+    `norm`: the sums of the other replicas are added, in the same order on every device. Losses, correct
     predictions and the squared norm of this stage's slice, added to those of the next stage, then go to the
-    stage before, in the first replica alone. The first device decides, and its decision goes to every Step.
+    previous stage, in the first replica alone. The first device decides, and its decision goes to every Step.
     """
 
     job: str
@@ -166,7 +167,7 @@ What = Literal["activation", "gradient"]
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Hands over what was computed here. `stage` is the stage that takes it, in the Send and in its Recv."""
+    """Send of a result computed here. `stage` is the stage that receives it, in the Send and in its Recv."""
 
     microbatch: int
     stage: int
@@ -184,14 +185,14 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Brings a stage's weights from the host."""
+    """Copy of a stage's weights from the host to the device."""
 
     stage: int
 
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Gives up a stage's weights; nothing returns to the host, since the base is frozen."""
+    """Release of a stage's weights; nothing is copied to the host, since the base is frozen."""
 
     stage: int
 
@@ -205,24 +206,25 @@ Action = Compute | Transport | Streaming | OfJob
 
 @dataclass(frozen=True)
 class Program:
-    """What every device does in one window."""
+    """The actions of every device in one window."""
 
     capacity: int
     microbatches: tuple[MicrobatchPlan, ...]
     batches: tuple[GlobalBatch, ...]
     devices: tuple[tuple[Action, ...], ...]
-    """For each device its actions in order; with replicas the first one's devices come first, and so on."""
+    """Actions of each device in order; with replicas, devices are ordered replica by replica."""
     stages: tuple[int, ...] = (0,)
-    """For each stage the device that it lives on, in the first replica."""
+    """Device of each stage, in the first replica."""
     recompute: Recompute = NOTHING
     chunk: int = 0
-    """Where samples are cut into chunks, the rows of one: a batch's `samples` are then parts of them."""
+    """Rows per chunk if samples are cut into chunks, else 0: a batch's `samples` are then parts of
+    samples."""
     replicas: int = 1
-    """Copies of all stages, each on devices of its own; every microbatch runs in one of them."""
+    """Number of copies of all stages, each on its own devices; every microbatch runs in one of them."""
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """All of them, where there is one device."""
+        """All actions of a program for one device."""
         assert len(self.devices) == 1, f"a program for {len(self.devices)} devices has no single order"
         return self.devices[0]
 
@@ -233,18 +235,18 @@ class Program:
 
     @property
     def width(self) -> int:
-        """Devices of one replica."""
+        """Number of devices of one replica."""
         return len(self.devices) // self.replicas
 
     def replica(self, device: int) -> int:
         return device // self.width
 
     def homes(self, replica: int) -> tuple[int, ...]:
-        """For each stage the device that it lives on in a replica."""
+        """Return the device of each stage in a replica."""
         return tuple(replica * self.width + device for device in self.stages)
 
     def group(self, device: int) -> range:
-        """The devices that hold the same stages, one in each replica and in their order."""
+        """Return the devices that hold the same stages, one per replica, in the order of replicas."""
         return range(device % self.width, len(self.devices), self.width)
 
     @property
@@ -256,34 +258,34 @@ class Program:
 
     @cached_property
     def _batches(self) -> dict[tuple[str, int], GlobalBatch]:
-        """By job and step: with thousands of jobs, each asks for its own."""
+        """(job, step) → batch: a scan per lookup would be slow with thousands of jobs."""
         return {(batch.job, batch.step): batch for batch in self.batches}
 
     def supervised(self, segment: OfBatch) -> int:
-        """Supervised tokens of a segment's whole global batch: what its loss is divided by."""
+        """Return the supervised tokens of a segment's whole global batch, by which its loss is divided."""
         return self.batch(segment.job, segment.step).supervised
 
     def samples(self, segment: OfBatch) -> int:
-        """Samples of a segment's whole global batch."""
+        """Return the number of samples of a segment's whole global batch."""
         return len(self.batch(segment.job, segment.step).samples)
 
     def compute(self) -> Iterator[tuple[Forward | Evaluate, MicrobatchPlan]]:
-        """Every pass over the base that this program makes, each once however many stages it crosses."""
+        """Yield every pass over the base, once regardless of the number of stages."""
         for replica in range(self.replicas):
             yield from self.compute_in(replica)
 
     def compute_in(self, replica: int) -> Iterator[tuple[Forward | Evaluate, MicrobatchPlan]]:
-        """The passes that one replica makes."""
+        """Yield the passes of one replica."""
         for action in self.devices[self.homes(replica)[0]]:
             if isinstance(action, Forward | Evaluate) and action.stage == 0:
                 yield action, self.microbatches[action.microbatch]
 
     def shared(self) -> int:
-        """How many of its microbatches hold two jobs or more."""
+        """Return the number of microbatches that hold two jobs or more."""
         return sum(len(set(microbatch.jobs)) > 1 for microbatch in self.microbatches)
 
     def without(self, *jobs: str) -> Program:
-        """The same program when these jobs are dead: their rows and actions are gone, all else stands."""
+        """Return the program without the rows and actions of these jobs; all else is unchanged."""
         dead = frozenset(jobs)
         microbatches = tuple(microbatch.without(dead) for microbatch in self.microbatches)
 
@@ -300,7 +302,7 @@ class Program:
         )
 
     def without_saves(self, jobs: frozenset[str]) -> Program:
-        """The same program that leaves these jobs unsaved."""
+        """Return the program without the Saves of these jobs."""
 
         def is_kept(action: Action) -> bool:
             return not (isinstance(action, Save) and action.job in jobs)
@@ -309,4 +311,4 @@ class Program:
 
 
 class IllegalProgram(AssertionError):
-    """A planner broke a rule. Always a bug of ours, never the user's mistake."""
+    """Raised if a planner broke a rule. This is always a bug in Weftune, never a user's mistake."""

@@ -1,4 +1,4 @@
-"""What a backward recomputes because its forward did not keep it."""
+"""The parts of a forward that its backward recomputes because they were not kept."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """What a backward recomputes because its forward did not keep it."""
+    """The parts of a forward that its backward recomputes because they were not kept."""
 
     outputs: bool = False
-    """Outputs of norms and activations, which cost little to make."""
+    """Whether outputs of norms and activations are recomputed, which costs little."""
     layers: int = 0
-    """Everything inside so many layers, which costs their forward."""
+    """Number of layers that are recomputed completely, at the cost of their forward."""
 
 
 NOTHING = Recompute()

@@ -1,11 +1,11 @@
-"""An event simulator over Programs: what every action takes, when it can begin, and what memory it holds.
+"""An event simulator for Programs: the duration of every action, when it can begin, and the memory it holds.
 
 Each device has four lanes that overlap: compute, send, receive, load. Compute, send and load keep the order
 of the device's list. A pass waits for its Recv and its stage's Load, a Send for its pass and for both lanes;
-what arrives waits in memory. A Load begins once the compute action before it in the list has begun. A Reduce
-waits for that of the device after it, a Step for that of the device before it: small messages, which take the
-link's latency and no lane. Gradients that replicas exchange take the link as long as their size wants, and no
-lane either: they are small beside hidden states.
+what arrives stays in memory until used. A Load begins once the compute action before it in the list has
+begun. A Reduce waits for the Reduce of the next device, a Step for the Step of the previous one: these are
+small messages, which take the link's latency and no lane. Gradients that replicas exchange take the link for
+as long as their size requires, and no lane either: they are small compared with hidden states.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from weftune.plan.program.program import (
 from weftune.plan.program.timeline import Event, Lane, Level, Timeline, levels
 
 Arrival = tuple[int, int, str]
-"""Microbatch, the stage that takes it, activation or gradient."""
+"""Microbatch, receiving stage, and activation or gradient."""
 
 
 def simulate(program: Program, prices: Prices, cluster: PricedCluster) -> Timeline:
-    """Run `program`, which the checker has passed, on paper."""
+    """Simulate `program`, which must have passed the checker."""
     assert len(cluster.devices) >= len(program.devices), "the cluster has fewer devices than the program"
     run = _Simulation(program, prices, cluster)
     run.go()
@@ -52,41 +52,42 @@ def simulate(program: Program, prices: Prices, cluster: PricedCluster) -> Timeli
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    """An action of the compute or the load lane; each of these two waits for the other."""
+    """An action of the compute or the load lane; each of the two lanes waits for the other."""
 
     action: Action
     after: int
-    """Compute: how many Loads must have ended. Load: how many compute actions must have begun."""
+    """For compute, the number of Loads that must have ended. For a Load, the number of compute actions that
+    must have begun."""
 
 
 @dataclass(slots=True)
 class _Lanes:
-    """One device: what is left for each lane, and what the lanes wait for."""
+    """The remaining actions of each lane of one device, and the state that the lanes wait for."""
 
     compute: deque[_Queued] = field(default_factory=deque)
     sends: deque[Send] = field(default_factory=deque)
     loads: deque[_Queued] = field(default_factory=deque)
     begun: int = 0
-    """Compute actions."""
+    """Number of compute actions that have begun."""
     loaded: int = 0
-    """Loads that have ended."""
+    """Number of Loads that have ended."""
     computing: bool = False
     sending: bool = False
     receiving: bool = False
     loading: bool = False
     arrived: set[Arrival] = field(default_factory=set)
     made: set[Arrival] = field(default_factory=set)
-    """Computed here and still to be sent."""
+    """Results computed here and still to be sent."""
     decisions: set[Told] = field(default_factory=set)
-    """Reduces and Steps of other devices that this one has heard of."""
+    """Reduces and Steps of other devices that have been reported to this one."""
     waiting: deque[int] = field(default_factory=deque)
-    """Devices whose send lane waits for the receive lane here."""
+    """Devices whose send lane waits for this device's receive lane."""
     changes: list[Level] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Flow:
-    """A Load under way; its rate changes with the other Loads under its root complex."""
+    """A Load in progress; its rate changes with the other Loads under its root complex."""
 
     device: int
     action: Load
@@ -118,7 +119,7 @@ class _Simulation:
             end()
 
     def at_start(self, device: int) -> int:
-        """Weights of the stages that are there from the beginning."""
+        """Return the weight bytes of the stages that are present from the beginning."""
         streamed: dict[int, bool] = {}
         for action in self.program.devices[device]:
             if isinstance(action, Load | Evict):
@@ -169,7 +170,7 @@ class _Simulation:
         return wanted is None or wanted in lanes.arrived
 
     def _arrival(self, action: Forward | Backward | Evaluate, device: int) -> Arrival | None:
-        """What must have come from another device."""
+        """Return the input that must have arrived from another device, or None."""
         back = isinstance(action, Backward)
         maker = action.stage + 1 if back else action.stage - 1
         if not 0 <= maker < len(self.program.stages) or self.homes[device][maker] == device:
@@ -209,13 +210,13 @@ class _Simulation:
             case Forward(number, stage) | Evaluate(number, stage):
                 self._hold(device, self.prices.passes[number][stage].kept_bytes)
                 if (wanted := self._arrival(action, device)) is not None:
-                    self._hold(device, -self._size(wanted))  # what is kept holds it from here on
+                    self._hold(device, -self._size(wanted))  # counted in kept_bytes from here on
             case Backward(number, stage):
                 self._hold(device, self.prices.passes[number][stage].working_bytes)
             case Evict(stage):
                 self._hold(device, -self._weight(stage))
             case Step():
-                self._tell(action, device)  # the decision goes on before the step is made
+                self._tell(action, device)  # the decision is sent before the step is executed
 
     def _computed(self, device: int, action: Action, start: float) -> None:
         self.lanes[device].computing = False
@@ -233,7 +234,7 @@ class _Simulation:
         self._wake(device)
 
     def _product(self, action: Forward | Backward | Evaluate, device: int) -> Arrival | None:
-        """What is made for another device; it has its place from the beginning of the pass."""
+        """Return the result for another device, or None. Its memory is allocated when the pass begins."""
         back = isinstance(action, Backward)
         taker = action.stage - 1 if back else action.stage + 1
         if not 0 <= taker < len(self.program.stages) or self.homes[device][taker] == device:
@@ -309,7 +310,7 @@ class _Simulation:
         self._share(root)
 
     def _share(self, root: int) -> None:
-        """Settle what has moved so far, and divide the root complex anew."""
+        """Update the progress of all Loads and divide the root complex's bandwidth again."""
         flows = self.flows[root]
         moving = flows[:1] if self.cluster.queued else flows
         for flow in flows:

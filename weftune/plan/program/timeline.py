@@ -1,4 +1,4 @@
-"""What a simulated Program comes to: when each action ran, how busy devices were, how full their memory."""
+"""Result of a simulated Program: when each action ran, how busy each device was, and its memory use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An action, and when it ran."""
+    """An action and the time when it ran."""
 
     device: int
     lane: Lane
@@ -41,7 +41,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Bytes in use on a device from a moment on."""
+    """Bytes in use on a device from `time` on."""
 
     time: float
     bytes: int
@@ -51,9 +51,9 @@ class Level:
 class Timeline:
     devices: int
     events: tuple[Event, ...]
-    """In the order of their ends; a device's lane never does two things at a time."""
+    """Events in the order of their ends; a lane of a device never executes two actions at a time."""
     memory: tuple[tuple[Level, ...], ...]
-    """For each device."""
+    """Bytes in use over time, for each device."""
 
     @property
     def makespan(self) -> float:
@@ -61,14 +61,14 @@ class Timeline:
 
     @property
     def peaks(self) -> tuple[int, ...]:
-        """For each device, the most bytes at any time."""
+        """Most bytes in use at any time, for each device."""
         return tuple(max((level.bytes for level in levels), default=0) for levels in self.memory)
 
     def of(self, device: int, lane: Lane = Lane.compute) -> Iterator[Event]:
         return (event for event in self.events if event.device == device and event.lane is lane)
 
     def busy(self, span: Span | None = None) -> tuple[float, ...]:
-        """For each device the share of `span` (all, if none is given) in which it computes."""
+        """Return, for each device, the share of `span` (default: the whole timeline) in which it computes."""
         span = span or Span(0.0, self.makespan)
         return tuple(self.busy_share(device, span) for device in range(self.devices))
 
@@ -82,9 +82,10 @@ class Timeline:
         return sum(seconds for seconds in inside if seconds > 0) / span.seconds
 
     def steady(self) -> Span:
-        """From when every device has begun until one has no Forward left: before it fills, after it drains.
+        """Return the span from when every device has begun until one has no Forward left, between filling and
+        draining.
 
-        Empty where the window is too short for that.
+        The span is empty if the window is too short.
         """
         begun, feeding = 0.0, self.makespan
         for device in range(self.devices):
@@ -95,7 +96,8 @@ class Timeline:
         return Span(begun, max(begun, feeding))
 
     def between_steps(self, device: int, job: str, first: int, last: int) -> Span:
-        """From the end of a job's Step `first` to that of `last`: whole periods, where a pattern repeats."""
+        """Return the span from the end of a job's Step `first` to the end of its Step `last`: whole periods
+        of a repeating pattern."""
         ends = {
             event.action.step: event.stop
             for event in self.of(device)
@@ -105,7 +107,8 @@ class Timeline:
 
 
 def levels(changes: Iterable[Level], at_start: int) -> tuple[Level, ...]:
-    """Running sums of changes in bytes; what is freed at a moment makes room for what is taken then."""
+    """Return running sums of changes in bytes; at equal times, freed bytes are subtracted before allocated
+    bytes are added."""
     ordered = sorted(changes, key=lambda change: (change.time, change.bytes))
     sums = at_start + np.cumsum([change.bytes for change in ordered], dtype=np.int64)
     return (

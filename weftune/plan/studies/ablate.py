@@ -1,4 +1,4 @@
-"""What each mechanism is worth: the plan with one switched off, or with one added that is left out."""
+"""Value of each mechanism: the plan with one switched off, or with one added that is normally left out."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from weftune.plan.studies.simulated import Outlook
 
 CHUNKS = (64, 128, 256, 512, 1024)
 MOST_CHUNKS = 8
-"""In a full microbatch: smaller ones cost more passes than they save waits."""
+"""Maximum chunks per full microbatch: smaller chunks cost more in passes than they save in waits."""
 SHARDS = 2
 
 
 def ablate(found: Outlook) -> tuple[Ablation, ...]:
-    """What switching each mechanism off costs, all others as they were chosen; then what is left out."""
+    """Return the cost of switching off each mechanism, others as chosen; then of adding those left out."""
     scheme, jobs = found.scheme, found.jobs
     switched = [
         ("packing", "best fit only", replace(scheme, limits=GREEDY)),
@@ -40,7 +40,7 @@ def row(found: Outlook, mechanism: str, instead: str, forecast: Forecast, added:
 
 
 def _chunk_rows(found: Outlook) -> list[Ablation]:
-    """Chunks of the size that suits them best; one device has no waits that they could shorten."""
+    """Return the result for the best chunk size; one device has no waits that chunks could shorten."""
     if len(found.layout.stages) == 1:
         return []
     capacity = found.layout.capacity
@@ -56,7 +56,7 @@ def _chunk_rows(found: Outlook) -> list[Ablation]:
 
 
 def _shard_rows(found: Outlook) -> list[Ablation]:
-    """Two devices to a stage, with and without one group computing while another communicates."""
+    """Return results for two devices per stage, without and with overlap of compute and communication."""
     if len(found.layout.stages) % SHARDS or len(found.layout.stages) != len(found.ground.cluster.devices):
         return []
     try:
@@ -76,7 +76,7 @@ def _whole(found: Outlook, scheme: Scheme, layout: Placement | None = None) -> F
 
 
 def _order_rows(found: Outlook) -> list[Ablation]:
-    """The chosen groups in every other order."""
+    """Return results for the chosen groups in every other order."""
     if len(found.layout.stages) == 1:
         return []
     rows = []
@@ -103,7 +103,7 @@ def _partition_row(found: Outlook) -> list[Ablation]:
 
 
 def _group_rows(found: Outlook) -> list[Ablation]:
-    """The groupings that did not win, and those that are left out, in the order that was chosen."""
+    """Return results for the groupings that did not win and those left out, in the chosen order."""
     chosen = found.candidate.mechanism
     added = left_out(found.ground, found.jobs, found.layout)
     rows = []

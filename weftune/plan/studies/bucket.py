@@ -1,7 +1,7 @@
-"""Fusion groups to buckets (MuxTune's equation 7).
+"""Assignment of fusion groups to buckets (MuxTune's equation 7).
 
-Groups of one bucket interleave inside a stage, where one computes while another communicates; buckets follow
-one another through the pipeline. For each number of buckets the groups are spread as evenly as can be, and
+Groups of one bucket interleave within a stage, where one computes while another communicates; buckets follow
+one another through the pipeline. For each number of buckets the groups are spread as evenly as possible, and
 the number with the least modelled end-to-end time wins.
 """
 
@@ -21,7 +21,7 @@ from weftune.plan.studies.stage import GroupLoad, PassSeconds, PipelineCost
 class Bucket:
     groups: tuple[GroupLoad, ...]
     forward: tuple[float, ...]
-    """Seconds on each stage, its groups interleaved."""
+    """Seconds on each stage, with its groups interleaved."""
     backward: tuple[float, ...]
 
     @property
@@ -31,21 +31,21 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class BucketTrial:
-    """What one number of buckets comes to."""
+    """Result for one number of buckets."""
 
     buckets: int
     variance: float
-    """Of the buckets' summed first-stage latency."""
+    """Variance of the buckets' summed first-stage latency."""
     seconds: float | None
-    """None where a bucket does not fit in memory: all its groups are in flight together."""
+    """Seconds of one round. None if a bucket does not fit in memory with all its groups in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucketing:
     buckets: tuple[Bucket, ...]
-    """The longest first, as the pipeline template takes them."""
+    """Buckets from the longest to the shortest, as the pipeline template takes them."""
     seconds: float
-    """One round end to end."""
+    """Seconds of one round end to end."""
     trials: tuple[BucketTrial, ...]
 
 
@@ -53,15 +53,15 @@ class Bucketing:
 class Arrangement:
     bucketing: Bucketing
     reason: str
-    """Why so many fusion groups."""
+    """Reason for the number of fusion groups."""
 
 
 EVERY = 16
-"""Up to so many groups, or buckets, every number is tried; above only its multiples, and the largest."""
+"""Number of groups or buckets up to which each is tried; above it, only its multiples and the largest."""
 
 
 def bucket(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> Bucketing:
-    """The best buckets for `groups`, each of which fits in memory by itself."""
+    """Return the best buckets for `groups`, each of which fits in memory alone."""
     assert groups, "no fusion group to put into a bucket"
     latencies = [pipeline.paces(load)[0] for load in groups]
     trials: list[BucketTrial] = []
@@ -77,10 +77,10 @@ def bucket(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> Bucketing:
 
 
 def arrange(fusion: Fusion, pipeline: PipelineCost) -> Arrangement:
-    """Buckets for the number of fusion groups that suits them best.
+    """Return buckets for the number of fusion groups that suits them best.
 
-    Fusion takes communication for hidden, but groups that are few and large leave little to hide it behind.
-    So where there is any, its best groupings for other numbers of groups are tried as well.
+    Fusion assumes that communication is hidden, but a few large groups leave little to hide it behind. If
+    there is any communication, the best groupings for other numbers of groups are tried as well.
     """
     own = len(fusion.groups)
     tried = {own: bucket([group.load for group in fusion.groups], pipeline)}
@@ -102,7 +102,7 @@ def arrange(fusion: Fusion, pipeline: PipelineCost) -> Arrangement:
 
 def make_bucket(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> Bucket:
     stages = list(zip(*(pipeline.times(load) for load in groups), strict=True))
-    # Adapters of different groups may run fused only where no group holds several jobs.
+    # Adapters of different groups may run fused only if no group holds several jobs.
     fused = all(len(load.jobs) == 1 for load in groups)
     return Bucket(
         tuple(groups),
@@ -112,9 +112,11 @@ def make_bucket(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> Bucket:
 
 
 def interleaved(passes: Sequence[PassSeconds], fused: bool) -> float:
-    """A stage's seconds for passes of several groups: its busier lane's, and no less than any group alone.
+    """Return a stage's seconds for passes of several groups: those of its busier lane, at least those of any
+    group alone.
 
-    A lower bound: the two-lane timeline of `overlap` comes close to it when operators are many and small.
+    This is a lower bound: the two-lane timeline of `overlap` comes close to it if operators are many and
+    small.
     """
     adapters = [one.adapters for one in passes]
     together = reduce(add, adapters).seconds if fused else sum(each.seconds for each in adapters)
@@ -123,7 +125,8 @@ def interleaved(passes: Sequence[PassSeconds], fused: bool) -> float:
 
 
 def end_to_end(buckets: Sequence[Bucket], microbatches: int) -> float:
-    """One round: the first bucket fills the pipeline, all pass its slowest stage, the last one drains it."""
+    """Return the seconds of one round: the first bucket fills the pipeline, all pass its slowest stage, the
+    last one drains it."""
     busy = [sum(paces) for paces in zip(*(one.paces for one in buckets), strict=True)]
     slowest = busy.index(max(busy))
     others = [stage for stage in range(len(busy)) if stage != slowest]

@@ -1,4 +1,4 @@
-"""The groupings that compete: who shares microbatches, as each mechanism would have it, and why."""
+"""Candidate groupings: which jobs share microbatches according to each mechanism, and why."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from weftune.plan.studies.scheme import Groups
 from weftune.plan.studies.stage import GroupLoad, PipelineCost, Stage, StagePass, one_adapter
 
 ADAPTER_SHARE = 0.5
-"""How much of the device one adapter's products keep busy: fused ones overlap that far."""
+"""Share of the device that one adapter's products keep busy: fused adapters overlap to that extent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A grouping that competes, and the mechanism that proposes it."""
+    """A candidate grouping and the mechanism that proposes it."""
 
     mechanism: str
     groups: Groups
@@ -47,7 +47,8 @@ def candidates(jobs: Sequence[JobOutline], layout: Placement) -> list[Candidate]
 
 
 def left_out(ground: Ground, jobs: Sequence[JobOutline], layout: Placement) -> list[Candidate]:
-    """Those that never won where no collectives are to be hidden (`benchmarks/plan_mechanisms.py`)."""
+    """Return the groupings that never won if there are no collectives to hide
+    (`benchmarks/plan_mechanisms.py`)."""
     fusion, pipeline = _fused(ground, jobs, layout)
     arrangement = arrange(fusion, pipeline)
     buckets = tuple(load.jobs for bucket in arrangement.bucketing.buckets for load in bucket.groups)
@@ -64,7 +65,7 @@ def alone(jobs: Sequence[JobOutline]) -> Groups:
 
 
 def round_tokens(job: JobOutline) -> int:
-    """Tokens of a global batch, on average."""
+    """Return the average number of tokens of a global batch."""
     return -(-sum(map(sum, job.batches)) // len(job.batches))
 
 
@@ -74,7 +75,7 @@ def _mean(job: JobOutline) -> float:
 
 
 def _fused(ground: Ground, jobs: Sequence[JobOutline], layout: Placement) -> tuple[Fusion, PipelineCost]:
-    """Fusion over the microbatches that a round needs at least, every job with its share in each."""
+    """Fuse over the minimum number of microbatches of a round, each with every job's share."""
     count = max(1, -(-sum(map(round_tokens, jobs)) // layout.capacity))
     pipeline = PipelineCost(
         tuple(_stage(ground, layout, number) for number in range(len(layout.stages))), count

@@ -1,7 +1,8 @@
-"""Chunk-based alignment of one job's global batch (MuxTune 3.5): pack its samples, cut the packs evenly.
+"""Chunk-based alignment of one job's global batch (MuxTune 3.5): its samples are packed and the packs cut
+evenly.
 
-A sample that is longer than a chunk goes on in the next ones, which read the keys and values of its earlier
-chunks; so chunks of one sample run in order, and their backwards in the opposite one.
+A sample that is longer than a chunk continues in the next ones, which read the keys and values of its earlier
+chunks; therefore chunks of one sample run in order, and their backwards in the opposite order.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from math import gcd
 from weftune.plan.pack.pack import pack
 
 FLOOR = 64
-"""Smaller chunks leave a device idle, and read earlier keys and values too often."""
+"""Smallest chunk size: smaller chunks leave a device idle, and read earlier keys and values too often."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPiece:
-    """The tokens of one sample, from `start` to `stop`, that lie in one chunk."""
+    """Tokens `start` to `stop` of one sample, which lie in one chunk."""
 
     sample: int
     start: int
@@ -30,7 +31,7 @@ class Chunk:
     number: int
     pieces: tuple[ChunkPiece, ...]
     reads: tuple[int, ...]
-    """The chunks whose keys and values it reads: those in which its first sample began and went on."""
+    """Chunks whose keys and values it reads: the earlier chunks of its first sample."""
 
     @property
     def tokens(self) -> int:
@@ -39,18 +40,18 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """A global batch in chunks of one size, numbered in an order in which they may run."""
+    """A global batch in chunks of one size, numbered in a valid execution order."""
 
     size: int
     chunks: tuple[Chunk, ...]
 
     @property
     def padding(self) -> int:
-        """Rows that hold no token."""
+        """Number of rows that hold no token."""
         return sum(self.size - chunk.tokens for chunk in self.chunks)
 
     def allows(self, order: Sequence[int]) -> bool:
-        """Whether every chunk comes once, after all that it reads."""
+        """Return whether every chunk comes once, after all the chunks that it reads."""
         place = {number: index for index, number in enumerate(order)}
         complete = sorted(order) == list(range(len(self.chunks)))
         return complete and all(
@@ -59,17 +60,17 @@ class Alignment:
 
 
 def chunk_size(lengths: Iterable[int], floor: int = FLOOR) -> int:
-    """The greatest power of two that divides every length, but at least `floor`."""
+    """Return the greatest power of two that divides every length, but at least `floor`."""
     common = gcd(*lengths)
     return max(floor, common & -common)
 
 
 def align(lengths: Sequence[int], capacity: int, size: int) -> Alignment:
-    """The samples of these lengths in packs of at most `capacity`, each cut into chunks of `size`."""
+    """Return the samples of these lengths in packs of at most `capacity`, each cut into chunks of `size`."""
     chunks: list[Chunk] = []
     for samples in pack(lengths, capacity):
         for pieces in _cut(samples, lengths, size):
-            # The samples of a pack lie end to end, so only the first piece of a chunk can be a continuation.
+            # The samples of a pack are contiguous, so only the first piece of a chunk can be a continuation.
             earlier = -(-pieces[0].start // size)
             number = len(chunks)
             chunks.append(Chunk(number, pieces, tuple(range(number - earlier, number))))
@@ -77,7 +78,7 @@ def align(lengths: Sequence[int], capacity: int, size: int) -> Alignment:
 
 
 def _cut(samples: Sequence[int], lengths: Sequence[int], size: int) -> Iterator[tuple[ChunkPiece, ...]]:
-    """The pieces of each chunk of a pack; only the last chunk may be short."""
+    """Yield the pieces of each chunk of a pack; only the last chunk may be short."""
     pieces: list[ChunkPiece] = []
     room = size
     for sample in samples:

@@ -1,7 +1,7 @@
-"""The jobs' batches in chunks (MuxTune 3.5), ordered and simulated: what chunks would gain in a pipeline.
+"""Simulation of the jobs' batches in chunks (MuxTune 3.5): the gain from chunks in a pipeline.
 
-Chunks of several jobs run side by side. A chunk reads the keys and values of those before it,
-so backwards go in the opposite order: on every stage all chunks of a unit forth, then all of them back.
+Chunks of several jobs run side by side. A chunk reads the keys and values of the chunks before it, so
+backwards run in the opposite order: on every stage all forwards of a unit's chunks, then all backwards.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ class ChunkSlice:
     step: int
     placed: PlacedSample
     start: int
-    """Tokens of the sample before it, whose keys and values it reads."""
+    """Number of the sample's tokens before it, whose keys and values it reads."""
 
     @property
     def squares(self) -> int:
-        """Its part of the sample's squared length: each token meets all before it."""
+        """Its part of the sample's squared length: each token attends to all tokens before it."""
         return self.placed.length * (2 * self.start + self.placed.length)
 
 
 Chain = list[tuple[ChunkSlice, ...]]
-"""Chunks that read one another and so run in order."""
+"""Chunks that read one another and therefore run in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Chains that run side by side, their first chunks together, then their second ones."""
+    """Chains that run side by side: their first chunks together, then their second chunks, and so on."""
 
     chunks: tuple[tuple[ChunkSlice, ...], ...]
     rows: tuple[int, ...]
-    """Of each, padding included."""
+    """Rows of each chunk, padding included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def chunked_forecast(
 def chunked(
     jobs: Sequence[JobOutline], groups: Groups, size: int, ground: Ground, layout: Placement
 ) -> Chunked:
-    """1F1B over units, each of them chunk by chunk."""
+    """Return a program with 1F1B over units, each executed chunk by chunk."""
     assert layout.capacity % size == 0, "a microbatch holds whole chunks"
     units = list(_units(jobs, groups, size, layout.capacity))
     batches = _batches(units)
@@ -95,7 +95,7 @@ def chunked(
 
 
 def _units(jobs: Sequence[JobOutline], groups: Groups, size: int, capacity: int) -> Iterator[Unit]:
-    """Round after round, group after group: the longest chains first, side by side while they fit."""
+    """Yield units round by round, group by group: longest chains first, side by side while they fit."""
     by_name = {job.name: job for job in jobs}
     for step in range(1, max(len(job.batches) for job in jobs) + 1):
         for group in groups:
@@ -129,7 +129,8 @@ def _unit(chains: Sequence[Chain], size: int) -> Unit:
 
 
 def _chains(job: str, step: int, lengths: Sequence[int], size: int, capacity: int) -> Iterator[Chain]:
-    """A job's samples in packs no longer than its longest sample needs, so that chains stay short."""
+    """Yield a job's samples as chains of packs, each no longer than its longest sample needs, so that chains
+    stay short."""
     if not lengths:
         return
     offsets = [0, *accumulate(lengths)]
@@ -150,7 +151,7 @@ def _slice(job: str, step: int, piece: ChunkPiece, offsets: Sequence[int]) -> Ch
 
 
 def _batches(units: Sequence[Unit]) -> tuple[GlobalBatch, ...]:
-    """What is trained of every batch: its slices, in the order of its tokens."""
+    """Return the trained slices of every batch, in the order of its tokens."""
     held: dict[tuple[str, int], list[PlacedSample]] = {}
     for unit in units:
         for chunk in unit.chunks:

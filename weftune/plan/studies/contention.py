@@ -1,6 +1,6 @@
-"""A streamed step when uploads under one root complex share its bandwidth, as an event simulation.
+"""Event simulation of a streamed step in which uploads under one root complex share its bandwidth.
 
-Where every GPU has a root complex of its own it agrees with stream_step's recurrence.
+If every GPU has its own root complex, it agrees with the recurrence of stream_step.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from weftune.plan.layout.mobius_step import Host, MobiusVisit, MobiusVisits
 
 @dataclass(slots=True)
 class _Upload:
-    """Bytes on their way to one visit."""
+    """Bytes in transit for one visit."""
 
     visit: int
     left: float
-    """Bytes that have room, from `ready` on."""
+    """Bytes that have room from `ready` on."""
     late: float
-    """Bytes that have none before `freed`."""
+    """Bytes that have no room before `freed`."""
     ready: float
     freed: float
 
@@ -38,15 +38,15 @@ class _Upload:
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """How a root complex serves the uploads that want it at one time."""
+    """Policy by which a root complex serves concurrent uploads."""
 
     bandwidth: float
     ordered: bool = False
-    """True: the earliest stage first and alone. False: all at once, in equal shares."""
+    """Whether the earliest stage is served first and alone. False serves all at once, in equal shares."""
 
 
 class _Pass:
-    """One direction; times of visits are settled in order, as their uploads arrive."""
+    """One direction of a step; times of visits are computed in order, as their uploads arrive."""
 
     def __init__(
         self, visits: Sequence[MobiusVisit], roots: Sequence[int], host: Host, microbatches: int
@@ -98,7 +98,7 @@ class _Pass:
 def contended_seconds(
     visits: MobiusVisits, order: Sequence[int], topology: Topology, host: Host, microbatches: int, root: Root
 ) -> float:
-    """One step of `visits` with the GPUs in this order."""
+    """Return the seconds of one step of `visits` with the GPUs in this order."""
     assert topology.gpus == host.gpus == len(order), "the order is not one of this host's GPUs"
     root_of = topology.root_of
     places = [root_of[gpu] for gpu in order]
@@ -113,9 +113,9 @@ def contended_seconds(
 def fastest_order(
     visits: MobiusVisits, topology: Topology, host: Host, microbatches: int, root: Root
 ) -> tuple[int, ...]:
-    """The order whose step is shortest here: of all orders up to EXACT_GPUS GPUs, else of the two mappings.
+    """Return the order with the shortest step: of all orders up to EXACT_GPUS GPUs, else of the two mappings.
 
-    Eq 13 knows how far stages are apart, but not how many bytes they have nor how long they compute.
+    Equation 13 considers the distance between stages, but not their bytes or compute times.
     """
     orders = [sequential_order(topology), cross_order(topology, len(visits.forward))]
     if topology.gpus <= EXACT_GPUS:
@@ -132,7 +132,7 @@ def _pass_seconds(run: _Pass, root: Root) -> float:
         changes = [time for one in run.uploads for time in (one.ready, one.freed) if time > now]
         after = min(changes + [flow.end(now) for flow in flows])
         for flow in flows:
-            # Set, not subtracted: a remainder of rounding would never end.
+            # Set to 0, not subtracted: a rounding remainder would never end.
             ended = flow.end(now) <= after
             flow.upload.left = 0.0 if ended else flow.upload.left - flow.rate * (after - now)
         now = after
@@ -151,7 +151,7 @@ class _ContendedFlow:
 
 
 def _flows(run: _Pass, root: Root, now: float) -> list[_ContendedFlow]:
-    """The uploads that move now, and how fast."""
+    """Return the uploads that currently progress, with their rates."""
     moving: dict[int, list[_Upload]] = {}
     for upload in sorted(run.uploads, key=lambda one: one.visit):
         if upload.moves(now):

@@ -1,4 +1,4 @@
-"""Whether the jobs fit on a cluster: the base cut into stages, the token capacity, bytes on every device."""
+"""Placement of jobs on a cluster: the base cut into stages, the token capacity, and bytes on every device."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Ground:
     shape: ModelShape
     cluster: Cluster
     speeds: tuple[Speed, ...]
-    """For each device."""
+    """Speed of each device."""
     layers: tuple[BaseLayer, ...]
     recompute: Recompute = NOTHING
-    """Of whole layers either none is recomputed or all are."""
+    """Recomputation in the backward; either no whole layer is recomputed or all are."""
     held_bytes: int = 0
-    """Of each token of one microbatch: the layer that is just being recomputed."""
+    """Bytes per token of one microbatch for the layer that is being recomputed."""
 
     @property
     def stages(self) -> int:
-        """One for each device, unless the base has fewer layers."""
+        """Number of stages: one per device, unless the base has fewer layers."""
         return min(len(self.cluster.devices), self.shape.layers + 2)
 
     @property
@@ -57,11 +57,11 @@ class Ground:
 
     @property
     def budgets(self) -> tuple[int, ...]:
-        """Bytes that the run may take of each device."""
+        """Bytes that the run may use on each device."""
         return tuple(device.budget for device in self.cluster.devices)
 
     def costs(self, jobs: Sequence[JobOutline], rows: RowCounts) -> tuple[LayerCost, ...]:
-        """Of a microbatch, on the first device."""
+        """Return the cost of each layer for a microbatch on the first device."""
         per_parameter = MemoryModel(self.shape, self.budgets[0]).bytes_per_parameter
         costs = layer_costs(self.layers, jobs, rows, self.speeds[0], per_parameter)
         if not self.recompute.layers:
@@ -75,7 +75,7 @@ class Ground:
 def make_ground(
     shape: ModelShape, cluster: Cluster, speeds: Sequence[Speed] = (), recompute: Recompute = NOTHING
 ) -> Ground:
-    """Without `speeds`, measured ones say, those of the data sheets are taken."""
+    """Return a base on a cluster. `speeds` may be measured; the default is those of the data sheets."""
     speeds = speeds or [sheet_speed(device) for device in cluster.devices]
     first = cluster.devices[0]
     memory = MemoryModel(shape, first.memory_bytes, fused=first.is_gpu)
@@ -86,7 +86,7 @@ def make_ground(
 
 
 def frugal(ground: Ground) -> list[Ground]:
-    """The same ground with more and more recomputed in the backward; only fused layers, a GPU's, can."""
+    """Return the ground with increasing recomputation in the backward; only fused layers (GPU) support it."""
     if not ground.is_gpu:
         return [ground]
     more = [NOTHING, Recompute(outputs=True)]
@@ -95,7 +95,7 @@ def frugal(ground: Ground) -> list[Ground]:
 
 
 def most_frugal(ground: Ground) -> Ground:
-    """The last of them, without the others."""
+    """Return only the last of `frugal`, with the most recomputation."""
     if not ground.is_gpu:
         return ground
     everything = Recompute(outputs=True, layers=ground.shape.layers)
@@ -109,27 +109,29 @@ class Placement:
     capacity: int
     stages: tuple[StageCost, ...]
     need_bytes: tuple[int, ...]
-    """On each device, slack included, with as many full microbatches in flight as 1F1B has."""
+    """Bytes needed on each device, slack included, with as many full microbatches in flight as in 1F1B."""
     budgets: tuple[int, ...]
     beside_bytes: int
-    """On each device, what is neither weights, adapters nor kept for a backward: part of its need."""
+    """Bytes on each device besides weights, adapters and kept activations: part of its need."""
 
 
 def capacities(jobs: Sequence[JobOutline], most: int) -> list[int]:
-    """Those worth trying, the largest first: halves of the most, never below the longest sample."""
+    """Return the capacities worth trying, the largest first: `most` halved repeatedly, never below the
+    longest sample."""
     least = longest(job.shape for job in jobs)
     halves = [most >> power for power in range(6) if most >> power >= max(least, 256)]
     return halves or [max(least, 1)]
 
 
 def ground_capacities(ground: Ground, jobs: Sequence[JobOutline]) -> list[int]:
-    """The same on a cluster; one device goes down to the longest sample itself, as a run does."""
+    """Return the capacities worth trying on a cluster; one device goes down to the longest sample, like a
+    run."""
     halves, least = capacities(jobs, ground.most), max(1, longest(job.shape for job in jobs))
     return halves if ground.stages > 1 or least in halves else [*halves, least]
 
 
 def lay_out(ground: Ground, jobs: Sequence[JobOutline], capacity: int, ends: bool = True) -> Placement:
-    """The cut whose slowest stage is fastest; without `ends`, embedding and head count for nothing."""
+    """Return the cut whose slowest stage is fastest; without `ends`, embedding and head are not counted."""
     costs = ground.costs(jobs, full_rows(jobs, capacity))
     counted = costs if ends else [_free(cost) for cost in costs]
     beside = ground.slack + ground.held_bytes * capacity
@@ -150,7 +152,7 @@ def lay_out(ground: Ground, jobs: Sequence[JobOutline], capacity: int, ends: boo
 
 
 def full_rows(jobs: Sequence[JobOutline], capacity: int) -> RowCounts:
-    """A full microbatch in which every job has its share of the tokens."""
+    """Return the counts of a full microbatch in which every job has its share of the tokens."""
     lengths = {job.name: [length for batch in job.batches for length in batch] for job in jobs}
     total = sum(map(sum, lengths.values()))
     squares = sum(length * length for each in lengths.values() for length in each)
@@ -159,7 +161,7 @@ def full_rows(jobs: Sequence[JobOutline], capacity: int) -> RowCounts:
 
 
 def why_not(ground: Ground, jobs: Sequence[JobOutline]) -> str | None:
-    """A sentence that says why these jobs do not fit together, or None if they do."""
+    """Return a sentence that says why these jobs do not fit together, or None if they do."""
     ground = most_frugal(ground)
     least = ground_capacities(ground, jobs)[-1]
     try:

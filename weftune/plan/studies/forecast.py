@@ -1,4 +1,4 @@
-"""One way of running the jobs, ordered and simulated: its seconds, bubbles and bytes."""
+"""Simulation of one way of running the jobs: its seconds, bubbles and bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weftune.plan.window.orders import Passes, assemble
 
 @dataclass(frozen=True, slots=True)
 class ForecastRun:
-    """A forecast with what it was read from."""
+    """A forecast with the program and timeline that it was read from."""
 
     forecast: Forecast
     program: Program
@@ -29,7 +29,7 @@ class ForecastRun:
 
 
 def run_scheme(scheme: Scheme, jobs: Sequence[JobOutline], ground: Ground, layout: Placement) -> ForecastRun:
-    """Lay the jobs' batches out as `scheme` says, order them, and simulate the Program."""
+    """Lay out the jobs' batches as `scheme` says, order them, and simulate the Program."""
     laid = lay(scheme, jobs, ground, layout)
     passes = passes_in(scheme.order, laid, layout)
     return run_passes(passes, laid, scheme, jobs, ground, layout)
@@ -43,7 +43,7 @@ def run_passes(
     ground: Ground,
     layout: Placement,
 ) -> ForecastRun:
-    """The same where the order is there already."""
+    """Simulate passes that are already ordered."""
     program = assemble(laid.work, passes)
     timeline = simulate(program, laid.prices, ground.cluster.priced())
     held = [stage.state_bytes for stage in layout.stages]
@@ -60,7 +60,8 @@ def forecast_of(
     held: Sequence[int],
     microbatches: int,
 ) -> Forecast:
-    """`held` are the bytes of adapter state on each device, which the timeline does not know of."""
+    """Return the forecast of a timeline. `held` are the bytes of adapter state on each device, which the
+    timeline does not include."""
     peaks = tuple(peak + state for peak, state in zip(timeline.peaks, held, strict=True))
     rooms = zip(peaks, layout.budgets, strict=True)
     return Forecast(

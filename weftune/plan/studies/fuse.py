@@ -1,8 +1,10 @@
-"""Jobs to fusion groups by dynamic programming over the jobs sorted by tokens (MuxTune's equation 6).
+"""Assignment of jobs to fusion groups by dynamic programming over the jobs sorted by tokens (MuxTune's
+equation 6).
 
-F(m, n) is the least time of the first m jobs in n groups: the first group pays end to end, each further one
-what it adds to a full pipeline, so F(m, n) = min over k of F(k, n−1) + added(jobs k+1 … m). Groups that do
-not fit in memory are never formed. Exact among groupings that are contiguous in the sorted order.
+F(m, n) is the least time of the first m jobs in n groups: the first group counts end to end, each further one
+by what it adds to a full pipeline, so F(m, n) = min over k of F(k, n−1) + added(jobs k+1 … m). Groups that do
+not fit in memory are never formed. The result is exact among groupings that are contiguous in the sorted
+order.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from weftune.plan.studies.stage import GroupLoad, PipelineCost, Shortage
 class FusionGroup:
     load: GroupLoad
     seconds: float
-    """Its part of the predicted time: end to end for the first group, what it adds for the others."""
+    """Its part of the predicted seconds: end to end for the first group, the added time for the others."""
     reason: str
-    """Why the next job did not join."""
+    """Reason why the next job did not join."""
 
     @property
     def jobs(self) -> tuple[str, ...]:
@@ -35,21 +37,21 @@ class FusionGroup:
 class FusionGroups:
     groups: tuple[GroupLoad, ...]
     seconds: float
-    """The predicted time of one round: every group's microbatches once."""
+    """Predicted seconds of one round: every group's microbatches once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
     groups: tuple[FusionGroup, ...]
     seconds: float
-    """As the best grouping's."""
+    """Predicted seconds of the best grouping."""
     by_count: dict[int, FusionGroups]
-    """The best for each number of groups that memory allows."""
+    """Number of groups → best grouping, for the numbers that memory allows."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """The best way to group the first so many jobs: its time, and where its last group starts."""
+    """The best way to group the first jobs, up to some number: its time, and where its last group starts."""
 
     seconds: float
     start: int
@@ -57,11 +59,11 @@ class _Cell:
 
 _Row = dict[int, _Cell]
 _Added = Sequence[Sequence[float]]
-"""For each job, what the groups that start with it add, from the shortest to the longest that fits."""
+"""Seconds that the groups starting with each job add, from the shortest to the longest that fits."""
 
 
 def fuse(loads: Sequence[GroupLoad], pipeline: PipelineCost) -> Fusion:
-    """The grouping of least predicted time; PlanError names every job that does not fit even alone."""
+    """Return the grouping of least predicted time; PlanError names every job that does not fit even alone."""
     ordered = sorted(loads, key=lambda load: (load.tokens, load.jobs))
     misfits = [(load, sentence) for load in ordered if (sentence := why_not(load, pipeline))]
     if misfits:
@@ -88,7 +90,7 @@ def fuse(loads: Sequence[GroupLoad], pipeline: PipelineCost) -> Fusion:
 
 
 def why_not(load: GroupLoad, pipeline: PipelineCost) -> str | None:
-    """A sentence that says why this job cannot run even alone, or None if it can."""
+    """Return a sentence that says why this job cannot run even alone, or None if it can."""
     if load.tokens < 1:
         return "has no tokens to train on"
     shortage = pipeline.shortage(load)
@@ -98,22 +100,23 @@ def why_not(load: GroupLoad, pipeline: PipelineCost) -> str | None:
 
 
 def price(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> float:
-    """The predicted time of any grouping, the first of `groups` being the one that fills the pipeline."""
+    """Return the predicted time of any grouping; the first of `groups` fills the pipeline."""
     return pipeline.first_seconds(groups[0]) + sum(pipeline.added_seconds(load) for load in groups[1:])
 
 
 def _growing(ordered: Sequence[GroupLoad], pipeline: PipelineCost) -> Iterator[GroupLoad]:
-    """The groups that start with the first of these jobs; a longer one never needs less memory."""
+    """Return the fitting groups that start with the first of these jobs; a longer one never needs less
+    memory."""
     return takewhile(lambda load: pipeline.shortage(load) is None, accumulate(ordered, add))
 
 
 def _added(ordered: Sequence[GroupLoad], pipeline: PipelineCost) -> list[float]:
-    # The loads themselves are not kept: for many jobs they are so many that collecting garbage takes longest.
+    # The loads are not kept: with many jobs there are so many that garbage collection would dominate.
     return [pipeline.added_seconds(load) for load in _growing(ordered, pipeline)]
 
 
 def _rows(ordered: Sequence[GroupLoad], added: _Added, pipeline: PipelineCost) -> list[_Row]:
-    """One row for each number of groups, and in it a cell for each number of jobs that they can hold."""
+    """Return one row per number of groups, with a cell for each number of jobs that they can hold."""
     first = [pipeline.first_seconds(load) for load in _growing(ordered, pipeline)]
     rows = [{stop: _Cell(seconds, 0) for stop, seconds in enumerate(first, 1)}]
     for _ in ordered[1:]:
@@ -129,7 +132,7 @@ def _rows(ordered: Sequence[GroupLoad], added: _Added, pipeline: PipelineCost) -
 
 
 def _starts(rows: Sequence[_Row], jobs: int) -> list[int]:
-    """Where each group starts in the best grouping of so many jobs, one group for each row."""
+    """Return the start of each group in the best grouping of `jobs` jobs, with one group per row."""
     starts = []
     for row in reversed(rows):
         jobs = row[jobs].start
@@ -138,7 +141,7 @@ def _starts(rows: Sequence[_Row], jobs: int) -> list[int]:
 
 
 class _Reasons:
-    """Says what a plan costs in which one group is longer by one job and all else as good as can be."""
+    """Computes the cost of a plan in which one group is longer by one job and all else is optimal."""
 
     def __init__(
         self,
@@ -160,7 +163,7 @@ class _Reasons:
             self.after[start] = min(more + self.after[stop] for stop, more in tails)
 
     def groups(self, edges: Sequence[int]) -> tuple[FusionGroup, ...]:
-        """The groups of the best plan, which are cut at `edges`, each with its time and reason."""
+        """Return the groups of the best plan, cut at `edges`, each with its time and reason."""
         total = self.before[edges[-1]]
         made = []
         for start, stop in pairwise(edges):
@@ -169,7 +172,7 @@ class _Reasons:
         return tuple(made)
 
     def why_not_next(self, start: int, stop: int, total: float) -> str:
-        """Why the group of the jobs from `start` to `stop` is not longer, in a plan of `total` seconds."""
+        """Return why the group of jobs `start` to `stop` is not longer, in a plan of `total` seconds."""
         if stop == len(self.ordered):
             return "no job is left to join"
         following = self.ordered[stop]

@@ -1,4 +1,4 @@
-"""A scheme's order made from its microbatches, and the least time that it can take."""
+"""Order of a scheme's microbatches, and a lower bound of its time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def passes_in(order: SchemeOrder, laid: PricedWork, layout: Placement) -> Passes
 
 
 def template_room(layout: Placement) -> tuple[int, ...]:
-    """What microbatches in flight may keep on each stage: all that weights, adapters and transport leave."""
+    """Return the bytes that microbatches in flight may keep on each stage: all that weights, adapters and
+    transport leave."""
     rooms = []
     for stage, budget in zip(layout.stages, layout.budgets, strict=True):
         fixed = stage.weight_bytes + stage.state_bytes + layout.beside_bytes
@@ -37,9 +38,9 @@ def template_room(layout: Placement) -> tuple[int, ...]:
 
 
 def least_seconds(passes: Passes, prices: Prices, link: Link) -> float:
-    """Were no transport ever kept waiting by another: what a simulation takes, or a little less.
+    """Return a lower bound of a simulation's seconds, exact if no transfer waits for another.
 
-    Stage s lives on device s. Made to see in little time which orders are worth simulating.
+    Stage s is on device s. This is a fast way to find the orders that are worth simulating.
     """
     clock = _Clock(prices, link, len(passes))
     reached = [0] * len(passes)
@@ -49,24 +50,24 @@ def least_seconds(passes: Passes, prices: Prices, link: Link) -> float:
         for stage in sweep:
             reached[stage] = clock.run(stage, passes[stage], reached[stage])
         moved = reached != before
-        # Forwards are told going down the stages, backwards going up.
+        # Forward times propagate down the stages, backward times up.
         sweep.reverse()
     assert reached == [len(actions) for actions in passes], "an order whose devices wait for each other"
     return max(clock.free)
 
 
 class _Clock:
-    """When what each pass makes is where it is needed, told as soon as what the pass waits for is told."""
+    """Arrival times of each pass's result, computed as soon as those of its inputs are known."""
 
     def __init__(self, prices: Prices, link: Link, stages: int) -> None:
         self.prices, self.link, self.last = prices, link, stages - 1
         self.free = [0.0] * stages
         self.forwards: list[dict[int, float]] = [{} for _ in range(stages)]
-        """By the stage that takes it; what the last stage makes is its own to take."""
+        """Microbatch → arrival time, for each receiving stage; the last stage receives its own results."""
         self.back: list[dict[int, float]] = [{} for _ in range(stages)]
 
     def run(self, stage: int, actions: Sequence[Action], start: int) -> int:
-        """From `start` up to the first action whose input is not told yet; returns that one's place."""
+        """Advance from `start` to the first action whose input time is unknown; return its index."""
         forwards, back, free = self.forwards[stage], self.back[stage], self.free[stage]
         prices, link = self.prices.passes, self.link
         for place in range(start, len(actions)):

@@ -1,8 +1,8 @@
-"""In which order a stage launches the operators of the fusion groups in one bucket (MuxTune's algorithm 1).
+"""Launch order of the operators of the fusion groups of one bucket on a stage (MuxTune's algorithm 1).
 
-Each group's operators are a graph, cut into subgraphs; those of all graphs are launched so that one group
-computes while another communicates. Depth first to last, as printed, keeps all groups in step, so that a
-communication that follows little compute stays bare; a second rule lets them drift apart.
+Each group's operators form a graph, cut into subgraphs; the subgraphs of all graphs are launched so that one
+group computes while another communicates. Launching by depth, as published, keeps all groups in step, so that
+a communication that follows little compute is not hidden; a second rule lets the groups drift apart.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ class Operator:
     kind: OperatorKind
     seconds: float
     needs: tuple[str, ...] = ()
-    """Names of the operators, earlier in the same graph, whose results it takes."""
+    """Names of the operators, earlier in the same graph, whose results it needs."""
 
 
 Graph = tuple[Operator, ...]
-"""The operators of one fusion group on one stage, in an order in which they could run."""
+"""Operators of one fusion group on one stage, in an order in which they could run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subgraph:
-    """What is launched together: a run of compute with the communication it feeds, or adapters apart."""
+    """Operators launched together: a run of compute with the communication it feeds, or separate adapters."""
 
     graph: int
     number: int
     depth: int
-    """The longest way to it in subgraphs; all it needs is shallower."""
+    """Length of the longest path to it in subgraphs; all that it needs is shallower."""
     operators: tuple[Operator, ...]
     needs: tuple[int, ...]
-    """Numbers of the subgraphs, in the same graph, that come before it."""
+    """Numbers of the subgraphs in the same graph that must come before it."""
 
     @property
     def seconds(self) -> float:
@@ -58,7 +58,7 @@ class OperatorSpan:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """An order of subgraphs, and when their operators then run on the stage's two lanes."""
+    """An order of subgraphs, and the times of their operators on the stage's two lanes."""
 
     order: tuple[Subgraph, ...]
     compute: tuple[OperatorSpan, ...]
@@ -72,11 +72,11 @@ class Launch:
 @dataclass(frozen=True, slots=True)
 class Overlap:
     one_by_one: Launch
-    """Each graph whole before the next."""
+    """Launch order with each graph completed before the next."""
     by_depth: Launch
-    """Algorithm 1: the shallowest first, and of those the longest."""
+    """Launch order of algorithm 1: the shallowest subgraph first, and the longest among equals."""
     by_start: Launch
-    """Whatever can start soonest, a graph going on until it has to wait."""
+    """Launch order by earliest start; a graph continues until it has to wait."""
 
     @property
     def best(self) -> Launch:
@@ -84,17 +84,17 @@ class Overlap:
 
 
 class _OverlapLanes:
-    """The stage's two lanes; each runs its operators in the order of launch, when what they need is there."""
+    """The stage's two lanes; each runs its operators in launch order, once their inputs are ready."""
 
     def __init__(self) -> None:
         self.compute: list[OperatorSpan] = []
         self.communication: list[OperatorSpan] = []
         self.ended: dict[tuple[int, str], float] = {}
         self.last = -1
-        """The graph that was launched from last."""
+        """Graph of the last launch."""
 
     def start(self, operator: Operator, graph: int) -> float:
-        """When it would start if it were launched next."""
+        """Return the time when the operator would start if it were launched next."""
         lane = self._lane(operator)
         free = lane[-1].stop if lane else 0.0
         return max([free, *(self.ended[graph, need] for need in operator.needs)])
@@ -112,7 +112,7 @@ class _OverlapLanes:
 
 
 _Rule = Callable[[Subgraph, _OverlapLanes], tuple[float, ...]]
-"""What is least for the subgraph to launch next; the same for no two of them."""
+"""Sort key of a subgraph: the one with the least key is launched next. No two keys are equal."""
 
 
 def overlap(graphs: Sequence[Graph]) -> Overlap:
@@ -134,9 +134,10 @@ def _by_start(one: Subgraph, lanes: _OverlapLanes) -> tuple[float, ...]:
 
 
 def subgraphs(graph: Graph, number: int = 0) -> tuple[Subgraph, ...]:
-    """A graph cut wherever compute meets an adapter and after every communication, shallow ones first.
+    """Return the graph cut wherever compute meets an adapter and after every communication, shallow subgraphs
+    first.
 
-    An adapter that itself feeds a communication goes with it.
+    An adapter that itself feeds a communication stays in its subgraph.
     """
     depth = _depths(graph)
     root = _runs(graph, depth)
@@ -157,7 +158,8 @@ def subgraphs(graph: Graph, number: int = 0) -> tuple[Subgraph, ...]:
 
 
 def _launch(graphs: Sequence[Sequence[Subgraph]], rule: _Rule) -> Launch:
-    """Kahn's algorithm over several graphs at once: of the subgraphs that may start, the least by `rule`."""
+    """Order the subgraphs by Kahn's algorithm over several graphs at once: the ready subgraph that is least
+    by `rule` is next."""
     lanes = _OverlapLanes()
     order: list[Subgraph] = []
     unmet = {(one.graph, one.number): len(one.needs) for graph in graphs for one in graph}
@@ -176,14 +178,14 @@ def _launch(graphs: Sequence[Sequence[Subgraph]], rule: _Rule) -> Launch:
 
 
 def _parts(before: OperatorKind, after: OperatorKind) -> bool:
-    """Whether an operator belongs to another subgraph than the one whose result it takes."""
+    """Return whether an operator belongs to another subgraph than the one whose result it needs."""
     return before is OperatorKind.communication or (
         before is not after and after is not OperatorKind.communication
     )
 
 
 def _depths(graph: Graph) -> dict[str, int]:
-    """How many times the longest way to each operator is cut: the depth of its subgraph."""
+    """Return the number of cuts on the longest path to each operator, which is the depth of its subgraph."""
     kinds: dict[str, OperatorKind] = {}
     depth: dict[str, int] = {}
     for operator in graph:
@@ -195,9 +197,10 @@ def _depths(graph: Graph) -> dict[str, int]:
 
 
 def _runs(graph: Graph, depth: dict[str, int]) -> dict[str, str]:
-    """For each operator the first one of its subgraph: operators of one depth that feed one another.
+    """Return a mapping of operator → first operator of its subgraph: operators of one depth that feed one
+    another.
 
-    Ways from one depth to the next always go down, so subgraphs can never wait for each other in a circle.
+    Paths between depths always go down, so subgraphs can never wait for each other in a cycle.
     """
     root: dict[str, str] = {}
     for operator in graph:

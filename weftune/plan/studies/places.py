@@ -1,4 +1,4 @@
-"""The token capacities at which the jobs could run, with what is then recomputed and the cut into stages."""
+"""Token capacities at which the jobs could run, each with its recomputation and its cut into stages."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from weftune.plan.studies.fit import Ground, Placement, frugal, ground_capacitie
 
 T = TypeVar("T")
 ALIKE = 1e-3
-"""Ways whose times differ by less than this share are alike, and the one proposed first is taken."""
+"""Relative difference below which times are considered equal; the way proposed first is then chosen."""
 
 PATIENCE = 2
-"""Smaller capacities in a row that do not help."""
+"""Number of consecutive smaller capacities without improvement after which the search stops."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlace:
-    """Where the jobs could run: what is recomputed, and the cut for a token capacity."""
+    """A way to place the jobs: what is recomputed, and the cut for a token capacity."""
 
     ground: Ground
     layout: Placement
 
 
 def places(ground: Ground, jobs: Sequence[JobOutline]) -> list[CapacityPlace]:
-    """Those that fit, from the largest capacity down.
+    """Return the places that fit, from the largest capacity down.
 
-    One device has no waits that smaller ones could shorten, but may choose what to recompute; a pipeline
-    recomputes only what it must.
+    One device has no waits that smaller capacities could shorten, but may choose what to recompute; a
+    pipeline recomputes only what it must.
     """
     found: list[CapacityPlace] = []
     for choice in frugal(ground):
@@ -50,9 +50,10 @@ def places(ground: Ground, jobs: Sequence[JobOutline]) -> list[CapacityPlace]:
 def descend(
     tried: Iterable[CapacityPlace], run: Callable[[CapacityPlace], T], seconds: Callable[[T], float]
 ) -> list[T]:
-    """What `run` makes of each place, until a pipeline's capacities have been too small twice in a row.
+    """Return the result of `run` for each place, until two consecutive capacities of a pipeline were worse.
 
-    Waits get shorter and passes dearer with every halving; rounding to whole microbatches makes a dent in it.
+    With every halving, waits get shorter and passes more expensive; rounding to whole microbatches makes the
+    trend uneven.
     """
     found: list[T] = []
     least, worse = float("inf"), 0

@@ -1,4 +1,4 @@
-"""The jobs' next global batches laid out as microbatches, with what each of them takes on every stage."""
+"""The jobs' next global batches laid out as microbatches, with the cost of each on every stage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from weftune.plan.window.orders import Work
 
 @dataclass(frozen=True, slots=True)
 class PricedWork:
-    """A scheme's microbatches before they are ordered: every order can be made from it."""
+    """A scheme's microbatches before they are ordered: any order can be made from it."""
 
     merged: Merged
     work: Work
@@ -84,13 +84,14 @@ def make_batch(job: str, step: int, lengths: Sequence[int]) -> GlobalBatch:
 
 
 def slowest_first(laid: PricedWork, groups: Groups) -> Groups:
-    """The groups as the pipeline template takes them: by what a microbatch of theirs takes on stage 0."""
+    """Return the groups as the pipeline template takes them: sorted by the time of their microbatches on
+    stage 0, slowest first."""
     home = {job: number for number, group in enumerate(groups) for job in group}
     seconds: list[list[float]] = [[] for _ in groups]
     for number, microbatch in enumerate(laid.merged.microbatches):
         if microbatch:
             first = laid.prices.passes[number][0]
-            # What was moved into a microbatch from the next round comes behind its own samples.
+            # Samples moved into a microbatch from the next round come after its own samples.
             seconds[home[microbatch[0].job]].append(first.forward + first.backward)
     paces = [sum(each) / len(each) if each else 0.0 for each in seconds]
     return tuple(groups[number] for number in sorted(range(len(groups)), key=lambda one: -paces[one]))
@@ -98,16 +99,16 @@ def slowest_first(laid: PricedWork, groups: Groups) -> Groups:
 
 @dataclass(frozen=True, slots=True)
 class StageRates:
-    """What a stage takes on its device: the sums over its layers, made once for all microbatches."""
+    """Costs of a stage on its device: sums over its layers, computed once for all microbatches."""
 
     line: Line
     square: float
     adapters: Mapping[str, float]
-    """For each job: a forward's seconds for each of its tokens."""
+    """Job → seconds of a forward per token of the job."""
     kept_bytes: int
     handed_bytes: int
     again: float
-    """How much of a forward the backward recomputes."""
+    """Share of a forward that the backward recomputes."""
     working_bytes: int = 0
 
     def price(self, rows: RowCounts) -> PassPrice:
@@ -146,7 +147,7 @@ def price_all(
 
 
 def made_again(layers: Sequence[BaseLayer], ground: Ground) -> float:
-    """The head's forward is never recomputed."""
+    """Return the share of a forward that is recomputed; the head's forward never is."""
     if not ground.recompute.layers:
         return 0.0
     flops = sum(layer.flops for layer in layers)

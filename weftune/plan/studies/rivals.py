@@ -1,4 +1,4 @@
-"""The ways that others would run the same jobs, each with the token capacity that suits it best."""
+"""Ways in which other systems would run the same jobs, each with the token capacity that suits it best."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weftune.plan.window.orders import Passes
 
 @dataclass(frozen=True, slots=True)
 class RivalPart:
-    """Jobs that run together; the parts of a way follow one another."""
+    """Jobs that run together; the parts of a way run one after another."""
 
     scheme: Scheme
     jobs: tuple[JobOutline, ...]
@@ -47,7 +47,7 @@ class _OrderedPart:
     laid: PricedWork
     passes: Passes
     least: float
-    """Seconds if no transport ever waited for another."""
+    """Seconds if no transfer ever waited for another."""
 
     def run(self) -> Forecast:
         part, place = self.part, self.place
@@ -55,7 +55,7 @@ class _OrderedPart:
 
 
 def at_its_best(way: Way, tried: Sequence[CapacityPlace], jobs: Sequence[JobOutline]) -> Forecast:
-    """Simulated with the token capacity at which it should be fastest, of those where it fits."""
+    """Return a simulation with the capacity at which the way should be fastest, of those where it fits."""
     parts = way(jobs)
     ordered = descend(tried, lambda place: [_ordered(part, place) for part in parts], _seconds)
     runs = (in_turn([one.run() for one in found]) for found in sorted(ordered, key=_seconds))

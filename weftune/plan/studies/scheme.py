@@ -1,4 +1,4 @@
-"""Ways of running the jobs: who shares microbatches, how they are packed, and in which order passes go."""
+"""Ways of running the jobs: which jobs share microbatches, how they are packed, and the order of passes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from weftune.plan.pack.best import Limits
 
 Groups = tuple[tuple[str, ...], ...]
 GREEDY = Limits(tries=0, kicks=0, solver_cells=0, room_cells=0)
-"""Best fit and nothing else."""
+"""Limits that allow best fit only."""
 SEARCHED = Limits(tries=1000, kicks=50, solver_cells=0, room_cells=0)
-"""Without the solver: the outlook packs the same window many times over."""
+"""Limits without the solver, since a forecast packs the same window many times."""
 
 
 class SchemeOrder(StrEnum):
@@ -27,8 +27,8 @@ class Scheme:
 
     name: str
     groups: Groups
-    """Jobs that share microbatches; the groups take turns."""
+    """Groups of jobs that share microbatches; the groups take turns."""
     order: SchemeOrder = SchemeOrder.alternating
     limits: Limits = SEARCHED
     shift: bool = True
-    """Whether samples may fill up the round before theirs."""
+    """Whether samples may fill the preceding round."""

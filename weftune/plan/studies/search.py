@@ -1,4 +1,4 @@
-"""Every grouping in every order at one place; only those that may still win are simulated."""
+"""Search over every grouping in every order at one place; only those that may still win are simulated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PIPELINE_ORDERS = (SchemeOrder.alternating, SchemeOrder.multi_job, SchemeOrder.t
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A way that was simulated; those that could not win by their least possible time were not."""
+    """A way that was simulated; ways whose lower bound could not win were not."""
 
     candidate: Candidate
     scheme: Scheme
@@ -31,7 +31,7 @@ class Tried:
 
 
 def fastest(tried: Sequence[Tried]) -> Tried:
-    """Of those that are alike the first, and only of those that fit if any does."""
+    """Return the first of the fastest ways, up to `ALIKE`; ways that do not fit count only if none fits."""
     fitting = [one for one in tried if one.run.forecast.fits] or tried
     least = min(one.seconds for one in fitting)
     return next(one for one in fitting if one.seconds <= least * (1 + ALIKE))
@@ -50,7 +50,7 @@ class _Proposal:
     laid: PricedWork
     passes: Passes
     least: float
-    """No simulation of it is shorter."""
+    """Lower bound in seconds: no simulation of it is shorter."""
 
 
 class Search:
@@ -66,7 +66,7 @@ class Search:
 
     @property
     def least(self) -> float:
-        """None of the proposals is faster."""
+        """Lower bound in seconds over all proposals."""
         return min(one.least for one in self.proposals)
 
     def tried(self) -> list[Tried]:
@@ -74,7 +74,8 @@ class Search:
 
 
 def polished(best: Tried, place: CapacityPlace, jobs: Sequence[JobOutline]) -> Tried:
-    """What differs from it in one thing (merging, packing, order, or that no jobs share), if it is faster."""
+    """Return the best way found by changing one property at a time: merging, packing, order, or no
+    sharing."""
     desk = _Desk(place, jobs)
     while True:
         proposals = [desk.propose(best.candidate, scheme) for scheme in _neighbours(best.scheme, desk, jobs)]
@@ -97,14 +98,14 @@ def _neighbours(scheme: Scheme, desk: _Desk, jobs: Sequence[JobOutline]) -> list
 
 
 class _Desk:
-    """Lays out and orders ways at one place, nothing twice."""
+    """Lays out and orders ways at one place, and caches the layouts."""
 
     def __init__(self, place: CapacityPlace, jobs: Sequence[JobOutline]) -> None:
         self.place, self.jobs = place, jobs
         self.laid: dict[Scheme, PricedWork] = {}
 
     def sorted_for(self, scheme: Scheme) -> Scheme:
-        """The template takes the slowest group first."""
+        """Return the scheme with its groups in order: the template takes the slowest group first."""
         if scheme.order is not SchemeOrder.template:
             return scheme
         return replace(scheme, groups=slowest_first(self.lay(scheme), scheme.groups))
@@ -121,7 +122,8 @@ class _Desk:
         return _Proposal(candidate, scheme, laid, passes, least_seconds(passes, laid.prices, link))
 
     def simulate(self, proposals: Sequence[_Proposal]) -> list[Tried]:
-        """The most promising first, until no other can be faster; told in the order of the proposals."""
+        """Simulate the most promising proposals first, until no other can be faster; return them in the order
+        of the proposals."""
         ground, layout = self.place.ground, self.place.layout
         found: dict[int, Tried] = {}
         least = float("inf")

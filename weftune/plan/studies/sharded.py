@@ -1,7 +1,7 @@
-"""Devices that share every layer (tensor parallelism), and what MuxTune's order of subgraphs hides of it.
+"""Tensor parallelism: devices that share every layer, and how much of it MuxTune's order of subgraphs hides.
 
-Each layer then has two collectives a pass, during which the stage could compute for another fusion group.
-Two groups are interleaved; how much that saves is worked out for microbatches of the average size.
+Each layer then has two collectives per pass, during which the stage could compute for another fusion group.
+Two groups are interleaved; the saving is computed for microbatches of the average size.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from weftune.plan.studies.priced import PricedWork, lay
 from weftune.plan.studies.scheme import Scheme
 
 COLLECTIVES = 2
-"""Of a layer in one pass: after attention and after the feed-forward part."""
+"""Collectives per layer and pass: after attention and after the feed-forward part."""
 ADAPTERS = 0.1
-"""The share of a layer's compute that its adapters take, where they are operators of their own."""
+"""Share of a layer's compute that its adapters take, if they are separate operators."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The same base on fewer, wider stages."""
+    """A base on fewer, wider stages."""
 
     count: int
     ground: Ground
@@ -36,7 +36,7 @@ class Shards:
 
 
 def make_shards(ground: Ground, jobs: Sequence[JobOutline], capacity: int, count: int = 2) -> Shards:
-    """Every `count` devices in a row as one; PlanError where that does not fit."""
+    """Combine every `count` consecutive devices into one; raise PlanError if that does not fit."""
     cluster = ground.cluster
     firsts = range(0, len(cluster.devices), count)
     wide = Cluster(
@@ -51,7 +51,7 @@ def make_shards(ground: Ground, jobs: Sequence[JobOutline], capacity: int, count
 
 
 def sharded_forecast(shards: Shards, scheme: Scheme, jobs: Sequence[JobOutline], hidden: bool) -> Forecast:
-    """`hidden`: the groups' passes are interleaved two by two, at half the capacity each."""
+    """Predict a sharded run. `hidden` interleaves the groups' passes in pairs, each at half the capacity."""
     layout = shards.layout
     if hidden:
         layout = replace(layout, capacity=max(layout.capacity // 2, max(job.shape.longest for job in jobs)))
@@ -59,7 +59,7 @@ def sharded_forecast(shards: Shards, scheme: Scheme, jobs: Sequence[JobOutline],
     laid = _priced(laid, shards, hidden)
     passes = passes_in(scheme.order, laid, layout)
     run: ForecastRun = run_passes(passes, laid, scheme, jobs, shards.ground, layout)
-    # Each stage is so many devices, all as busy as the one that stands for them.
+    # Each stage stands for `count` devices, all equally busy.
     forecast = run.forecast
     return replace(forecast, busy=forecast.busy * shards.count, devices=forecast.devices * shards.count)
 
@@ -101,7 +101,7 @@ def _priced(laid: PricedWork, shards: Shards, hidden: bool) -> PricedWork:
 
 
 def _dearer(price: PassPrice, shards: Shards, stage: int, saved: float) -> PassPrice:
-    """A pass with its collectives; those of a forward that is recomputed come once more."""
+    """Return the cost of a pass with its collectives; those of a recomputed forward are repeated."""
     collectives = _layers(shards, stage) * COLLECTIVES * _all_reduce(price.activation_bytes, shards)
     again = 2 if shards.ground.recompute.layers else 1
     return replace(
@@ -117,13 +117,13 @@ def _layers(shards: Shards, stage: int) -> int:
 
 
 def _all_reduce(size: int, shards: Shards) -> float:
-    """A ring: every device sends all but its own part twice."""
+    """Return the seconds of a ring all-reduce: every device sends all but its own part twice."""
     others, link = shards.count - 1, shards.ground.cluster.link
     return 2 * others * Link(link.bandwidth, link.latency).seconds(size // shards.count)
 
 
 def _saved(shards: Shards, stage: int, forward: float, tokens: int) -> float:
-    """What two interleaved passes take, over what they take one by one."""
+    """Return the time of two interleaved passes relative to running them one after another."""
     layers = _layers(shards, stage)
     if not layers:
         return 1.0
@@ -134,7 +134,8 @@ def _saved(shards: Shards, stage: int, forward: float, tokens: int) -> float:
 
 
 def _graph(layers: int, compute: float, collective: float) -> Graph:
-    """Of each layer two halves: products with an adapter beside them, then a collective."""
+    """Return the operators of a pass: two halves per layer, each with products, an adapter in parallel, and a
+    collective."""
     made: list[Operator] = []
     before: tuple[str, ...] = ()
     for number in range(layers * COLLECTIVES):

@@ -1,4 +1,4 @@
-"""What a cluster would make of the jobs: the best way of running them that the search finds."""
+"""Forecast for a cluster: the best way of running the jobs that the search finds."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Outlook:
     scheme: Scheme
     run: ForecastRun
     tried: tuple[Tried, ...]
-    """At the capacity that was chosen."""
+    """Ways that were simulated at the chosen capacity."""
     source: str
-    """Where times come from."""
+    """Origin of the times."""
 
     @property
     def forecast(self) -> Forecast:
@@ -36,7 +36,7 @@ class Outlook:
 
 
 def outlook(ground: Ground, jobs: Sequence[JobOutline]) -> Outlook:
-    """The best that is found for these jobs, all aboard together; PlanError says what does not fit."""
+    """Return the best plan found for these jobs together; raise PlanError if they do not fit."""
     refuse(ground, jobs)
     if together := why_not(ground, jobs):
         raise PlanError(f"the jobs do not fit together: the run {together}")
@@ -51,7 +51,7 @@ def outlook(ground: Ground, jobs: Sequence[JobOutline]) -> Outlook:
 
 
 def refuse(ground: Ground, jobs: Sequence[JobOutline]) -> None:
-    """PlanError for every job without samples, or that does not fit even alone."""
+    """Raise PlanError for every job that has no samples or does not fit even alone."""
     refuse_empty(ground, jobs)
     alone = [(job.name, sentence) for job in jobs if (sentence := why_not(ground, [job]))]
     if alone:
@@ -59,7 +59,7 @@ def refuse(ground: Ground, jobs: Sequence[JobOutline]) -> None:
 
 
 def refuse_empty(ground: Ground, jobs: Sequence[JobOutline]) -> None:
-    """PlanError for every job without samples, and for devices without room for anything."""
+    """Raise PlanError for every job without samples, and for devices without memory for anything."""
     assert jobs, "there is a job to plan for"
     empty = [job.name for job in jobs if not any(job.batches)]
     if empty:
@@ -72,19 +72,19 @@ def refuse_empty(ground: Ground, jobs: Sequence[JobOutline]) -> None:
 
 
 class _Descent:
-    """The best plan so far; a place where nothing could beat it is not planned for."""
+    """The best plan so far; a place whose lower bound cannot beat it is not planned for."""
 
     def __init__(self, jobs: Sequence[JobOutline]) -> None:
         self.jobs = jobs
         self.best: Outlook | None = None
 
     def evaluate(self, place: CapacityPlace) -> float:
-        """What the jobs take there, or at least take."""
+        """Return the seconds of the jobs there, or a lower bound."""
         search = Search(place, self.jobs)
         if self.best is not None and search.least >= self.best.forecast.seconds:
             return search.least
         found = _best_at(search)
-        # Of equals the first, which has the largest capacity and makes least again.
+        # Among equals the first is kept, which has the largest capacity and recomputes least.
         if self.best is None or found.forecast.seconds < self.best.forecast.seconds:
             self.best = found
         return found.forecast.seconds

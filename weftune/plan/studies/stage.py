@@ -1,7 +1,7 @@
-"""What a fusion group costs a pipeline: seconds on every stage, forward and backward apart, and peak bytes.
+"""Cost of a fusion group in a pipeline: forward and backward seconds on every stage, and peak bytes.
 
-MuxTune's equations 3 to 5. Communication is kept beside the compute seconds, not in them: whether it can be
-hidden is decided later, by who shares a bucket.
+The model follows MuxTune's equations 3 to 5. Communication is kept separate from the compute seconds: whether
+it can be hidden is decided later, by which groups share a bucket.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ NO_TIME = Line(0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class AdapterTime:
-    """Adapters that run fused in one pass over a stage; one adapter is the simplest case."""
+    """Time of adapters that run fused in one pass over a stage; one adapter is the simplest case."""
 
     shared: float
-    """Each one's seconds times the share of the device that it keeps busy, summed."""
+    """Sum of each adapter's seconds times the share of the device that it keeps busy."""
     longest: float
-    """The seconds of the slowest by itself."""
+    """Seconds of the slowest adapter alone."""
 
     @property
     def seconds(self) -> float:
@@ -32,7 +32,7 @@ class AdapterTime:
 
 @dataclass(frozen=True, slots=True)
 class StageAdapters:
-    """The adapters of a job, or of a fusion group, on one stage."""
+    """Adapter times of a job, or of a fusion group, on one stage."""
 
     forward: AdapterTime
     backward: AdapterTime
@@ -42,20 +42,21 @@ class StageAdapters:
 
 
 def one_adapter(forward: float, backward: float, share: float) -> StageAdapters:
-    """One job's adapter on a stage: its seconds, and the share of the device that it keeps busy meanwhile."""
+    """Return the times of one job's adapter on a stage, given its seconds and the share of the device that it
+    keeps busy."""
     return StageAdapters(AdapterTime(share * forward, forward), AdapterTime(share * backward, backward))
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLoad:
-    """What a job brings to every microbatch; the sum of several is what their fusion group brings."""
+    """Load that a job adds to every microbatch; the sum over jobs is the load of their fusion group."""
 
     jobs: tuple[str, ...]
     tokens: int
     squares: int
-    """The summed squares of the samples' lengths, which is what attention costs."""
+    """Sum of squared sample lengths, to which the cost of attention is proportional."""
     adapters: tuple[StageAdapters, ...]
-    """One for each stage."""
+    """Adapter times on each stage."""
 
     def __add__(self, other: GroupLoad) -> GroupLoad:
         return GroupLoad(
@@ -68,7 +69,7 @@ class GroupLoad:
 
 @dataclass(frozen=True, slots=True)
 class StagePass:
-    """The fitted time of one pass, forward or backward, of the base's operators in a stage."""
+    """Fitted time of one pass, forward or backward, of the base's operators in a stage."""
 
     line: Line
     per_square: float = 0.0
@@ -84,19 +85,20 @@ class Stage:
     forward: StagePass
     backward: StagePass
     resident_bytes: int
-    """Its part of the base, and of the state of every adapter aboard, in this fusion group or not."""
+    """Bytes of its part of the base and of the state of all attached adapters, of this fusion group or
+    not."""
     activation_bytes: int
-    """What a token of a microbatch in flight keeps for its backward."""
+    """Bytes per token that a microbatch in flight keeps for its backward."""
     gradient_bytes: int
-    """What a token's input gradients take while its backward runs."""
+    """Bytes per token of the input gradients while the backward runs."""
     budget: int
     shards: int = 1
-    """The devices that share each operator of the base; the passes are one device's time."""
+    """Number of devices that share each operator of the base; the passes are one device's time."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassSeconds:
-    """One microbatch's pass over one stage."""
+    """Seconds of one microbatch's pass over one stage."""
 
     base: float
     adapters: AdapterTime
@@ -108,7 +110,7 @@ class PassSeconds:
 
     @property
     def alone(self) -> float:
-        """When there is nothing to do during its communication."""
+        """Seconds if no other work overlaps its communication."""
         return self.compute + self.communication
 
 
@@ -133,14 +135,14 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class PipelineCost:
-    """Stages in order, and how many microbatches every fusion group sends through them in a round."""
+    """Stages in order, and the number of microbatches that every fusion group sends through per round."""
 
     stages: tuple[Stage, ...]
     microbatches: int
 
     @property
     def communicates(self) -> bool:
-        """Whether any pass has collectives inside its stage."""
+        """Whether any pass has collectives within its stage."""
         return any(
             stage.forward.communication != NO_TIME or stage.backward.communication != NO_TIME
             for stage in self.stages
@@ -156,7 +158,8 @@ class PipelineCost:
         )
 
     def paces(self, load: GroupLoad) -> list[float]:
-        """Compute seconds of both passes on every stage: `times` without its records, for the many calls."""
+        """Return the compute seconds of both passes on every stage: `times` without records, for frequent
+        calls."""
         return [
             (stage.forward.seconds(load) + stage.backward.seconds(load)) / stage.shards
             + adapters.forward.seconds
@@ -165,19 +168,21 @@ class PipelineCost:
         ]
 
     def first_seconds(self, load: GroupLoad) -> float:
-        """A round of this group alone: it fills the pipeline, keeps the slowest stage's pace, and drains."""
+        """Return the seconds of a round of this group alone: it fills the pipeline, runs at the pace of the
+        slowest stage, and drains."""
         each = self.paces(load)
         return sum(each) + (self.microbatches - 1) * max(each)
 
     def added_seconds(self, load: GroupLoad) -> float:
-        """What this group adds to a pipeline that is full: its microbatches at the stages' average pace."""
+        """Return the seconds that this group adds to a full pipeline: microbatches at the stages' average
+        pace."""
         each = self.paces(load)
         return self.microbatches * sum(each) / len(each)
 
     def peak_bytes(self, load: GroupLoad) -> tuple[int, ...]:
-        """For each stage, when as many microbatches are in flight as 1F1B lets there be.
+        """Return the peak bytes of each stage with as many microbatches in flight as 1F1B allows.
 
-        That is one for each stage from here to the last, were they all of this group.
+        That is one per stage from this one to the last, if all are of this group.
         """
         flights = range(len(self.stages), 0, -1)
         return tuple(

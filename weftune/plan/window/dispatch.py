@@ -1,6 +1,6 @@
-"""Every device of a pipeline takes what is ready, by a rule: the order that results, foreseen from prices.
+"""Dispatch by a rule: each device of a pipeline takes what is ready, and prices predict the resulting order.
 
-With replicas all of them go on together: a job's next batch waits for the Backwards of every replica.
+All replicas are dispatched together: a job's next batch waits for the Backwards of every replica.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from weftune.plan.program.program import Action, Backward, Forward, MicrobatchPl
 
 @dataclass(frozen=True, slots=True)
 class DispatchRules:
-    """What each stage may have in flight, and which way it prefers when it has a choice."""
+    """Limits on what each stage may have in flight, and the direction it prefers when it has a choice."""
 
     flights: tuple[int, ...]
-    """Microbatches, for each stage."""
+    """Maximum number of microbatches in flight on each stage."""
     forward_first: tuple[bool, ...]
     room: tuple[int, ...] = ()
-    """Bytes that microbatches in flight may keep on each stage; none where memory does not matter."""
+    """Bytes that microbatches in flight may keep on each stage. Empty if memory does not matter."""
     lag: float = 0.0
-    """Seconds from a batch's last Backward on a stage until it is closed there: what replicas hand out to one
-    another is under way."""
+    """Seconds from a batch's last Backward on a stage until it is closed there, while replicas exchange their
+    shares."""
 
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """A device has begun a pass."""
+    """An event: a device has begun a pass."""
 
     device: int
     action: Forward | Backward
@@ -39,7 +39,7 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A batch is through on a stage, in all replicas, and they know it."""
+    """An event: a batch has ended on a stage in all replicas, and all of them know it."""
 
     stage: int
     job: str
@@ -48,12 +48,12 @@ class Closed:
 
 @dataclass(slots=True)
 class _Batches:
-    """Of one stage, in all replicas together."""
+    """Batches of one stage, in all replicas together."""
 
     left: Counter[tuple[str, int]]
-    """Samples of each batch whose backward is still to come."""
+    """Maps (job, step) to the number of samples whose backward is still to come."""
     open: set[tuple[str, int]]
-    """The batches of which any is."""
+    """Batches that are not closed yet."""
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class _Device:
 
 
 def rows_left(microbatches: Iterable[MicrobatchPlan]) -> Counter[tuple[str, int]]:
-    """Samples of each batch that are still to be trained."""
+    """Return (job, step) → number of samples that are still to be trained."""
     left: Counter[tuple[str, int]] = Counter()
     for microbatch in microbatches:
         for segment in microbatch.segments:
@@ -78,8 +78,8 @@ def rows_left(microbatches: Iterable[MicrobatchPlan]) -> Counter[tuple[str, int]
 
 
 class Dispatch:
-    """`launches` are, for each replica, its microbatches in the order in which they would like to enter its
-    first stage."""
+    """A simulation of the devices. `launches` has, for each replica, its microbatches in the order in which
+    they should enter its first stage."""
 
     def __init__(
         self,
@@ -97,29 +97,30 @@ class Dispatch:
         self.before = [
             frozenset((segment.job, segment.step - 1) for segment in one.segments) for one in microbatches
         ]
-        """For each microbatch the batches whose Steps it waits for."""
+        """Batches whose Steps each microbatch waits for."""
         for first, numbers in zip(self.devices[:: len(rules.flights)], launches, strict=True):
             first.ready_forward.extend(numbers)
         self.delayed: set[int] = set()
         """Stages on which a launch had to wait for memory."""
         self.log: list[Began | Closed] = []
-        """What happened on all devices, in the order in which it did."""
+        """Events on all devices, in the order in which they happened."""
         self._batches = batches
         everyone = set(range(len(self.devices)))
         self._near = [
             _neighbours(device, self.last) if len(launches) == 1 else everyone for device in everyone
         ]
-        """Who may go on when a device has ended something; replicas share what opens and closes."""
+        """Devices that may be able to continue when a device has ended something; replicas share what opens
+        and closes."""
         self._ends: list[tuple[float, int, int, Forward | Backward | Closed]] = []
         self._number = count()
 
     def run(self) -> list[list[Action]]:
-        """The passes of every device, in the order in which it began them."""
+        """Return the passes of every device, in the order in which it began them."""
         now = 0.0
         self._start(range(len(self.devices)), now)
         while self._ends:
             now = self._ends[0][0]
-            # Whoever could begin nothing still cannot, unless it or a neighbour has ended something.
+            # A device that could begin nothing still cannot, unless it or a neighbour has ended something.
             touched: set[int] = set()
             while self._ends and self._ends[0][0] == now:
                 _, _, device, end = heapq.heappop(self._ends)
@@ -158,7 +159,7 @@ class Dispatch:
         return Backward(one.ready_backward.popleft(), one.stage) if one.ready_backward else None
 
     def _launchable(self, one: _Device) -> int | None:
-        """The first ready microbatch that may go now."""
+        """Return the position of the first ready microbatch that may start now, or None."""
         if one.in_flight >= self.rules.flights[one.stage]:
             return None
         blocked: set[str] = set()

@@ -1,8 +1,8 @@
-"""How many rounds a window has: no more than are predicted to end soon, since jobs join, leave and are
+"""The number of rounds per window: no more than are predicted to end soon, since jobs join, leave and are
 interrupted between windows.
 
-The prediction is made from what the run has recorded of its pace, and before that from what is known of the
-device: never from the clock, so that a resumed run plans the windows of the undisturbed one.
+The prediction uses the pace that the run has recorded, and before that what is known of the device. It never
+uses the clock, so that a resumed run plans the same windows as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from weftune.plan.cost.time import CostModel, PassWork
 from weftune.plan.window.rounds import Course
 
 WINDOW_SECONDS = 10.0
-"""No window is predicted to take longer, unless a single round does."""
+"""Maximum predicted seconds of a window, unless a single round takes longer."""
 ROW_FLOPS = 4
-"""For each parameter and row: forward and backward, two each."""
+"""FLOPs per parameter and row: two each for forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class WindowPace:
-    """What a round of a window is predicted to take; zeros where nothing is known."""
+    """Predicted time of a round of a window; zeros if nothing is known."""
 
     row_seconds: float = 0.0
-    """For each row that is trained."""
+    """Seconds per row that is trained."""
     round_seconds: float = 0.0
-    """At least, however few its rows are: where stages take turns, all of them come."""
+    """Minimum seconds of a round, however few rows it has: if stages take turns, all of them are loaded."""
 
 
 def shortened(courses: Sequence[Course], pace: WindowPace) -> list[Course]:
-    """The courses with as many of their rounds as WINDOW_SECONDS have room for, and one at the least."""
+    """Return the courses with as many of their rounds as fit in WINDOW_SECONDS, but at least one."""
     rounds = rounds_within(courses, pace)
     return [replace(course, batches=course.batches[:rounds]) for course in courses]
 
 
 def rounds_within(courses: Sequence[Course], pace: WindowPace) -> int:
-    """How many rounds that are."""
+    """Return how many rounds fit in WINDOW_SECONDS, but at least one."""
     longest = max((len(course.batches) for course in courses), default=0)
     ends = accumulate(_round_seconds(courses, turn, pace) for turn in range(longest))
     return max(1, sum(end <= WINDOW_SECONDS for end in ends))
@@ -57,8 +57,8 @@ def _round_seconds(courses: Sequence[Course], turn: int, pace: WindowPace) -> fl
 
 
 def first_pace(cost: CostModel, shape: ModelShape, on_gpu: bool, max_tokens: int) -> WindowPace:
-    """Before the run has measured anything: by a profile, for a pass that one sample fills, or by the data
-    sheet."""
+    """Return the pace before the run has measured anything: from a profile, for a pass that one sample fills,
+    or from the data sheet."""
     if cost.measured:
         full = PassWork(
             tokens=max_tokens, squares=max_tokens**2, samples=1, supervised=max_tokens, adapted=0, segments=1
@@ -69,7 +69,7 @@ def first_pace(cost: CostModel, shape: ModelShape, on_gpu: bool, max_tokens: int
 
 
 def speed_by_sheet(on_gpu: bool) -> Speed | None:
-    """Of this machine's devices; None where no data sheet is known."""
+    """Return the speed of this machine's devices from their data sheet. None if no data sheet is known."""
     try:
         sheet = this_machine().devices[0]
     except PlanError:

@@ -1,7 +1,7 @@
 """Orders for a pipeline of one stage per device: GPipe, 1F1B, and the multi-job 1F1B of mLoRA.
 
-The first two follow from the list of microbatches alone. In the last every device takes what is ready, as
-the prices foresee it, so that microbatches of independent jobs fill each other's waits.
+The first two follow from the list of microbatches alone. In the last, every device takes what is ready, as
+predicted from the prices, so that microbatches of independent jobs fill each other's waits.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from weftune.plan.program.program import (
 from weftune.plan.window.dispatch import Dispatch, DispatchRules, rows_left
 
 Passes = list[list[Action]]
-"""For each device its passes in order: an order before Steps, Sends and Recvs are put in."""
+"""Passes of each device in order, before Steps, Sends and Recvs are inserted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a window trains, its microbatches in the order in which they would like to run."""
+    """The work of a window, with its microbatches in the preferred order."""
 
     capacity: int
     microbatches: tuple[MicrobatchPlan, ...]
@@ -41,7 +41,7 @@ class Work:
 
     @property
     def filled(self) -> list[int]:
-        """The microbatches that hold rows; the others only keep a place free."""
+        """Numbers of the microbatches that hold rows; the others only keep a place free."""
         return [number for number, one in enumerate(self.microbatches) if one.segments]
 
 
@@ -58,7 +58,8 @@ def multi_job(work: Work, stages: int, prices: Prices, spare: int = 0) -> Progra
 
 
 def gpipe_passes(work: Work, stages: int) -> Passes:
-    """All forwards of a round, then all its backwards; a round ends where a job begins its next batch."""
+    """Return all forwards of a round, then all its backwards. A round ends when a job begins another
+    batch."""
     lists: Passes = [[] for _ in range(stages)]
     for number in rounds(work):
         for stage, actions in enumerate(lists):
@@ -68,20 +69,23 @@ def gpipe_passes(work: Work, stages: int) -> Passes:
 
 
 def alternating_passes(work: Work, stages: int) -> Passes:
-    """1F1B: stage s has up to `stages` − s microbatches in flight, and forwards go first until then.
+    """Return the 1F1B order: stage s has up to `stages` − s microbatches in flight; until then forwards go
+    first.
 
-    Where a microbatch needs a Step that is not made yet, the backwards that lead to it go first. With one
-    job that drains the pipeline after every batch; where the bubble lemma holds it never does.
+    If a microbatch needs a Step that has not run yet, the backwards that lead to it go first. With one job
+    that drains the pipeline after every batch; where the bubble lemma holds it never does.
     """
     left = rows_left(work.microbatches)
     return [_alternate(work, stage, stages - stage, left.copy()) for stage in range(stages)]
 
 
 def multi_job_passes(work: Work, stages: int, prices: Prices, spare: int = 0) -> Passes:
-    """mLoRA's order: the first device prefers forwards, all others backwards, within what 1F1B has in flight.
+    """Return mLoRA's order: the first device prefers forwards, all others backwards, with as many in flight
+    as in 1F1B.
 
-    A job whose Step is due lets the next ready microbatch pass, whosever it is. `spare` more may be in flight
-    on all stages but the last: with `stages` − 1, hops no longer than a pass are hidden behind compute.
+    While a job waits for its Step, the next ready microbatch of any job goes first. `spare` more may be in
+    flight on all stages but the last: with `stages` − 1, hops no longer than a pass are hidden behind
+    compute.
     """
     rules = multi_job_rules(stages, spare)
     return Dispatch(work.microbatches, [work.filled], prices, rules).run()
@@ -96,7 +100,7 @@ def multi_job_rules(stages: int, spare: int = 0) -> DispatchRules:
 
 
 def rounds(work: Work) -> list[list[int]]:
-    """Consecutive microbatches in which no job has two batches."""
+    """Return runs of consecutive microbatches in which no job has two batches."""
     found: list[list[int]] = []
     steps: dict[str, int] = {}
     for number in work.filled:
@@ -112,9 +116,9 @@ def rounds(work: Work) -> list[list[int]]:
 def assemble(
     work: Work, lists: Sequence[Iterable[Action]], homes: Sequence[int] = (), chunk: int = 0
 ) -> Program:
-    """A checked Program from the passes of every device: Steps, Sends and Recvs are put where they belong.
+    """Return a checked Program from the passes of every device, with Steps, Sends and Recvs inserted.
 
-    `homes` is the device of every stage; without it stage s lives on device s. `chunk` is as in Program.
+    `homes` is the device of every stage; without it stage s is on device s. `chunk` is as in Program.
     """
     stages = tuple(homes) or tuple(range(len(lists)))
     program = Program(
@@ -130,7 +134,7 @@ def assemble(
 
 
 def evaluated(numbers: Iterable[int], stage: int, homes: Sequence[int]) -> list[Action]:
-    """Microbatches of held-out samples on one stage: forwards only, with what passes between neighbours.
+    """Return one stage's forwards of held-out microbatches, with the Sends and Recvs between neighbours.
 
     `homes` is the device of every stage.
     """
@@ -138,7 +142,7 @@ def evaluated(numbers: Iterable[int], stage: int, homes: Sequence[int]) -> list[
 
 
 def placed(work: Work, passes: Iterable[Action], device: int, homes: Sequence[int]) -> list[Action]:
-    """One device's list: its passes with the Steps, Reduces, Sends and Recvs that belong to them.
+    """Return one device's actions: its passes with the Steps, Reduces, Sends and Recvs that belong to them.
 
     `homes` is the device of every stage.
     """
@@ -149,7 +153,7 @@ def placed(work: Work, passes: Iterable[Action], device: int, homes: Sequence[in
 
 
 def _alternate(work: Work, stage: int, most: int, left: Counter[tuple[str, int]]) -> list[Action]:
-    """`left` are the samples of each batch that are still to be trained."""
+    """Return the 1F1B order of one stage. `left` has the samples of each batch still to be trained."""
     waiting = work.filled[::-1]
     flying: list[int] = []
     actions: list[Action] = []
@@ -173,7 +177,8 @@ def _alternate(work: Work, stage: int, most: int, left: Counter[tuple[str, int]]
 
 
 def _stepped(work: Work, actions: Iterable[Action], stages: int) -> Iterable[Action]:
-    """A job's Step right behind the last Backward of its batch, on a device that has so many stages."""
+    """Yield the actions of a device with `stages` stages, with a job's Step right after the last Backward of
+    its batch."""
     left = {key: stages * rows for key, rows in rows_left(work.microbatches).items()}
     for action in actions:
         yield action
@@ -186,11 +191,11 @@ def _stepped(work: Work, actions: Iterable[Action], stages: int) -> Iterable[Act
 
 
 def _reduced(work: Work, actions: Iterable[Action], device: int, stages: int) -> Iterable[Action]:
-    """A job's Reduce right behind the last Backward of its batch on a device that has so many stages, and
-    there on the first device its Step too.
+    """Yield the actions of a device with `stages` stages, with a job's Reduce right after the last Backward
+    of its batch, and on the first device its Step too.
 
-    On the others the Step comes as late as it may, before the job's next Forward or at the end: until then
-    the first device's decision is on its way, and nobody waits for it.
+    On the others the Step comes as late as possible, before the job's next Forward or at the end: until then
+    the first device's decision is on its way, and no device waits for it.
     """
     left = {key: stages * rows for key, rows in rows_left(work.microbatches).items()}
     due: dict[str, Step] = {}
@@ -214,7 +219,8 @@ def _reduced(work: Work, actions: Iterable[Action], device: int, stages: int) ->
 
 
 def transported(actions: Iterable[Action], homes: Sequence[int]) -> Iterable[Action]:
-    """What another device made is received right before use, and sent there once made."""
+    """Yield the actions with Recvs right before data of another device is used, and Sends once data for it is
+    computed."""
     for action in actions:
         match action:
             case Forward(number, stage) | Evaluate(number, stage):

@@ -1,7 +1,7 @@
 """The next window of a pipeline: the same courses as on one device, cut, grouped and ordered for its stages.
 
-Jobs form groups whose rounds take turns, so that others fill the wait of one job's batch for its Step.
-A window ends with the round in which somebody evaluates: what follows depends on the outcome.
+Jobs form groups whose rounds take turns, so that other groups fill the time in which a job's batch waits for
+its Step. A window ends with the round in which a job evaluates, since what follows depends on the outcome.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from weftune.plan.window.template import Queue, template
 
 Groups = tuple[tuple[str, ...], ...]
 MOST_SPLITS = 4
-"""A round is cut into up to so many times the microbatches that it needs, where that fills the pipeline."""
+"""Maximum factor by which a round is cut into more microbatches than it needs, if that fills the pipeline."""
 
 
 PATIENCE = 1.02
-"""How much longer a window of replicas may be foreseen to take so that nobody waits for gradients."""
+"""Factor by which a window of replicas may be predicted longer so that no device waits for gradients."""
 
 
 class PipelineOrder(StrEnum):
@@ -54,41 +54,41 @@ class PipelineOrder(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StagePace:
-    """How long a microbatch takes on one stage, by its rows, and a Step."""
+    """Time of a microbatch on one stage, by its rows, and of a Step."""
 
     forward: Line
     backward: Line
     step: float = 0.0
     """Seconds of one job's Step."""
     spread: tuple[float, ...] = ()
-    """What passes took in multiples of what the lines say, in the order in which they ran."""
+    """Times of passes as multiples of what the lines predict, in the order in which they ran."""
 
 
 BACKWARD_GUESS = 1.5
-"""A backward over a forward, until one was measured."""
+"""Time of a backward relative to a forward, until one has been measured."""
 
 
 def guessed_pace(layers: int) -> StagePace:
-    """Of a stage of so many layers, before anything was measured: proportions only."""
+    """Return the pace of a stage of `layers` layers before anything was measured: proportions only."""
     return StagePace(Line(0.0, float(layers)), Line(0.0, BACKWARD_GUESS * layers))
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineRules:
-    """What the planner of a pipeline's windows is told beside the courses."""
+    """Inputs of the planner of a pipeline's windows, besides the courses."""
 
     capacity: int
     paces: tuple[StagePace, ...]
-    """One for each stage."""
+    """Pace of each stage."""
     order: PipelineOrder | None = None
-    """None: the one that the simulator finds fastest."""
+    """Order of the pipeline. None selects the one that the simulator finds fastest."""
     recompute: Recompute = NOTHING
     spare: int = 0
-    """Microbatches in flight on all stages but the last beyond what 1F1B has: they hide slow links, and
-    passes that take now more, now less."""
+    """Number of microbatches in flight beyond what 1F1B has, on all stages but the last: they hide slow links
+    and varying pass times."""
     replicas: int = 1
-    """Copies of all stages, which share every batch. They run in the multi-job order, whatever `order` says:
-    only there all replicas are foreseen together."""
+    """Number of copies of all stages, which share every batch. They run in the multi-job order, whatever
+    `order` says: only that order predicts all replicas together."""
 
     @property
     def stages(self) -> int:
@@ -96,24 +96,24 @@ class PipelineRules:
 
     @property
     def distance(self) -> int:
-        """Microbatches from a batch's last to the first of the job's next one: what replicas hand out to one
-        another is under way as long as one more stage would take."""
+        """Number of microbatches from a batch's last to the first of the job's next one: the shares that
+        replicas exchange are in transit as long as one more stage would take."""
         return self.stages + (self.replicas > 1)
 
 
 def plan_pipeline(courses: Sequence[Course], rules: PipelineRules) -> Program:
-    """Train the courses' batches up to the first evaluation. The result is checked before it is given out."""
+    """Plan a window that trains the courses' batches up to the first evaluation, and check it."""
     step = {course.job: course.step for course in courses}
     beginners = [course for course in courses if course.begins]
     looking = [course for course in beginners if course.evaluates_at(course.step)]
-    # Who evaluates where it begins must know the outcome before its first batch; nobody trains meanwhile.
+    # A job that evaluates as it begins needs the outcome before its first batch; no job trains meanwhile.
     batches = [] if looking else _batches(courses)
     program = _trained(batches, courses, rules) if batches else _empty(rules)
     after = step | {batch.job: batch.step for batch in batches}
     last = {batch.job: batch.step for batch in batches}
     due = looking or [course for course in courses if course.evaluates_at(last.get(course.job, -1))]
     program = _with_evaluation(program, [_look(course, after[course.job]) for course in due], rules)
-    # Whoever waits meanwhile begins in the next window, and must not save at the same step in both.
+    # A job that waits meanwhile begins in the next window, and must not save at the same step in both.
     program = _with_saves(program, courses, looking or beginners)
     program = replace(program, recompute=rules.recompute)
     check(program, step)
@@ -122,24 +122,24 @@ def plan_pipeline(courses: Sequence[Course], rules: PipelineRules) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class LoadPace:
-    """What stages that come from the host take on their way."""
+    """Bytes of the stages that are loaded from the host, and the speed of the links."""
 
     stage_bytes: tuple[int, ...]
     bandwidth: float
-    """Bytes per second of every device's link."""
+    """Bytes per second of each device's link."""
 
 
 def timeline_foreseen(
     program: Program, paces: Sequence[StagePace], loads: LoadPace | None = None
 ) -> Timeline:
-    """What the simulator says a window will be like, links between devices not counted."""
+    """Return the timeline that the simulator predicts for a window, ignoring links between devices."""
     return timeline_priced(program, pace_prices(program.microbatches, paces), loads)
 
 
 def timeline_priced(
     program: Program, prices: Prices, loads: LoadPace | None = None, link: Link | None = None
 ) -> Timeline:
-    """Where no `link` between devices is given, what is sent takes no time."""
+    """Return the simulated timeline of a window. Without a `link` between devices, sending takes no time."""
     cluster = free_cluster(len(program.devices))
     cluster = cluster if link is None else replace(cluster, link=link)
     if loads is not None:
@@ -154,7 +154,7 @@ def _look(course: Course, step: int) -> SegmentPlan:
 
 
 def _batches(courses: Sequence[Course]) -> list[GlobalBatch]:
-    """Round by round, up to and with the first in which somebody evaluates."""
+    """Return the batches round by round, up to and including the first round in which a job evaluates."""
     found: list[GlobalBatch] = []
     for turn in range(max((len(course.batches) for course in courses), default=0)):
         moving = [course for course in courses if turn < len(course.batches)]
@@ -179,9 +179,10 @@ class _Candidate:
 
 
 def _trained(batches: Sequence[GlobalBatch], courses: Sequence[Course], rules: PipelineRules) -> Program:
-    """Of a few ways the fastest, by the simulator: how finely rounds are cut, and in which order they run."""
+    """Return the program that is fastest in the simulator among a few that differ in how finely rounds are
+    cut and in the order in which they run."""
     longest = max(_tokens(together) for batch in batches for together in kept_together(batch.samples))
-    # Of equals the first is taken: what has microbatches to spare waits less for links and for slow passes.
+    # Among equals the first is taken: with spare microbatches it waits less for links and slow passes.
     orders = [PipelineOrder.multi_job, PipelineOrder.alternating] if rules.order is None else [rules.order]
     best: _Candidate | None = None
     for splits in range(1, MOST_SPLITS + 1):
@@ -205,7 +206,7 @@ def _trained(batches: Sequence[GlobalBatch], courses: Sequence[Course], rules: P
 
 
 def _of_replicas(dealt: ReplicaWork, prices: Prices, rules: PipelineRules) -> _Candidate:
-    """The patient order, which hides links that the prices leave out, unless waiting costs time itself."""
+    """Return the patient order, which hides links that the prices omit, unless waiting itself costs time."""
     found = [
         replicated(dealt, rules.stages, prices, rules.spare, patient=patient) for patient in (True, False)
     ]
@@ -220,7 +221,7 @@ def _seconds(program: Program, prices: Prices) -> float:
 def _groups(
     batches: Sequence[GlobalBatch], jobs: Sequence[str], capacity: int, rules: PipelineRules
 ) -> Groups:
-    """Groups that take turns, from what a replica's share of each job's first batch will be like."""
+    """Return groups that take turns, based on a replica's expected share of each job's first batch."""
     firsts: dict[str, GlobalBatch] = {}
     for batch in batches:
         firsts.setdefault(batch.job, batch)
@@ -235,8 +236,8 @@ def _groups(
 
 
 def _dealt(batches: Sequence[GlobalBatch], groups: Groups, room: int, rules: PipelineRules) -> ReplicaWork:
-    """Microbatches that the jobs of a group share, laid for each replica by itself so that a job's batches
-    are far enough apart."""
+    """Return microbatches that the jobs of a group share, laid out for each replica by itself so that a job's
+    batches are far enough apart."""
     # A bucket of the template runs in one piece, so no sample may go into another group's round. With
     # replicas, two microbatches could each hold a sample that waits for the other's round.
     shift = rules.order is not PipelineOrder.template and rules.replicas == 1
@@ -255,7 +256,7 @@ def _dealt(batches: Sequence[GlobalBatch], groups: Groups, room: int, rules: Pip
 
 
 def _rounds(batches: Sequence[GlobalBatch], groups: Groups) -> Rounds:
-    """The samples of one batch of every job of a group, the groups taking turns."""
+    """Return rounds with the samples of one batch of every job of a group, the groups taking turns."""
     by_job: dict[str, list[GlobalBatch]] = {}
     for batch in batches:
         by_job.setdefault(batch.job, []).append(batch)
@@ -325,7 +326,7 @@ def _ordered(
 
 
 def _queues(work: Work, prices: Prices, groups: Groups, stages: int) -> list[Queue]:
-    """A bucket for each group; its microbatches are priced alike, as the template wants them."""
+    """Return a bucket per group. Its microbatches have the same price, as the template requires."""
     home = {job: number for number, members in enumerate(groups) for job in members}
     held: dict[int, list[int]] = {}
     for number in work.filled:
@@ -347,7 +348,7 @@ def _mean(numbers: Sequence[int], prices: Prices, stage: int) -> PassPrice:
 
 
 def _with_evaluation(program: Program, held_out: Sequence[SegmentPlan], rules: PipelineRules) -> Program:
-    """Behind all training, forwards through all stages, shared by the replicas."""
+    """Add the evaluation after all training: forwards through all stages, shared by the replicas."""
     packed = pack_segments(held_out, _evaluation_room(held_out, rules))
     before = len(program.microbatches)
     shares = deal_looks(packed, rules.replicas)
@@ -364,7 +365,7 @@ def _with_evaluation(program: Program, held_out: Sequence[SegmentPlan], rules: P
 
 
 def _evaluation_room(held_out: Sequence[SegmentPlan], rules: PipelineRules) -> int:
-    """Small enough that every replica gets something to evaluate."""
+    """Return a capacity small enough that every replica gets something to evaluate."""
     if rules.replicas == 1 or not held_out:
         return rules.capacity
     longest = max(_tokens(together) for segment in held_out for together in kept_together(segment.samples))
@@ -373,8 +374,8 @@ def _evaluation_room(held_out: Sequence[SegmentPlan], rules: PipelineRules) -> i
 
 
 def _with_saves(program: Program, courses: Sequence[Course], beginners: Sequence[Course]) -> Program:
-    """A Save right behind its Step; who begins saves where it stands, before anything else. One replica's
-    devices save: the others hold the same."""
+    """Add a Save right after its Step. A job that begins is saved at its current step, before anything else.
+    Only one replica's devices save, since the others hold the same."""
     at = {course.job: course.save_at for course in courses}
     begin = [Save(course.job, course.step) for course in beginners if course.step in course.save_at]
 

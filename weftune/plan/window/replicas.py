@@ -1,8 +1,8 @@
-"""Replicas of a pipeline: which of them trains which samples, and where what they made of a batch meets.
+"""Replicas of a pipeline: the samples that each of them trains, and where their shares of a batch are added.
 
-A batch is the job's alone; replicas share its samples, and every Step waits for all of them. The order of
-passes is foreseen for all replicas together, so that a Reduce stands where the last of them will have come to
-its end, and nobody waits for another.
+A batch belongs to one job; replicas share its samples, and every Step waits for all of them. The order of
+passes is predicted for all replicas together, so that a Reduce is placed where the last of them is expected
+to have finished, and no replica waits for another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Rounds = list[list[BatchSample]]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaWork:
-    """Work, and for each replica its microbatches in the order in which they would like to run."""
+    """Work, and the microbatches of each replica in their preferred order."""
 
     work: Work
     numbers: tuple[tuple[int, ...], ...]
@@ -33,8 +33,8 @@ class ReplicaWork:
 
 
 def deal(rounds: Sequence[Sequence[BatchSample]], replicas: int) -> list[Rounds]:
-    """For each replica its samples, round by round: the longest go first, each to whoever has the fewest
-    tokens so far. What one round leaves uneven the next makes up for."""
+    """Return the samples of each replica, round by round: the longest go first, each to the replica with the
+    fewest tokens so far. An imbalance of one round is evened out by the next."""
     tokens = [0] * replicas
     dealt: list[Rounds] = [[] for _ in range(replicas)]
     for samples in rounds:
@@ -49,7 +49,7 @@ def deal(rounds: Sequence[Sequence[BatchSample]], replicas: int) -> list[Rounds]
 
 
 def deal_looks(microbatches: Sequence[MicrobatchPlan], replicas: int) -> list[list[int]]:
-    """For each replica which of some evaluation microbatches it runs, by the same rule."""
+    """Return the evaluation microbatches that each replica runs, dealt by the rule of `deal`."""
     rows = [0] * replicas
     dealt: list[list[int]] = [[] for _ in range(replicas)]
     for place in sorted(range(len(microbatches)), key=lambda place: -microbatches[place].rows):
@@ -62,9 +62,10 @@ def deal_looks(microbatches: Sequence[MicrobatchPlan], replicas: int) -> list[li
 def replicated(
     dealt: ReplicaWork, stages: int, prices: Prices, spare: int = 0, patient: bool = False
 ) -> Program:
-    """The multi-job order for all replicas together, with the Reduces and Steps that they need.
+    """Return the multi-job order for all replicas together, with the Reduces and Steps that they need.
 
-    The `patient` let a pass go by before they add up what the others hand out, so that slow links are hidden.
+    With `patient`, replicas let a pass go by before they add up each other's shares, so that slow links are
+    hidden.
     """
     work = dealt.work
     lag = _mean_forward(dealt, prices) if patient else 0.0
@@ -97,7 +98,7 @@ def _homes(replica: int, stages: int) -> range:
 
 
 class _Meeting:
-    """Puts Reduces and Steps among the passes, moment by moment.
+    """A builder that inserts Reduces and Steps among the passes, event by event.
 
     Nothing can wait forever: whatever an action waits for happened at an earlier moment of the log.
     """
@@ -107,10 +108,10 @@ class _Meeting:
         self.lists: list[list[Action]] = [[] for _ in range(dealt.replicas * stages)]
         shares = [rows_left(self.microbatches[number] for number in own) for own in dealt.numbers]
         self.shares = [frozenset(share) for share in shares]
-        """For each replica the batches of which it trains anything."""
+        """Batches of which each replica trains at least one sample."""
         self.left = [shares[device // stages].copy() for device in range(len(self.lists))]
         self.due: list[dict[str, Step]] = [{} for _ in self.lists]
-        """For each device the Steps that are still to be made; they come as late as they may."""
+        """Steps that each device has yet to execute, job → Step; they come as late as possible."""
 
     def lists_of(self, log: Iterable[Began | Closed]) -> list[list[Action]]:
         for moment in log:
@@ -133,13 +134,14 @@ class _Meeting:
         self.lists[device].append(action)
 
     def _without(self, job: str, step: int) -> None:
-        """Replicas that train nothing of this batch make the job's last Step when the others have begun."""
+        """Add the job's last Step on replicas that train nothing of this batch, once the others have
+        begun."""
         for device in range(len(self.lists)):
             if (job, step) not in self.shares[device // self.stages]:
                 self._step(device, job)
 
     def _backward(self, device: int, action: Backward) -> None:
-        """The share of a batch is handed out right behind its last Backward here."""
+        """Add a Backward; right after the last one of a batch here, hand out this device's share."""
         self.lists[device].append(action)
         for segment in self.microbatches[action.microbatch].segments:
             key = segment.job, segment.step
@@ -148,7 +150,7 @@ class _Meeting:
                 self.lists[device].append(Reduce(*key, "gradient"))
 
     def _close(self, stage: int, job: str, step: int) -> None:
-        """All replicas have come to the end of a batch: what they handed out can be added."""
+        """Add the Reduce that sums the shares, once all replicas have reached the end of a batch."""
         for device in range(stage, len(self.lists), self.stages):
             self.lists[device].append(Reduce(job, step))
             self.due[device][job] = Step(job, step)

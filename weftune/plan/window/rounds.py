@@ -1,4 +1,4 @@
-"""Windows in rounds: one global batch of every job, then who evaluates and who saves, in any layout."""
+"""Windows in rounds: one global batch of every job, then evaluations and saves, in any layout."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from weftune.plan.window.orders import transported
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """One job's part of a window: the batches it trains next, and when it evaluates or saves on the way."""
+    """One job's part of a window: the batches it trains next, and when it evaluates or saves in between."""
 
     job: str
     step: int
-    """Its last executed step."""
+    """Last executed step."""
     batches: tuple[GlobalBatch, ...]
     evaluation: tuple[PlacedSample, ...]
     evaluate_at: frozenset[int]
     save_at: frozenset[int]
     begins: bool = False
-    """True in the window a job starts in: it evaluates and saves before its first batch."""
+    """Whether the job starts in this window: it evaluates and saves before its first batch."""
 
     def evaluates_at(self, step: int) -> bool:
-        """Whether its held-out samples are evaluated after this step."""
+        """Return whether its held-out samples are evaluated after this step."""
         return bool(self.evaluation) and step in self.evaluate_at
 
 
@@ -58,7 +58,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One global batch of every job that still has one; then who evaluates, and who saves."""
+    """One global batch of every job that still has one, then evaluations and saves."""
 
     trained: tuple[Trained, ...]
     evaluated: tuple[int, ...]
@@ -68,14 +68,14 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class LaidRounds:
-    """Courses laid out in rounds: what is done, whatever the order that devices do it in."""
+    """Courses laid out in rounds: what is done, regardless of the order in which devices do it."""
 
     microbatches: tuple[MicrobatchPlan, ...]
     rounds: tuple[Round, ...]
 
 
 class _Window:
-    """Collects microbatches and rounds."""
+    """A collector of microbatches and rounds."""
 
     def __init__(self, capacity: int, ladder: bool, groups: Sequence[frozenset[str]]) -> None:
         self.capacity = capacity
@@ -85,7 +85,7 @@ class _Window:
         self.rounds: list[Round] = []
 
     def add(self, batches: Sequence[GlobalBatch], courses: Sequence[Course], step: dict[str, int]) -> None:
-        """A round of these batches, after which the courses are at `step`."""
+        """Add a round of these batches, after which the courses are at `step`."""
         trained = self._train(batches)
         evaluated = self._evaluate(courses, step)
         saves = tuple(Save(c.job, step[c.job]) for c in courses if step[c.job] in c.save_at)
@@ -117,14 +117,15 @@ class _Window:
 
 
 def _steps_last(group: Sequence[Trained]) -> Iterator[Trained]:
-    """All Steps behind the last microbatch."""
+    """Yield the microbatches with all Steps after the last one."""
     *others, last = group
     yield from (replace(one, steps=()) for one in others)
     yield replace(last, steps=tuple(step for one in group for step in one.steps))
 
 
 def even_groups(tokens: Mapping[str, int], count: int) -> list[frozenset[str]]:
-    """Jobs in at most so many groups of about as many tokens: the largest first, to the smallest group."""
+    """Divide jobs into at most `count` groups of about equal tokens: the largest first, to the smallest
+    group."""
     groups: list[set[str]] = [set() for _ in range(max(1, min(count, len(tokens))))]
     sums = [0] * len(groups)
     for job in sorted(tokens, key=lambda job: -tokens[job]):
@@ -141,11 +142,11 @@ def _groups(courses: Sequence[Course], count: int) -> list[frozenset[str]]:
 
 
 def lay_rounds(courses: Sequence[Course], capacity: int, ladder: bool = False, groups: int = 1) -> LaidRounds:
-    """Every course's batches, round by round, samples of different jobs sharing microbatches.
+    """Lay out every course's batches, round by round; samples of different jobs share microbatches.
 
-    With a `ladder`, training passes keep to few sizes, as captured graphs want it. With several `groups`, a
+    With a `ladder`, training passes keep to few sizes, as captured graphs require. With several `groups`, a
     job shares microbatches with others of its group, and the Steps of a group follow its last one: what they
-    wait for comes while another group passes.
+    wait for is transferred during the passes of another group.
     """
     window = _Window(capacity, ladder, _groups(courses, groups) if groups > 1 else ())
     step = {course.job: course.step for course in courses}
@@ -164,13 +165,13 @@ def plan_rounds(
     ladder: bool = False,
     recompute: Recompute = NOTHING,
 ) -> Program:
-    """Train every course's batches round by round: a stage serves all microbatches of a round before the next
-    takes its turn, so that one Load serves them all.
+    """Plan a window that trains every course's batches round by round: a stage serves all microbatches of a
+    round before the next takes its turn, so that one Load serves them all.
 
-    Microbatches, and the order in which each stage sees them, are the same in every layout: losses have the
-    same bits. A window of several workers ends with the round in which somebody evaluates: what follows
-    depends on the outcome, which only the first worker knows. Every worker begins and ends with the stages
-    in its slots that it needs first. The result is checked before it is given out.
+    Microbatches, and the order in which each stage sees them, are the same in every layout, so losses have
+    the same bits. A window of several workers ends with the round in which a job evaluates: what follows
+    depends on the outcome, which only the first worker knows. Every worker begins and ends with the stages in
+    its slots that it needs first. The result is checked before it is returned.
     """
     done = {course.job: course.step for course in courses}
     courses = _until_an_evaluation(courses) if layout.workers > 1 else courses
@@ -192,7 +193,8 @@ def plan_rounds(
 
 
 def _until_an_evaluation(courses: Sequence[Course]) -> list[Course]:
-    """Who evaluates where it begins must know the outcome before its first batch; nobody trains meanwhile."""
+    """Return the courses up to the first evaluation. A job that evaluates as it begins needs the outcome
+    before its first batch; no job trains meanwhile."""
     if waiting := [course for course in courses if course.begins and course.evaluates_at(course.step)]:
         return [replace(course, batches=()) for course in waiting]
     rounds = [
@@ -207,8 +209,8 @@ def _until_an_evaluation(courses: Sequence[Course]) -> list[Course]:
 
 
 def _evaluation_rows(laid: LaidRounds, layout: Layout, capacity: int) -> int:
-    """Rows of an evaluation that may be in flight at once: as many as training holds of inputs, less those
-    that its microbatch at work makes of them."""
+    """Return the rows of an evaluation that may be in flight at once: as many as the inputs that training
+    holds, less those of its current microbatch."""
     rounds = (sum(laid.microbatches[one.microbatch].rows for one in each.trained) for each in laid.rounds)
     largest = max(rounds, default=0)
     if layout.offloads:
@@ -218,7 +220,7 @@ def _evaluation_rows(laid: LaidRounds, layout: Layout, capacity: int) -> int:
 
 
 def _together(numbers: Sequence[int], laid: LaidRounds, room: int) -> list[list[int]]:
-    """Microbatches in runs of so many rows: for every run but the first, each stage is loaded once more."""
+    """Split microbatches into runs of at most `room` rows. Each run but the first loads every stage again."""
     runs: list[list[int]] = []
     taken = room
     for number in numbers:
@@ -237,11 +239,11 @@ class Visit:
 
     stage: int
     actions: tuple[Action, ...]
-    """Its passes, and the Steps among them."""
+    """Passes of the stage, and the Steps among them."""
 
 
 def _listed(laid: LaidRounds, runs: Sequence[Sequence[Sequence[int]]], part: OnWorker) -> tuple[Action, ...]:
-    """One worker's actions; `runs` are the microbatches that each round evaluates."""
+    """Return one worker's actions; `runs` are the microbatches that each round evaluates."""
     visits = [list(_visits(one, run, part)) for one, run in zip(laid.rounds, runs, strict=True)]
     actions = list(_with_moves(laid.rounds, visits, part))
     ordered = actions if part.worker == 0 else _steps_late(actions, laid)
@@ -249,8 +251,8 @@ def _listed(laid: LaidRounds, runs: Sequence[Sequence[Sequence[int]]], part: OnW
 
 
 def _visits(one: Round, runs: Sequence[Sequence[int]], part: OnWorker) -> Iterator[Visit]:
-    """Forward and back through the worker's own stages, the last stage of all turning each microbatch round
-    at once; then the runs that are evaluated."""
+    """Yield the visits forward and back through the worker's own stages, where the last stage of all runs
+    each backward right after its forward; then the evaluation runs."""
     last, numbers = len(part.stages) - 1, [trained.microbatch for trained in one.trained]
     if numbers:
         for stage in (stage for stage in part.own if stage < last):
@@ -268,7 +270,7 @@ def _visits(one: Round, runs: Sequence[Sequence[int]], part: OnWorker) -> Iterat
 
 
 def _steps(trained: Trained, part: OnWorker) -> Iterator[Action]:
-    """Several workers agree on every Step by a Reduce."""
+    """Yield the Steps. Several workers agree on every Step by a Reduce."""
     if part.layout.workers > 1:
         yield from (Reduce(step.job, step.step) for step in trained.steps)
     yield from trained.steps
@@ -277,7 +279,7 @@ def _steps(trained: Trained, part: OnWorker) -> Iterator[Action]:
 def _with_moves(
     rounds: Sequence[Round], visits: Sequence[Sequence[Visit]], part: OnWorker
 ) -> Iterator[Action]:
-    """The visits of every round, what moves behind each, and the round's Saves."""
+    """Yield the actions of every round's visits, the moves after each visit, and the round's Saves."""
     moved = moves([visit for each in visits for visit in each], part)
     for one, each in zip(rounds, visits, strict=True):
         for visit in each:
@@ -287,7 +289,8 @@ def _with_moves(
 
 
 def moves(visits: Sequence[Visit], part: OnWorker) -> Iterator[tuple[Action, ...]]:
-    """What follows each visit: where another stage needs the slot next, it is loaded there at once."""
+    """Return the actions after each visit: if another stage needs the slot next, it is loaded there at
+    once."""
     streamed = set(part.streamed)
     needed = {part.slot(stage): stage for stage in part.waiting}
     found: list[tuple[Action, ...]] = []
@@ -302,7 +305,8 @@ def moves(visits: Sequence[Visit], part: OnWorker) -> Iterator[tuple[Action, ...
 
 
 def _steps_late(actions: Iterable[Action], laid: LaidRounds) -> Iterator[Action]:
-    """Every Step as late as it may be: until then the first worker's decision is on its way."""
+    """Yield the actions with each Step as late as possible: until then the first worker's decision is in
+    transit."""
     due: dict[str, Step] = {}
     for action in actions:
         match action:

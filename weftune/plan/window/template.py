@@ -15,7 +15,7 @@ from weftune.plan.window.dispatch import Dispatch, DispatchRules
 from weftune.plan.window.orders import Passes, Work, assemble
 
 EVEN = 1e-9
-"""Times that differ by less, relatively, count as equal."""
+"""Relative difference below which times count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Queue:
 
     @property
     def latency(self) -> float:
-        """Of one microbatch on the first stage, which is what buckets are balanced by."""
+        """Seconds of one microbatch on the first stage, by which buckets are balanced."""
         return self.passes[0].forward + self.passes[0].backward
 
 
@@ -35,21 +35,21 @@ class Queue:
 class PipelineTemplate:
     program: Program
     order: tuple[int, ...]
-    """The queues in the order in which they run."""
+    """Queues in the order in which they run."""
     broken: tuple[str, ...]
-    """The theorem's premises that do not hold, a sentence each; with none, the last stage never waits."""
+    """Premises of the theorem that do not hold, one sentence each. If empty, the last stage never waits."""
 
     def why(self) -> str:
-        """One sentence for a reader of the plan."""
+        """Return one sentence for a reader of the plan."""
         if not self.broken:
             return "the last stage is busy from its first forward to its last backward"
         return "the last stage may have to wait: " + "; ".join(self.broken)
 
 
 def template(work: Work, queues: Sequence[Queue], room: Sequence[int] = ()) -> PipelineTemplate:
-    """The template's order for `queues`, which together hold all microbatches of `work`.
+    """Return the template's order for `queues`, which together hold all microbatches of `work`.
 
-    `room` is what microbatches in flight may keep on each stage, in bytes; without it memory has no end.
+    `room` is the bytes that microbatches in flight may keep on each stage; without it memory is unlimited.
     """
     assert queues, "there is a bucket to run"
     order = sorted(range(len(queues)), key=lambda index: -queues[index].latency)
@@ -63,7 +63,7 @@ def template(work: Work, queues: Sequence[Queue], room: Sequence[int] = ()) -> P
 
 
 def eager_passes(work: Work, prices: Prices, room: Sequence[int]) -> Passes:
-    """The template's launches for microbatches that are not alike, the slowest bucket first already."""
+    """Return the template's passes for microbatches that are not alike, already sorted by slowest bucket."""
     return _dispatch(work, work.filled, prices, room).run()
 
 
@@ -82,7 +82,7 @@ def queue_prices(work: Work, queues: Sequence[Queue]) -> Prices:
 
 
 def _broken(work: Work, queues: Sequence[Queue]) -> list[str]:
-    """Which of the theorem's premises on time `queues`, in the order in which they run, do not meet."""
+    """Return the theorem's premises on time that `queues`, in the order in which they run, do not meet."""
     broken: list[str] = []
     for place, queue in enumerate(queues, 1):
         if any(abs(one.forward - one.backward) > EVEN * one.forward for one in queue.passes):

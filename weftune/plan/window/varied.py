@@ -1,7 +1,7 @@
-"""A window foreseen with passes that vary as those before it did.
+"""Prediction of a window with passes that vary as earlier passes did.
 
-Workers wait for one another: what a slow pass costs is not won back by a quick one, so that even times alone
-promise too few bubbles.
+Workers wait for one another: time lost by a slow pass is not regained by a quick one, so even times alone
+predict too few bubbles.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from weftune.plan.program.timeline import Timeline
 from weftune.plan.window.pipeline import LoadPace, StagePace, pace_prices, timeline_priced
 
 DRAWS = 4
-"""Timelines of one window: what they come to differs little, and each costs as much as a plan's own."""
+"""Number of timelines per window: their results differ little, and each costs as much as a plan's own."""
 
 
 def timelines_varied(
     program: Program, paces: Sequence[StagePace], loads: LoadPace | None = None, draws: int = DRAWS
 ) -> list[Timeline]:
-    """The same every time: chance is drawn from the same seed."""
+    """Return timelines with randomly varied passes. The result is always the same: the seed is fixed."""
     prices, drawn = pace_prices(program.microbatches, paces), Random(0)
     return [timeline_priced(program, _varied(program, prices, paces, drawn), loads) for _ in range(draws)]
 
@@ -45,8 +45,8 @@ def _varied(program: Program, prices: Prices, paces: Sequence[StagePace], drawn:
 
 
 def _factors(spread: Sequence[float], moment: float) -> Iterator[float]:
-    """In the order in which they came, from the same moment on for all stages: slow passes come in a row, and
-    what slows one stage may slow another."""
+    """Return the factors in the order in which they were recorded, from the same moment on for all stages:
+    slow passes come in a row, and what slows one stage may slow another."""
     if not spread:
         return repeat(1.0)
     start = int(moment * len(spread))

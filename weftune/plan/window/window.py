@@ -1,4 +1,4 @@
-"""What the next window does, from records of the jobs aboard: the only planner that a run asks."""
+"""The plan of the next window, from records of the running jobs: the only planner that a run calls."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from weftune.plan.window.rounds import Course, plan_rounds
 
 @dataclass(frozen=True, slots=True)
 class Pacing:
-    """What is known of the stages of a pipeline, so that microbatches follow one another without waiting."""
+    """The paces of the stages of a pipeline, used to run microbatches one after another without waits."""
 
     paces: tuple[StagePace, ...]
-    """One for each stage."""
+    """Pace of each stage."""
     order: PipelineOrder | None = None
-    """None: the one that the simulator finds fastest."""
+    """Order of the pipeline. None selects the one that the simulator finds fastest."""
     spare: int = 0
-    """Microbatches in flight on all stages but the last beyond what 1F1B has."""
+    """Number of microbatches in flight beyond what 1F1B has, on all stages but the last."""
 
 
 def plan_window(
@@ -33,11 +33,12 @@ def plan_window(
     recompute: Recompute = NOTHING,
     pacing: Pacing | None = None,
 ) -> Program:
-    """Train the courses' batches in a layout, in microbatches of at most `capacity` tokens.
+    """Plan a window that trains the courses' batches in a layout, with at most `capacity` tokens per
+    microbatch.
 
-    With a `ladder`, training passes keep to few sizes, as captured ones want it. With `pacing`, stages that
-    stay on their workers are kept busy by several microbatches at once; without, all microbatches of a round
-    go through one stage after another. The result is checked before it is given out.
+    With a `ladder`, training passes keep to few sizes, as captured passes require. With `pacing`, stages that
+    stay on their workers are kept busy by several microbatches at once; without it, all microbatches of a
+    round go through one stage after another. The result is checked before it is returned.
     """
     if pacing is None:
         return plan_rounds(courses, layout, capacity, ladder, recompute)
@@ -51,7 +52,7 @@ def plan_window(
 
 
 def _on_ladder(program: Program, capacity: int) -> Program:
-    """The same with each microbatch that is trained padded to a rung."""
+    """Return the program with each trained microbatch padded to a rung."""
     trained = {action.microbatch for action, _ in program.compute() if isinstance(action, Forward)}
     return replace(
         program,

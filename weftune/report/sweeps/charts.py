@@ -1,4 +1,4 @@
-"""A sweep's figures: its trials as lines through the swept values and the results at the rungs, and the
+"""Charts of a sweep: its trials as lines through the swept values and the results at the rungs, and the
 metric against each key."""
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from weftune.report.sweeps.standing import (
 from weftune.report.words import loss_text
 
 _MOST_KEYS = 6
-"""Keys that are drawn; those with the most values."""
+"""Number of keys that are drawn: those with the most values."""
 _MOST_TICKS = 6
 _TICKS_APART = 0.15
-"""The least share of an axis between two ticks."""
+"""Least distance between two ticks, as a share of the axis."""
 _LEAST_RATIO = 4
-"""Values whose largest is fewer times the smallest are drawn on a linear axis."""
+"""Ratio of the largest to the smallest value below which the axis is linear."""
 _RUNG_COLOURS = ("#b3bac6", "#7c98cf", "#3b7ddd")
-"""From the first rung to the last step."""
+"""Colours from the first rung to the last step."""
 _FURTHEST = 6
-"""Values that are so many times further from the best than half of the trials are drawn at the axis' end."""
+"""Values further from the best than this multiple of the median's distance are drawn at the axis' end."""
 _FEWEST = 6
-"""Of fewer values none is taken for an outlier."""
+"""Least number of values at which some may be outliers."""
 
 Pens = Mapping[str, Pen]
 
 
 @dataclass(frozen=True, slots=True)
 class TrialAxis:
-    """One quantity of the trials: where each trial lies, from 0 to 1, and what stands at the ticks."""
+    """One quantity of the trials: the position of each trial, from 0 to 1, and the labels of the ticks."""
 
     name: str
     places: Mapping[str, float]
@@ -64,7 +64,7 @@ class TrialAxis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaysChart:
-    """All trials as parallel coordinates, with the words below."""
+    """All trials as parallel coordinates, with the text below."""
 
     title: str
     words: str
@@ -74,8 +74,8 @@ class WaysChart:
 def sweep_charts(
     record: SweepRecord, pens: Pens, base_loss: float | None = None
 ) -> tuple[WaysChart, tuple[Chart, ...]] | None:
-    """The parallel coordinates of all trials, and a chart for each key; None before anything is measured.
-    `pens` say how the trials are drawn in the curves; trials without a pen are grey. `base_loss` is a dashed
+    """Return the parallel coordinates of all trials, and a chart per key; None if nothing is measured yet.
+    `pens` are those of the trials in the curves; trials without a pen are grey. `base_loss` is a dashed
     line."""
     keys = _drawn_keys(record)
     measured = [trial for trial in record.trials if trial.score is not None]
@@ -86,7 +86,7 @@ def sweep_charts(
 
 
 def _drawn_keys(record: SweepRecord) -> list[str]:
-    """Those with the most values. Of keys that go together, as rank and alpha often do, the first."""
+    """Return the keys with the most values; of keys that vary together, such as rank and alpha, the first."""
     values = {
         key: [repr(flat_values(trial).get(key)) for trial in record.trials] for key in swept_keys(record)
     }
@@ -96,7 +96,7 @@ def _drawn_keys(record: SweepRecord) -> list[str]:
 
 
 def _go_together(values: Mapping[str, Sequence[str]], earlier: str, later: str) -> bool:
-    """Whether each says what the other is, by more than that all trials differ in both."""
+    """Return whether each key determines the other, and not only because all trials differ in both."""
     names = list(values)
     pairs = set(zip(values[earlier], values[later], strict=True))
     kinds = {len(pairs), len(set(values[earlier])), len(set(values[later]))}
@@ -110,7 +110,7 @@ def _ways(record: SweepRecord, keys: Sequence[str], pens: Pens) -> WaysChart:
     names = short_keys(keys)
     axes = [_key_axis(record, key, names[key]) for key in keys]
     axes += [_metric_axis(record, rung) for rung in range(_rung_count(record))]
-    # The best last, so that it is drawn over the others.
+    # The best trial comes last, so that it is drawn over the others.
     series = [_way(trial, axes, pens) for trial in reversed(ranked(record))]
     ends = " It ends at the rung where the trial was dropped." if len(record.rungs) > 1 else ""
     failed = " Dotted: failed." if any(trial.state == "failed" for trial in record.trials) else ""
@@ -167,7 +167,7 @@ def _metric_axis(record: SweepRecord, rung: int) -> TrialAxis:
 
 
 def _worthy_range(record: SweepRecord, values: Sequence[float]) -> tuple[float, float]:
-    """Best and worst, without what is so bad that the others could not be told apart."""
+    """Return the range from best to worst, without outliers that would compress the other values."""
     ordered = sorted(values, key=lambda value: worth(value, record.mode))
     best, worst, middle = ordered[0], ordered[-1], median(values)
     furthest = best + _FURTHEST * (middle - best)
@@ -181,7 +181,7 @@ def _rung_count(record: SweepRecord) -> int:
 
 
 def _value_at(trial: TrialRecord, rung: int, *, last: bool) -> float | None:
-    """Of a trial that still runs the last score is no result yet."""
+    """Return a trial's value at a rung; at the last one, None unless the trial has finished."""
     if last:
         return trial.score if trial.state == "finished" else None
     return rung_value(trial, rung)
@@ -209,7 +209,7 @@ def _against(record: SweepRecord, key: str, base_loss: float | None) -> Chart:
 
 
 def _metric_span(record: SweepRecord, count: int) -> tuple[float, float]:
-    """From best to worst over all rungs, without what is far off at its own."""
+    """Return the range from best to worst over all rungs, without the outliers of each rung."""
     spans = [
         _worthy_range(record, values)
         for rung in range(count)
@@ -219,7 +219,7 @@ def _metric_span(record: SweepRecord, count: int) -> tuple[float, float]:
 
 
 def _result_axis(label: str, span: tuple[float, float], *, may_be_log: bool) -> Axis:
-    """Logarithmic where the best are a small part of the worst: they could not be told apart otherwise."""
+    """Return an axis, logarithmic if the best results are too small to be told apart on a linear one."""
     low, high = span
     if not may_be_log or low <= 0 or high <= _LEAST_RATIO * low:
         margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
@@ -236,7 +236,7 @@ def _measured(record: SweepRecord, rung: int, count: int) -> Iterator[float]:
 
 
 def _rung_series(record: SweepRecord, key: str, rung: int, count: int, scale: Scale) -> Series | None:
-    """The trials that were measured at a rung; a value beyond the axis is drawn at its end."""
+    """Return the trials measured at a rung; a value beyond the axis is drawn at its end."""
     found = [
         (trial, flat_values(trial).get(key), value)
         for trial in record.trials
@@ -261,7 +261,7 @@ def _rung_colour(rung: int, count: int) -> str:
 
 
 def _value_axis(scale: Scale) -> Axis:
-    """The places of a key's values, with some room at both ends."""
+    """Return an axis for the positions of a key's values, with some room at both ends."""
     ticks = tuple((scale.place(value), setting_text(value)) for value in scale.ticks)
     return Axis(label="", low=-0.08, high=1.08, ticks=ticks)
 
@@ -271,10 +271,10 @@ def _value_axis(scale: Scale) -> Axis:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Where the values of a key lie between its smallest and its largest."""
+    """Positions of the values of a key between its smallest and its largest."""
 
     values: tuple[Any, ...]
-    """Distinct; numbers in their order, others as they come."""
+    """Distinct values; numbers are sorted, others keep their order."""
     numbers: bool
     log: bool
     ticks: tuple[Any, ...]
@@ -305,7 +305,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_log(ordered: Sequence[float]) -> bool:
-    """Whether the values lie evenly in their logarithms rather than in themselves."""
+    """Return whether the values are spaced more evenly on a logarithmic scale than on a linear one."""
     low, high = ordered[0], ordered[-1]
     if low <= 0 or high < _LEAST_RATIO * low:
         return False
@@ -315,7 +315,7 @@ def _is_log(ordered: Sequence[float]) -> bool:
 
 
 def _apart(low: float, high: float, between: Iterable[float], log: bool) -> tuple[float, ...]:
-    """Both ends, and the numbers between them that are not too near to them or to one another."""
+    """Return both ends, and the numbers between them that are not too close to the ends or to each other."""
     along = math.log if log else float
     least = _TICKS_APART * (along(high) - along(low))
     found = [low]

@@ -1,4 +1,4 @@
-"""What `weftune train` ends with about a sweep: its best trials, and where they lie."""
+"""The final output of `weftune train` about a sweep: its best trials, and their folders."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _REASONS = 3
 
 
 def sweep_ending(run: Run, record: SweepRecord, width: int) -> list[RenderableType]:
-    """The best trials in a table; the winners' folders stand beside them where `width` columns are enough."""
+    """Return a table of the best trials; the winners' folders are in it if `width` columns are enough."""
     best = winners(record) or leaders(record, _LEADERS)
     below = [*_doubts(record), *_failures(record), *_unfinished(run, record)]
     heading = Text(printable(_heading(record)), style="bold")
@@ -74,7 +74,7 @@ def _table(record: SweepRecord, trials: Sequence[TrialRecord], places: Sequence[
 
 
 def _place(output: Path, record: SweepRecord, trial: TrialRecord) -> str:
-    """The winner's folder as one would type it here."""
+    """Return the winner's folder, relative to the current directory if it is inside."""
     inside = best_folder(output / record.name, trial.name).relative_to(output)
     folder, here = output / printable(str(inside)), Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)

@@ -1,4 +1,4 @@
-"""How a sweep stands: its trials from best to worst, the values in which they differ, its rungs."""
+"""The state of a sweep: its trials from best to worst, the values in which they differ, its rungs."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ METRIC_NAMES = {"eval_loss": "validation loss", "eval_mean_token_accuracy": "val
 _ENDED = ("finished", "left", "failed")
 STATES = ("finished", "running", "resting", "waiting", "left", "failed")
 _LONGEST_PLAIN = 5
-"""Letters of a number that never has an exponent."""
+"""Length in characters up to which a number never has an exponent."""
 _GROUPS = {"finished": 0, "left": 2, "failed": 3}
-"""Those that are still on their way come between."""
+"""State → sort group; trials that have not ended are in group 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungRow:
-    """A step at which trials are compared; the last one is where those that are left end."""
+    """A step at which trials are compared; at the last one the remaining trials end."""
 
     step: int
     generation: int
     last: bool
     began: int
-    """Trials that are to come here."""
+    """Number of trials that are to reach this step."""
     evaluated: int
-    """Of them those that have, or have ended before."""
+    """Number of these trials that have reached it, or have ended before."""
     kept: int | None = None
-    """How many went on; None until that is decided."""
+    """Number of trials that were kept. None until that is decided."""
     left: int = 0
     lost: int = 0
-    """Trials that had failed or left before."""
+    """Number of trials that had failed or were dropped before."""
     worst_kept: float | None = None
     best_left: float | None = None
 
 
 def ranked(record: SweepRecord) -> list[TrialRecord]:
-    """Finished trials by score, then those on their way and those that left, the ones that came furthest
-    first, then those that failed; among equals as in the file."""
+    """Sort the trials: finished ones by score, then unfinished and then dropped ones, the furthest first,
+    then failed ones; ties are in the order of the file."""
     return sorted(record.trials, key=lambda trial: _place(record, trial))
 
 
@@ -50,38 +50,38 @@ def _place(record: SweepRecord, trial: TrialRecord) -> tuple[int, int, float]:
     group = _GROUPS.get(trial.state, 1)
     if group == 0 and trial.name in record.best:
         return group, -1, record.best.index(trial.name)
-    # Finished trials with a warning follow the others; of the rest those that came further go first.
+    # Finished trials with a warning follow the others; among the rest, those that came further go first.
     far = bool(trial.warning) if group == 0 else -len(trial.at_rungs) if group == 1 else -(trial.left_at or 0)
     return group, far, worth(trial.score, record.mode)
 
 
 def base_sentence(record: SweepRecord) -> str:
-    """Say that no trial improved on the base; empty where one did, or where the sweep has not ended."""
+    """Return a sentence if no trial improved on the base; empty if one did, or the sweep has not ended."""
     if not (best := winners(record)) or not best[0].warning:
         return ""
     return f"No trial improved on the base: the lowest validation loss is kept ({best[0].warning})."
 
 
 def leaders(record: SweepRecord, count: int) -> list[TrialRecord]:
-    """The best trials that are still in the sweep and have a score."""
+    """Return the best trials that are still in the sweep and have a score."""
     still = [trial for trial in ranked(record) if trial.state not in ("left", "failed")]
     return [trial for trial in still if trial.score is not None][:count]
 
 
 def winners(record: SweepRecord) -> list[TrialRecord]:
-    """The trials in `best`, in its order."""
+    """Return the trials in `best`, in its order."""
     trials = {trial.name: trial for trial in record.trials}
     return [trials[name] for name in record.best if name in trials]
 
 
 def counts(record: SweepRecord) -> Mapping[str, int]:
-    """State → how many trials are in it, without zeros."""
+    """Return state → number of trials in it, without zeros."""
     found: Counter[str] = Counter(trial.state for trial in record.trials)
     return {state: found[state] for state in STATES if found[state]}
 
 
 def trained_share(record: SweepRecord) -> float | None:
-    """Samples trained, over those of all trials to their end."""
+    """Return the samples trained, divided by those of all trials trained to their end."""
     return record.samples.trained / record.samples.all if record.samples.all else None
 
 
@@ -89,7 +89,7 @@ def trained_share(record: SweepRecord) -> float | None:
 
 
 def flat_values(trial: TrialRecord) -> dict[str, Any]:
-    """Dotted key → value; `adapter: {rank: 8}` and `adapter.rank: 8` are the same."""
+    """Return dotted key → value; `adapter: {rank: 8}` and `adapter.rank: 8` are the same."""
     return dict(_leaves("", trial.values))
 
 
@@ -102,7 +102,7 @@ def _leaves(above: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def swept_keys(record: SweepRecord) -> tuple[str, ...]:
-    """The keys in which trials differ, in the order of the file."""
+    """Return the keys in which trials differ, in the order of the file."""
     flats = [flat_values(trial) for trial in record.trials]
     keys = dict.fromkeys(key for flat in flats for key in flat)
     apart = [key for key in keys if any(flat.get(key) != flats[0].get(key) for flat in flats)]
@@ -110,13 +110,13 @@ def swept_keys(record: SweepRecord) -> tuple[str, ...]:
 
 
 def short_keys(keys: Sequence[str]) -> Mapping[str, str]:
-    """Each key without the section it is in, where that is clear: `rank` for `adapter.rank`."""
+    """Return key → the key without its section if that is unique: `rank` for `adapter.rank`."""
     tails = Counter(key.rpartition(".")[2] for key in keys)
     return {key: tail if tails[tail := key.rpartition(".")[2]] == 1 else key for key in keys}
 
 
 def setting_text(value: Any) -> str:
-    """A value in a few letters: `3.14e-4`, `0.05`, `64`, `q_proj, v_proj`."""
+    """Format a value briefly: `3.14e-4`, `0.05`, `64`, `q_proj, v_proj`."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -129,7 +129,7 @@ def setting_text(value: Any) -> str:
 
 
 def number_text(value: float) -> str:
-    """Three digits that count, with an exponent where many zeros would stand before them."""
+    """Format three significant digits, with an exponent instead of many leading zeros."""
     plain = f"{float(f'{value:.3g}'):g}"
     digits, _, power = f"{value:.2e}".partition("e")
     scientific = f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
@@ -141,7 +141,7 @@ def number_text(value: float) -> str:
 
 
 def rung_rows(record: SweepRecord) -> list[RungRow]:
-    """Every rung in the order of generations and steps, the last step as well; none without halving."""
+    """Return every rung by generation and step, including the last step; none without halving."""
     if len(record.rungs) < 2:
         return []
     generations = sorted({trial.generation for trial in record.trials})
@@ -188,13 +188,13 @@ def _decided_row(trials: Mapping[str, TrialRecord], decision: Decision) -> RungR
 
 
 def rung_value(trial: TrialRecord, rung: int) -> float | None:
-    """What was measured at the trial's rung of this number, from 0."""
+    """Return the value measured at a rung of the trial, counted from 0; None if it has not reached it."""
     steps = sorted(trial.at_rungs, key=int)
     return trial.at_rungs[steps[rung]] if rung < len(steps) else None
 
 
 def expected_steps_left(record: SweepRecord, steps: Mapping[str, int]) -> int:
-    """Steps that all trials together are expected to make from here on, when they have made `steps`."""
+    """Return the steps that all trials together are still expected to make, after they have made `steps`."""
     total = 0
     for generation in sorted({trial.generation for trial in record.trials}):
         trials = {trial.name: trial for trial in record.trials if trial.generation == generation}
@@ -211,7 +211,7 @@ def expected_steps_left(record: SweepRecord, steps: Mapping[str, int]) -> int:
 
 
 def rung_sentence(row: RungRow) -> str:
-    """One rung in a few words, as the terminal shows it."""
+    """Format one rung for the terminal."""
     if row.kept is not None:
         return f"step {row.step}: {row.kept} of {row.began} went on"
     return f"step {row.step}: {row.evaluated} of {row.began} {'ended' if row.last else 'evaluated'}"

@@ -38,7 +38,7 @@ from weftune.report.words import (
 )
 
 _AT_ONCE = 10
-"""Trials that stand in the open; the rest is folded away where there are more than `_FEW`."""
+"""Number of trials that are shown; the others are collapsed if there are more than `_FEW` trials."""
 _FEW = 14
 SEARCHES = {"grid": "grid", "random": "random search", "tpe": "TPE"}
 
@@ -58,7 +58,7 @@ class TrialView:
     name: str
     pen: Pen | None
     index: int | None
-    """Of its commands at the end of the page, where it has some."""
+    """Index of its commands at the end of the page. None if it has none."""
     badge: str
     values: tuple[str, ...]
     score: str
@@ -76,7 +76,7 @@ class RungView:
     came: str
     went_on: str
     share: int
-    """Of the trials that came, in percent: the width of a bar."""
+    """Width of a bar: the kept trials, or those evaluated so far, in percent of those that came."""
     detail: str
 
 
@@ -86,7 +86,7 @@ class WinnerView:
     score: str
     folder: str
     link: str
-    """To that folder, relative to the page."""
+    """Link to that folder, relative to the page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class SweepView:
     metric: str
     keys: tuple[str, ...]
     trials: tuple[TrialView, ...]
-    """The best, in the open."""
+    """The best trials, which are not collapsed."""
     others: tuple[TrialView, ...]
     rungs: tuple[RungView, ...]
     ways: WaysChart | None
@@ -109,7 +109,7 @@ class SweepView:
 
 @dataclass(frozen=True, slots=True)
 class DrawnSweep:
-    """How the page shows a trial as a job: its pen in the curves, and where its commands stand."""
+    """How the page shows a trial as a job: its pen in the curves, and the index of its commands."""
 
     pen: Pen | None
     index: int | None
@@ -176,7 +176,9 @@ def _tiles(run: Run, record: SweepRecord) -> tuple[SweepTile, ...]:
         SweepTile(
             label="trials to the end",
             value=f"{ended.get('finished', 0)} of {record.count}",
-            detail=", ".join(f"{count} {state}" for state, count in ended.items() if state != "finished"),
+            detail=", ".join(
+                f"{count} {trial_state_text(state)}" for state, count in ended.items() if state != "finished"
+            ),
         ),
     ]
     share = trained_share(record)
@@ -201,7 +203,7 @@ def _tiles(run: Run, record: SweepRecord) -> tuple[SweepTile, ...]:
 
 
 def trained_seconds(run: Run, record: SweepRecord) -> float | None:
-    """Seconds that the trials have trained: their share of the run's, by tokens."""
+    """Return the seconds that the trials have trained: their share of the run's seconds, by tokens."""
     names = {trial.name for trial in record.trials}
     every = sum(job.trained_tokens for job in run.jobs)
     own = sum(job.trained_tokens for job in run.jobs if job.name in names)
@@ -237,7 +239,7 @@ def _trial_view(
 
 
 def _badge(record: SweepRecord, trial: TrialRecord, job: JobRecord | None) -> str:
-    """The first winner is called best only if the held-out rows are enough to tell."""
+    """Return a winner's badge; the first is `best` only if the held-out rows are enough to tell."""
     if trial.name not in record.best:
         return ""
     is_first = record.best[:1] == (trial.name,)
@@ -245,7 +247,7 @@ def _badge(record: SweepRecord, trial: TrialRecord, job: JobRecord | None) -> st
 
 
 def _reason(trial: TrialRecord) -> str:
-    """Without what the state and the steps beside it say already."""
+    """Return a trial's warning or reason, without what the state and the steps beside it already say."""
     return trial.warning or trial.reason.removeprefix(f"left the sweep at step {trial.left_at}: ")
 
 
@@ -289,7 +291,7 @@ def _winner(run: Run, record: SweepRecord, trial: TrialRecord) -> WinnerView:
 
 
 def _use(run: Run, record: SweepRecord, job: JobRecord | None) -> tuple[str, str]:
-    """How to load the best adapter, and how to ask it; nothing before the sweep has ended."""
+    """Return how to load the best adapter, and how to prompt it; empty before the sweep has ended."""
     base = base_spec(job, run) if job is not None else None
     if job is None or base is None:
         return "", ""

@@ -10,17 +10,18 @@ from weftune.run.measure.memory import GPU_SHARE, budget_bytes, taken_bytes
 
 
 def devices_here(device: torch.device, budget: int | None) -> Devices:
-    """Devices of the kind of `device`; `budget` is what the user allows a run on each of them."""
+    """Return the devices of the same kind as `device`; `budget` is the bytes that the user allows on each of
+    them."""
     if device.type != "cuda":
         return Devices("machine", 1, budget or budget_bytes(device), taken_bytes(device))
-    # Not what is free: to ask for that leaves a context on every GPU, in a process that needs none.
+    # Not the free memory: querying it creates a context on every GPU, in a process that needs none.
     sizes = [torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())]
     return Devices("GPU", len(sizes), budget or int(min(sizes) * GPU_SHARE), fused=True)
 
 
 def devices_asked(count: int | None, kind: str | None) -> tuple[str, ...]:
-    """The devices that `--gpus COUNT` asks for, None meaning all. With `--device cpu`, that many processes on
-    the CPU."""
+    """Return the devices that `--gpus COUNT` requests. None means all. With `--device cpu`, that many
+    processes on the CPU."""
     text = "all" if count is None else str(count)
     if kind == "cpu":
         if count is None:

@@ -1,5 +1,5 @@
-"""Measures bandwidth from host memory, from files and of the device's own memory, and the speed of matrix
-products: the inputs of a streamed plan."""
+"""Measurements of the bandwidth from host memory, from files and of the device's own memory, and of the speed
+of matrix products: the inputs of a streamed plan."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ SAMPLE_BYTES = 256 << 20
 SIDE = 8192
 """Side of the matrices that are multiplied."""
 REACHED = 0.85
-"""The share of a plain product's speed that the forward of whole layers reaches."""
+"""Share of a plain product's speed that the forward of whole layers reaches."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostLink:
     bandwidth: float
-    """Bytes per second from the host."""
+    """Bytes per second from host to device."""
     both_ways: float
-    """The same while as many bytes go back."""
+    """Bytes per second from host to device while as many bytes are copied back."""
     flops: float
     """Floating-point operations per second that forward passes reach."""
     memory_bandwidth: float = math.inf
-    """Bytes per second that the device reads and writes of its own memory."""
+    """Bytes per second that the device reads from and writes to its own memory."""
 
 
 PRETENDED = HostLink(PRETENDED_BANDWIDTH, PRETENDED_BANDWIDTH, PRETENDED_FLOPS)
@@ -48,9 +48,9 @@ def measure_link(device: torch.device, dtype: torch.dtype) -> HostLink:
 
 
 def measure_files(files: Sequence[MappedFile]) -> float:
-    """Bytes per second when reading some of these files, in chunks as a run reads them. Weights stay in their
-    files only where memory is too small for them, so the page cache is too: the sample is dropped from the
-    cache first. If the system keeps it anyway, the run will be as fast."""
+    """Return the bytes per second when reading some of these files, in chunks as a run reads them. Weights
+    stay in their files only if memory, and so the page cache, is too small for them: the sample is dropped
+    from the cache first. If the system keeps it anyway, the run will be as fast."""
     out = torch.zeros(CHUNK_BYTES, dtype=torch.uint8)
     left, seconds = SAMPLE_BYTES, 0.0
     for file in files:
@@ -96,14 +96,14 @@ def _both_ways(device: torch.device) -> float:
 
 
 def _flops(device: torch.device, dtype: torch.dtype) -> float:
-    # Of numbers like those of a base: a GPU multiplies ones faster.
+    # Random numbers like those of a base: a GPU multiplies ones faster.
     drawn = torch.Generator(device).manual_seed(0)
     x, y = (torch.randn(SIDE, SIDE, dtype=dtype, device=device, generator=drawn) for _ in range(2))
     return REACHED * 2 * SIDE**3 / _quickest(device, lambda: torch.mm(x, y))
 
 
 def _quickest(device: torch.device, work: Callable[[], object], times: int = 4) -> float:
-    """The smallest of several times in seconds; the first call also sets things up."""
+    """Return the smallest of several times in seconds; the first call includes setup."""
     found = []
     for _ in range(times):
         watch = Stopwatch(device)

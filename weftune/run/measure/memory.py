@@ -1,4 +1,4 @@
-"""The memory of a device: its budget, what is in use and the peak."""
+"""The memory of a device: its budget, its current use and its peak."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ import torch
 
 CPU_SHARE = 0.85
 GPU_SHARE = 0.92
-"""The share of free memory that a run may plan with; the rest is for the allocator and for others."""
+"""Share of free memory that a run may plan with; the rest is for the allocator and other processes."""
 CONTEXT_BYTES = 1 << 30
-"""What CUDA and its libraries hold of a GPU beside the allocator, at most."""
+"""Maximum bytes of a GPU that CUDA and its libraries hold outside the allocator."""
 CPU_SHORTAGE = ("can't allocate memory", "DefaultCPUAllocator: not enough memory")
-"""How torch reports a shortage on a CPU, in a plain RuntimeError: with malloc, and with mimalloc, as on
-ARM."""
+"""Texts of torch's plain RuntimeError for a shortage on a CPU: with malloc, and with mimalloc, as on ARM."""
 
 
 def taken_bytes(device: torch.device) -> int:
-    """Bytes that this process holds before the base is loaded."""
+    """Return the bytes that this process holds before the base is loaded."""
     return 0 if device.type == "cuda" else resident_bytes(device)
 
 
 def resident_bytes(device: torch.device) -> int:
-    """Bytes in use now."""
+    """Return the bytes in use now."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return psutil.Process().memory_info().rss
 
 
 def budget_bytes(device: torch.device) -> int:
-    """Bytes that a run may use on this device in all, including what it already holds."""
+    """Return the total bytes that a run may use on this device, including those that it already holds."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * GPU_SHARE)
@@ -42,7 +41,8 @@ def budget_bytes(device: torch.device) -> int:
 
 
 def steady_budget_bytes(device: torch.device) -> int:
-    """The same for a run whose plan must not depend on what happens to be free: by the device's size."""
+    """Return the bytes that a run may use if its plan must not depend on the free memory: computed from the
+    device's size."""
     if device.type == "cuda":
         return int((torch.cuda.get_device_properties(device).total_memory - CONTEXT_BYTES) * GPU_SHARE)
     return int(psutil.virtual_memory().total * CPU_SHARE)
@@ -56,8 +56,8 @@ def limit_bytes(device: torch.device, most: int | None) -> None:
 
 
 def begin_peak(device: torch.device) -> bool:
-    """Reset the peak that `peak_bytes` reports; False where it cannot be reset. On a GPU it never is: the
-    memory of a captured pass was counted when it was captured."""
+    """Reset the peak that `peak_bytes` reports, and return whether that was possible. On a GPU it never is:
+    the memory of a captured pass was counted when it was captured."""
     if device.type == "cuda":
         return False
     try:
@@ -68,7 +68,7 @@ def begin_peak(device: torch.device) -> bool:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The peak of memory in use, ever or since `begin_peak`."""
+    """Return the peak bytes of memory in use, ever or since `begin_peak`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -76,7 +76,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def release(device: torch.device) -> None:
-    """Return memory to the device that is held but not used."""
+    """Release cached memory that is not in use."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif sys.platform == "linux":
@@ -85,7 +85,7 @@ def release(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error is a shortage of memory, also where the end of a graph capture has replaced the
+    """Return whether an error is a shortage of memory, even if the end of a graph capture has replaced the
     original error."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True

@@ -27,7 +27,7 @@ class DeviceClock:
             self._zero_seconds = time.time()
 
     def mark(self) -> Moment:
-        """The moment between the work asked for so far and the work asked for next."""
+        """Return the moment between the work launched so far and the work launched next."""
         return self._event() if self._on_gpu else time.time()
 
     def seconds(self, moment: Moment) -> float:
@@ -51,11 +51,11 @@ class DeviceSpan:
     stop: Moment
 
     def is_over(self) -> bool:
-        """Whether the device has reached its end."""
+        """Return whether the device has reached its end."""
         return isinstance(self.stop, float) or self.stop.query()
 
     def seconds(self) -> float:
-        """The duration; waits until the device has reached its end."""
+        """Return the duration; waits until the device has reached its end."""
         if isinstance(self.start, float) and isinstance(self.stop, float):
             return self.stop - self.start
         assert not isinstance(self.start, float), "both moments are of one clock"
@@ -77,7 +77,7 @@ class ActionTimer:
         self._clock = DeviceClock(self._device)
 
     def start(self) -> None:
-        """Start an action, or restart it in the middle: time spent waiting for others so far is not
+        """Start an action, or restart it in the middle, so that time spent waiting for others is not
         counted."""
         self._began = self._clock.mark()
 
@@ -85,7 +85,7 @@ class ActionTimer:
         return DeviceSpan(self._began, self._clock.mark())
 
     def told(self, span: DeviceSpan) -> tuple[float, float]:
-        """Start and end in seconds of the machine's clock; only valid within the window."""
+        """Return start and end in seconds of the machine's clock; only valid within the window."""
         return self._clock.seconds(span.start), self._clock.seconds(span.stop)
 
 
@@ -107,7 +107,7 @@ class Stopwatch:
             self._times.append(time.perf_counter())
 
     def laps(self) -> list[float]:
-        """Seconds from each mark to the next."""
+        """Return the seconds from each mark to the next."""
         if self._on_gpu:
             self._events[-1].synchronize()
             return [before.elapsed_time(after) / 1000 for before, after in pairwise(self._events)]

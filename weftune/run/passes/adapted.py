@@ -1,4 +1,4 @@
-"""A base with the adapters of all jobs aboard: what every part of an executor works on."""
+"""A base with the adapters of all attached jobs, on which every part of an executor works."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class AdaptedBase:
         return self.layers is not None and self.layers.capturable
 
     def unweave(self) -> None:
-        """Leave the base as it was found."""
+        """Restore the base."""
         if self.layers is not None:
             self.layers.unfuse()
             compute_by(self.base.model)
@@ -67,8 +67,8 @@ class AdaptedBase:
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Run on a stream other than the default one, as captured passes must; each stream waits for what the
-        other has begun."""
+        """Run on a stream other than the default one, as captured passes must; each stream waits for the work
+        launched on the other."""
         if self.stream is None:
             yield
             return
@@ -90,6 +90,6 @@ def _by_kernel(form: WeightFormat, parts: Mapping[str, Tensor], out_NK: Tensor) 
 
 
 def best_route(device: torch.device, dtype: torch.dtype) -> Route:
-    """The tiled route where its kernels run, else the segmented one: neither spreads one job's NaN to
+    """Return the tiled route if its kernels run, else the segmented one: neither spreads one job's NaN to
     another."""
     return Route.tiled if device.type == "cuda" and kernels_run(device, dtype) else Route.segmented

@@ -1,7 +1,8 @@
-"""Rows that a captured pass finds by their numbers: those of jobs whose adapters no kernels weave in.
+"""Rows that a captured pass finds by index: those of jobs whose adapters are not applied by the tiled
+kernels.
 
-Every such job has room for so many rows and, where it puts keys before its samples, for so many samples. The
-sizes belong to the key of the pass; where the rows lie is content of tensors.
+Every such job has room for a number of rows and, if it puts keys before its samples, for a number of samples.
+The sizes belong to the key of the pass; the positions of the rows are content of tensors.
 
 Shapes: R room for rows, Z rows of samples that are laid out once more with keys before them, B boundaries of
 samples among those.
@@ -26,25 +27,25 @@ from weftune.run.passes.rows import LEAST, bucket
 
 @dataclass(frozen=True, slots=True)
 class GatheredJob:
-    """What a captured pass has room for."""
+    """One job's room in a captured pass."""
 
     job: str
     serial: int
-    """Of its coming aboard: the pass reads memory of that time."""
+    """Serial number of the job's attachment: the pass reads memory allocated then."""
     rows: int
     keys: int = 0
-    """Before every sample."""
+    """Number of keys before every sample."""
     samples: int = 0
-    """Where there are keys."""
+    """Number of samples, if there are keys."""
 
     @property
     def laid_rows(self) -> int:
-        """Of its samples, with their keys."""
+        """Number of rows of its samples, including their keys."""
         return self.rows + self.keys * self.samples
 
 
 def gathered_jobs(banks: Banks, microbatch: Microbatch) -> tuple[GatheredJob, ...]:
-    """Those of a microbatch, in the order in which they came aboard."""
+    """Return the gathered jobs of a microbatch, in the order in which they were attached."""
     found = []
     for segment, aboard in banks.gathered(microbatch):
         rows = bucket(segment.stop - segment.start, LEAST)
@@ -54,7 +55,7 @@ def gathered_jobs(banks: Banks, microbatch: Microbatch) -> tuple[GatheredJob, ..
 
 
 def _samples(microbatch: Microbatch, segment: Segment) -> Sequence[int]:
-    """The lengths of a segment's samples."""
+    """Return the lengths of a segment's samples."""
     begins = [0, *accumulate(microbatch.sample_lengths)]
     return microbatch.sample_lengths[bisect_left(begins, segment.start) : bisect_left(begins, segment.stop)]
 
@@ -63,10 +64,10 @@ class Gathering:
     """The tensors by which passes of one key find the rows of such jobs."""
 
     def __init__(self, jobs: Sequence[GatheredJob], longest: int, banks: Banks, device: torch.device) -> None:
-        """Of microbatches whose samples are no longer than `longest`."""
+        """Allocate the tensors for microbatches whose samples are no longer than `longest`."""
         self._banks = banks
         self.segments = tuple(Segment(one.job, 0, 0, 0) for one in jobs)
-        """They say who is there, and not where."""
+        """Segments that name the jobs, without their positions."""
         self.gathered = {one.job: _empty_rows(one.rows, device) for one in jobs if not one.keys}
         self._prefixed = [one for one in jobs if one.keys]
         self._longest = longest + max((one.keys for one in jobs), default=0)
@@ -90,11 +91,11 @@ class Gathering:
         )
 
     def _most_samples(self, job: GatheredJob) -> int:
-        """With those that fill its room."""
+        """Return the maximum number of samples, including those that fill unused room."""
         return job.samples + -(-job.laid_rows // self._longest)
 
     def fill(self, microbatch: Microbatch) -> None:
-        """Let passes find the rows of this microbatch."""
+        """Set the positions of the rows of this microbatch."""
         segments = {segment.job: segment for segment, _ in self._banks.gathered(microbatch)}
         for job, found in self.gathered.items():
             start, count = segments[job].start, segments[job].stop - segments[job].start
@@ -125,7 +126,7 @@ class Gathering:
             number_R = torch.arange(job.rows) % count
             behind.append(segments[job.job].start + number_R)
             places.append((begin + is_row_Z[begin:end].nonzero()[:, 0])[number_R])
-            # Keys of samples that are not there, in what is left of the job's room; nobody sees them.
+            # Keys of absent samples, in the rest of the job's room; no row attends to them.
             keys += range(at, at + len(keys_at) - len(keys))
             boundaries += [*range(at + self._longest, end, self._longest), end]
             boundaries += [end] * (first + self._most_samples(job) - len(boundaries))

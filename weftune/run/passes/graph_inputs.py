@@ -65,7 +65,7 @@ class GraphInputs:
         self.pack = Pack((key.rows,), self._boundaries_B, key.longest, key.even, self.gathering.prefixes)
 
     def fill(self, laid: LaidMicrobatch) -> None:
-        """Fill in a microbatch, and compute whose its rows are."""
+        """Fill in a microbatch, and compute the job of each row."""
         lengths = torch.tensor((0, *laid.microbatch.sample_lengths), dtype=torch.int32).cumsum(0)
         boundaries_B = torch.full((len(self._boundaries_B),), len(self._tokens_T), dtype=torch.int32)
         boundaries_B[: len(lengths)] = lengths
@@ -76,8 +76,8 @@ class GraphInputs:
         self.gathering.fill(laid.microbatch)
 
     def copy(self, laid: LaidMicrobatch, membership: Membership) -> None:
-        """Copy a microbatch whose rows are on the device already. It comes here at every stage, and is often
-        still there from the stage before."""
+        """Copy a microbatch whose rows are on the device already. This is called at every stage, and the
+        microbatch is often still here from the stage before."""
         if self._held is laid:
             return
         assert membership.rows is not None

@@ -18,10 +18,10 @@ Work = Callable[[], None]
 
 class Pool(Protocol):
     def capture(self, work: Work) -> Work:
-        """A function that replays the work. Whether the work is also done now is not specified."""
+        """Return a function that replays the work. Whether the work is also done now is not specified."""
 
     def has_room(self) -> bool:
-        """Whether uncaptured work finds as much memory beside the pool."""
+        """Return whether there is as much memory beside the pool for uncaptured work."""
 
     def clear(self) -> None:
         """Free the pool; all graphs in it must have been dropped."""
@@ -29,8 +29,8 @@ class Pool(Protocol):
 
 @contextmanager
 def captured(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Capture what is launched within. Other threads may use their own streams meanwhile: for stages that are
-    read from files, or for tensors to another worker.
+    """Capture the work launched inside the context. Other threads may use their own streams meanwhile: for
+    stages that are read from files, or for tensors to another worker.
 
     Garbage collection is off: freeing graphs or page-locked memory would end a capture.
     """
@@ -49,7 +49,7 @@ def captured(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) 
 
 class GraphPool:
     """A pool on a GPU. Work is captured and replayed one piece at a time, so all pieces may share the same
-    memory: their results must lie elsewhere."""
+    memory: their results must be stored elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -57,7 +57,7 @@ class GraphPool:
         self.held_bytes = 0
 
     def capture(self, work: Work) -> Work:
-        # The allocator hands nothing back while a capture is under way.
+        # The allocator releases nothing during a capture.
         release(self._device)
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()

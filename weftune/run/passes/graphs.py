@@ -1,10 +1,11 @@
 """CUDA graphs of passes whose forward is kept: one launch instead of thousands.
 
-A graph is captured for a stage, a key and an instance. The key: rows, bucket of the longest sample and of the
-number of samples (or both as they are where all samples are equally long), limits of the banks, what is
-recomputed. Who is aboard and whose rows are where is content of tensors that it reads, so jobs come and go
-without another capture. Every microbatch in flight has an instance of its own: what its forward made lies in
-that instance's memory pool until its backward.
+A graph is captured for a stage, a key and an instance. The key consists of the rows, the buckets of the
+longest sample and of the number of samples (or their exact values if all samples are equally long), the
+limits of the banks, and what is recomputed. The attached jobs and the positions of their rows are content of
+tensors that the graph reads, so jobs are attached and detached without another capture. Every microbatch in
+flight has its own instance: the results of its forward stay in that instance's memory pool until its
+backward.
 
 Shapes: T rows, D hidden width.
 """
@@ -32,12 +33,12 @@ from weftune.run.passes.plain import MadeBackward, MadeForward, PlainPasses
 from weftune.run.passes.rows import LaidMicrobatch, RowsHere, StageVisit
 
 MOST_GRAPHS = 128
-"""How many graphs are kept; beyond that the least recently used one is dropped."""
+"""Maximum number of graphs; beyond it the least recently used one is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What a graph is captured for: stage, key and instance."""
+    """Stage, key and instance of a captured graph."""
 
     key: GraphKey
     stage: int
@@ -45,11 +46,11 @@ class _Place:
 
 
 class CapturedPasses:
-    """Passes whose forward is kept, captured when that pays; the first of a key runs plainly in any case,
+    """Passes whose forward is kept, captured when that pays; the first pass of a key always runs uncaptured,
     which compiles its kernels."""
 
     def __init__(self, plain: PlainPasses, at_once: bool = True) -> None:
-        """`at_once`, passes are captured the second time that their key is met."""
+        """If `at_once`, passes are captured the second time that their key occurs."""
         self._plain = plain
         self._payback = Payback(at_once)
         self._clock = DeviceClock(plain.adapted.base.device)
@@ -80,7 +81,7 @@ class CapturedPasses:
 
     def forward(self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None, keep: bool) -> MadeForward:
         assert keep, "a forward that is recomputed is captured otherwise"
-        # Gathered rows may be added up in another order, and whether a pass is captured depends on a clock.
+        # Gathered rows may be summed in another order, and whether a pass is captured depends on timing.
         gathers = not are_kernels_deterministic()
         if not self._banks.capturable(rows.laid.microbatch, gathers):
             return self._plain.forward(visit, rows, given_TD, keep)
@@ -129,7 +130,8 @@ class CapturedPasses:
         self._pools.clear()
 
     def _place(self, stage: int, key: GraphKey, laid: LaidMicrobatch) -> _Place | None:
-        """The place of a graph that has been captured, maybe just now; None where a capture does not pay."""
+        """Return the place of a captured graph, capturing it if necessary, or None if a capture does not
+        pay."""
         place = _Place(key, stage, self._free_instance())
         if place in self._graphs:
             self._graphs[place] = self._graphs.pop(place)
@@ -145,7 +147,7 @@ class CapturedPasses:
         return place
 
     def _free_instance(self) -> int:
-        """The first instance without an open pass."""
+        """Return the first instance without an open pass."""
         taken = {place.instance for place in self._open.values()}
         instance = next(number for number in range(len(taken) + 1) if number not in taken)
         while len(self._pools) <= instance:
@@ -162,13 +164,13 @@ class Graph:
     """One captured pass: inputs are copied in, then forward and backward are replayed."""
 
     def __init__(self, base: Base, banks: Banks, key: GraphKey, pool: Any, laid: LaidMicrobatch) -> None:
-        """`laid` is a microbatch that it will serve."""
+        """Capture the pass. `laid` is a microbatch of its key."""
         self._inputs = feed = GraphInputs(banks, key, base.device)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         shape = (0 if base.first else key.rows, base.shape.hidden)
         self._given_TD = torch.zeros(shape, dtype=base.dtype, device=base.device)
         self._hands_on, self._takes = not base.last, not base.first
-        """Whether a later stage reads its output, and whether an earlier stage made its input."""
+        """Whether a later stage reads its output, and whether an earlier stage computes its input."""
         stream = torch.cuda.current_stream(base.device)
         with banks.bound(feed.microbatch, Route.tiled, True, feed.rows, feed.gathering.gathered):
             if key.gathered:
@@ -177,7 +179,7 @@ class Graph:
                 given_TD = self._given_TD.detach().requires_grad_() if self._takes else None
                 h_TD = base.hidden(feed.microbatch, feed.pack, given_TD)
             self._returns = h_TD.requires_grad
-            """Not at a first stage on which nobody has an adapter."""
+            """Whether there is a backward; False at a first stage on which no job has an adapter."""
             self._dh_TD = torch.empty_like(h_TD)
             if self._returns:
                 with captured(self._backward, pool, stream):
@@ -188,8 +190,8 @@ class Graph:
         self._h_TD = h_TD.detach()
 
     def _rehearse(self, base: Base, laid: LaidMicrobatch) -> None:
-        """Load the kernels that gather rows: plain passes do without, and nothing may be loaded in a capture.
-        Gradients of zero change nobody's."""
+        """Load the kernels that gather rows: plain passes do not use them, and nothing may be loaded during a
+        capture. Gradients of zero change no job's gradient."""
         self._inputs.fill(laid)
         given_TD = self._given_TD.detach().requires_grad_() if self._takes else None
         h_TD = base.hidden(self._inputs.microbatch, self._inputs.pack, given_TD)
@@ -197,8 +199,8 @@ class Graph:
             h_TD.backward(torch.zeros_like(h_TD))
 
     def forward(self, laid: LaidMicrobatch, given_TD: Tensor | None) -> Tensor:
-        """Hidden states. Those of the last stage stay valid until `backward`; others are a copy, which may be
-        sent while the graph is replayed for another microbatch."""
+        """Return hidden states. Those of the last stage stay valid until `backward`; others are a copy, which
+        may be sent while the graph is replayed for another microbatch."""
         self._inputs.fill(laid)
         if given_TD is not None:
             self._given_TD.copy_(given_TD)
@@ -206,7 +208,7 @@ class Graph:
         return self._h_TD.clone() if self._hands_on else self._h_TD
 
     def backward(self, dh_TD: Tensor) -> Tensor | None:
-        """The gradient of the input, if there was one."""
+        """Return the gradient of the input, or None if there was no input."""
         self._dh_TD.copy_(dh_TD)
         if self._returns:
             self._backward.replay()

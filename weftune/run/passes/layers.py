@@ -1,8 +1,8 @@
 """Decoder layers of known families as a few fused ops, in place of transformers' own forward.
 
-What differs between families is in their facts (base/decoders). Sites that share their input are multiplied
-at once, and each residual is added by the linear that ends its branch, or by the norm after it. Of a mixture
-of experts all but router and experts is fused.
+The differences between families are in their facts (base/decoders). Sites that share their input are
+multiplied together, and each residual is added by the linear that ends its branch, or by the norm after it.
+In a mixture of experts everything except router and experts is fused.
 
 Shapes: T rows, D hidden width, I inner width, N outputs of a group of sites, H query heads, G key and value
 heads, E rotary width.
@@ -38,16 +38,17 @@ ACTIVATIONS = {"silu": swiglu, "gelu_pytorch_tanh": geglu}
 
 
 class Layers:
-    """The decoder layers of a base whose family is known here; of others, none."""
+    """The decoder layers of a base of a known family; empty for other families."""
 
     def __init__(self, base: Base) -> None:
         self.recompute = Recompute()
-        """What the backward recomputes instead of keeping it from the forward."""
+        """Layers and outputs that the backward recomputes instead of keeping them from the forward."""
         self._decoder = cast(Any, decoder_of(base.model))
         self._config: Any = base.model.config
         self._device = base.device
         self._facts = facts_of(self._config)
-        # Of a stage the neighbours' layers are elsewhere; of a worker with several stages also some between.
+        # On a worker with a stage, the layers of other stages are elsewhere, with several stages also those
+        # between.
         layers = enumerate(self._decoder.layers if self._facts is not None else ())
         here = {at: layer for at, layer in layers if not isinstance(layer, Elsewhere)}
         self.modules: list[Any] = list(here.values())
@@ -57,11 +58,11 @@ class Layers:
         """Whether the final norm is here too."""
         heads = [module.self_attn.head_dim for module in self.modules]
         self.mixes = self._config.model_type in MIXTURES
-        """Whether there are experts in the place of an MLP."""
+        """Whether there are experts instead of an MLP."""
         served = bool(heads) and kernel_serves(base.device, base.dtype, heads[0])
         self.capturable = served and not self.mixes
-        """Whether a pass never waits for the device: its layers are fused, and attention finds sample
-        boundaries by itself."""
+        """Whether a pass never waits for the device: its layers are fused, and attention reads sample
+        boundaries on the device."""
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
@@ -140,7 +141,7 @@ class FusedLayer:
 
     @property
     def _is_recomputed(self) -> bool:
-        """Whether all of the layer is, from its input."""
+        """Whether the whole layer is recomputed from its input."""
         return self._index < self._layers.recompute.layers
 
     def _run(self, h_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, pack: Pack) -> Tensor:
@@ -163,21 +164,21 @@ class FusedLayer:
             return _onto(h_TD, self._down, act_TI, self._after_mlp)
 
     def _normed(self, h_TD: Tensor, norm: FusedNorm, linear: Linear) -> tuple[Tensor, Tensor]:
-        """The residual around a branch, and the linears at its beginning."""
+        """Return the residual around a branch, and the output of the linears at its beginning."""
         h_TD, n_TD = norm.beside(h_TD)
         with self._recomputed(n_TD, partial(norm, h_TD.detach())):
             return h_TD, linear(n_TD, None)
 
     @contextmanager
     def _recomputed(self, made: Tensor, make: Callable[[], Tensor]) -> Iterator[None]:
-        """Where outputs are recomputed, autograd keeps a function that recomputes `made` instead of the
-        tensor. Not in a layer that is recomputed as a whole: what such a function reads would be kept from
-        the forward on."""
+        """Make autograd keep a function that recomputes `made` instead of the tensor, if outputs are
+        recomputed. Not in a layer that is recomputed as a whole: the inputs of such a function would be kept
+        from the forward on."""
         if not self._layers.recompute.outputs or self._is_recomputed:
             yield
             return
 
-        # Autograd keeps the functions as long as what they pack: they must not refer to the tensor itself.
+        # Autograd keeps the functions as long as the packed values: they must not refer to the tensor itself.
         known = made.data_ptr(), made.shape
         del made
 
@@ -192,12 +193,12 @@ class FusedLayer:
 
 
 def _onto(h_TD: Tensor, linear: Linear, x: Tensor, norm: FusedNorm | None) -> Tensor:
-    """The end of a branch: its last linear, with its norm if it has one, added to what goes around it."""
+    """Return the end of a branch: its last linear, with its norm if it has one, added to the residual."""
     return linear(x, h_TD) if norm is None else norm.onto(h_TD, linear(x, None))
 
 
 class FusedNorm:
-    """A norm of the base as the fused ops take it."""
+    """A norm of the base in the form that the fused ops expect."""
 
     def __init__(self, module: Any, facts: DecoderFacts) -> None:
         self._module = module
@@ -212,15 +213,15 @@ class FusedNorm:
         return rms_norm(x_TD, self.weight_D, self.eps, self.offset)
 
     def alone(self, h_1TD: Tensor) -> Tensor:
-        """The forward of the norm's own module."""
+        """Compute the forward of the norm's own module."""
         return self(h_1TD[0])[None]
 
     def beside(self, h_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """h, and its norm."""
+        """Return h and its norm."""
         return skip_rms_norm(h_TD, self.weight_D, self.eps, self.offset)
 
     def onto(self, h_TD: Tensor, x_TD: Tensor) -> Tensor:
-        """h + the norm of x."""
+        """Return h + the norm of x."""
         return rms_norm_onto(h_TD, x_TD, self.weight_D, self.eps, self.offset)
 
 
@@ -230,13 +231,13 @@ def head_norms(q: FusedNorm, k: FusedNorm) -> HeadNorms:
 
 
 def rotates_by_length(rotary: Any) -> bool:
-    """Whether transformers asks the device, in every pass, how long the longest sample is."""
+    """Return whether transformers reads the longest sample's length from the device in every pass."""
     return rotary.rope_type in ("dynamic", "longrope")
 
 
 class Angles:
     """The forward of a rotary embedding whose frequencies change for samples beyond the context: there are
-    none (`Base.shape.context`), so nobody has to wait for the device's answer."""
+    none (`Base.shape.context`), so no pass has to wait for the device."""
 
     def __init__(self, rotary: Any, device: torch.device) -> None:
         self._frequency_E = rotary.original_inv_freq.to(device, torch.float32)
@@ -249,7 +250,8 @@ class Angles:
 
 
 def facts_of(config: Any) -> DecoderFacts | None:
-    """The facts of a model's family; None where its layers are not known, or have another activation."""
+    """Return the facts of a model's family, or None if its layers are not known or have another
+    activation."""
     mixture = MIXTURES.get(config.model_type)
     facts = DECODERS.get(config.model_type) if mixture is None else mixture.attention
     if facts is None or getattr(config, facts.activation_key) not in facts.activations:

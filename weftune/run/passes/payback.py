@@ -1,9 +1,9 @@
-"""When the capture of a pass pays for itself.
+"""The decision when the capture of a pass pays for itself.
 
-A replayed pass saves the time in which the device waits for the host to ask for a plain one: much where
-passes are small, nothing where the device is the slower of the two. How often a pass will come again is not
-known, so it is captured once its plain runs have lost as many seconds as a capture takes. That is never more
-than twice what whoever knew the future would lose.
+A replayed pass saves the time in which the device waits for the host to launch a plain one: much if passes
+are small, nothing if the device is the slower of the two. How often a pass will recur is not known, so it is
+captured once its plain runs have lost as many seconds as a capture takes. The total loss is never more than
+twice that of an optimal choice made in hindsight.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class WatchedPass:
 
 class Payback:
     def __init__(self, at_once: bool) -> None:
-        """`at_once`, every capture is said to pay: for what is measured, and for tests."""
+        """If `at_once`, every capture pays; used for measurements and tests."""
         self._at_once = at_once
         self._captures = 0
         self._capture_seconds = 0.0
         self._row_seconds = float("inf")
-        """The least that a row of a replayed pass has taken."""
+        """Minimum seconds per row of a replayed pass."""
         self._lost: dict[Hashable, float] = defaultdict(float)
         self._under_way: list[WatchedPass] = []
 
     def pays(self, key: Hashable) -> bool:
-        """Whether to capture now. The first capture tells what captures take and give."""
+        """Return whether to capture now. The first capture measures the cost and the gain of captures."""
         if self._at_once or not self._captures:
             return True
         self._hear()
@@ -51,7 +51,7 @@ class Payback:
         self._capture_seconds += seconds
 
     def watch(self, timed: WatchedPass) -> None:
-        """Take the times of this pass into account when the device has made it."""
+        """Take the times of this pass into account when the device has finished it."""
         if not self._at_once:
             self._under_way.append(timed)
 

@@ -26,18 +26,19 @@ from weftune.run.passes.rows import LaidMicrobatch, Membership, RowsHere, StageV
 class MadeForward:
     h_TD: Tensor
     settled: bool = True
-    """Whether nothing was set up for this pass, so that later ones take as long."""
+    """Whether this pass included no setup, so that later ones take as long."""
 
 
 @dataclass(frozen=True, slots=True)
 class MadeBackward:
     dgiven_TD: Tensor | None
-    """The gradient for the stage before; None at the first stage."""
+    """Gradient for the stage before. None at the first stage."""
     settled: bool = True
 
 
 class PlainPasses:
-    """A forward that is kept stays open until its backward; any other is recomputed from its input."""
+    """Uncaptured passes. A forward that is kept stays open until its backward; any other is recomputed from
+    its input."""
 
     def __init__(self, adapted: AdaptedBase, stages: Mapping[int, Base]) -> None:
         self.adapted, self.stages = adapted, stages
@@ -45,12 +46,12 @@ class PlainPasses:
 
     @property
     def captures(self) -> int | None:
-        """How many CUDA graphs have been captured so far; None where passes are not captured."""
+        """Number of CUDA graphs captured so far. None if passes are not captured."""
         return None
 
     @property
     def refused(self) -> int:
-        """Sizes of microbatches whose passes are not captured for lack of memory."""
+        """Number of sizes of microbatches whose passes are not captured for lack of memory."""
         return 0
 
     def begin_window(self, program: Program) -> None:
@@ -58,10 +59,10 @@ class PlainPasses:
             self.adapted.layers.recompute = program.recompute
 
     def begin_round(self) -> None:
-        """A round of microbatches begins; none is in flight."""
+        """Begin a round of microbatches; none is in flight."""
 
     def forward(self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None, keep: bool) -> MadeForward:
-        """One stage's forward of a microbatch. If it is kept, `backward` must follow."""
+        """Run one stage's forward of a microbatch. If it is kept, `backward` must follow."""
         assert visit not in self._open, "a pass is still open"
         passed = self._pass(visit, rows, given_TD)
         if not keep:
@@ -83,11 +84,11 @@ class PlainPasses:
 
     @torch.no_grad()
     def evaluate(self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None) -> Tensor:
-        """Hidden states without dropout and without gradients."""
+        """Return hidden states without dropout and without gradients."""
         return self._pass(visit, rows, given_TD).forward(training=False)
 
     def holds(self, visit: StageVisit) -> bool:
-        """Whether the forward of this visit was kept here."""
+        """Return whether the forward of this visit was kept here."""
         return visit in self._open
 
     def abandon(self) -> None:
@@ -131,20 +132,20 @@ class Plain:
 
     @torch.no_grad()
     def forward_only(self) -> Tensor:
-        """A forward without anything kept for a backward."""
+        """Run a forward without keeping anything for a backward."""
         return self.forward()
 
     def backward(self, dh_TD: Tensor) -> None:
         assert self._h_TD is not None
         if not self._h_TD.requires_grad:
-            return  # a first stage on which nobody has an adapter
+            return  # a first stage on which no job has an adapter
         # A layer that is recomputed must see the adapters of its own microbatch.
         with self.banks.bound(self.laid.microbatch, self.route, True, self._membership.rows):
             self._h_TD.backward(dh_TD)
 
     @property
     def dgiven_TD(self) -> Tensor:
-        """The gradient for the stage before, once `backward` has run."""
+        """Gradient for the stage before, once `backward` has run."""
         assert self._given_TD is not None
         assert self._given_TD.grad is not None
         return self._given_TD.grad

@@ -26,30 +26,31 @@ from weftune.ops.lora.rows import Rows
 from weftune.run.passes.adapted import AdaptedBase
 
 LEAST = 64
-"""The smallest bucket of sample lengths."""
+"""Smallest bucket of sample lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaidMicrobatch:
-    """A microbatch on the device, with its supervised rows and where each segment's begin among them."""
+    """A microbatch on the device, with its supervised rows and the index at which each segment's begin among
+    them."""
 
     microbatch: Microbatch
     token_index: NDArray[np.int64]
-    """The microbatch's dropout counters, on the host."""
+    """Dropout counters of the microbatch, on the host."""
     rows_S: Tensor
     sections: list[int]
     supervised: NDArray[np.int64]
-    """The supervised rows, on the host."""
+    """Supervised rows, on the host."""
 
     def supervised_in(self, start: int, stop: int) -> int:
-        """How many rows from `start` to `stop` are supervised."""
+        """Return the number of supervised rows from `start` to `stop`."""
         first, end = np.searchsorted(self.supervised, (start, stop))
         return int(end - first)
 
 
 def lay(microbatch: Microbatch, rows: int, device: torch.device) -> LaidMicrobatch:
-    """Move a microbatch to the device. Supervised rows are found on the host, so that nobody waits for the
-    device."""
+    """Move a microbatch to the device. Supervised rows are found on the host, so that the host does not wait
+    for the device."""
     rows_S = (microbatch.targets_T != IGNORED).nonzero().squeeze(1)
     begins = torch.tensor([segment.start for segment in microbatch.segments[1:]], dtype=rows_S.dtype)
     sections = torch.searchsorted(rows_S, begins).tolist()
@@ -60,7 +61,8 @@ def lay(microbatch: Microbatch, rows: int, device: torch.device) -> LaidMicrobat
 
 
 def padded(microbatch: Microbatch, rows: int) -> Microbatch:
-    """The microbatch padded to `rows` rows: padding comes last, in samples no longer than the longest."""
+    """Return the microbatch padded to `rows` rows: padding comes last, in samples no longer than the
+    longest."""
     missing = rows - microbatch.rows
     if missing <= 0:
         return microbatch
@@ -78,14 +80,14 @@ def padded(microbatch: Microbatch, rows: int) -> Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """The job of each row of a microbatch, and where its samples begin."""
+    """The job of each row of a microbatch, and the boundaries of its samples."""
 
     rows: Rows | None
     pack: Pack
 
 
 def membership_of(base: Base, banks: Banks, laid: LaidMicrobatch, route: Route) -> Membership:
-    """The membership of a microbatch's rows; it is the same for every stage."""
+    """Return the membership of a microbatch's rows; it is the same for every stage."""
     rows = None
     if route is Route.tiled:
         rows = Rows.empty(laid.microbatch.rows, banks.slots, base.device)
@@ -99,7 +101,7 @@ def membership_of(base: Base, banks: Banks, laid: LaidMicrobatch, route: Route) 
 
 
 def _prefixed(microbatch: Microbatch, jobs: Sequence[tuple[Segment, int]]) -> tuple[list[int], list[slice]]:
-    """The number of keys before each sample, and the samples of each of the jobs."""
+    """Return the number of keys before each sample, and the samples of each of the jobs."""
     begins = [0, *accumulate(microbatch.sample_lengths)][:-1]
     counts, samples = [0] * len(begins), []
     for segment, keys in jobs:
@@ -110,11 +112,11 @@ def _prefixed(microbatch: Microbatch, jobs: Sequence[tuple[Segment, int]]) -> tu
 
 
 def as_captured(packed: Pack, context: int) -> Pack:
-    """The pack as a captured pass has it: the number of samples, the last ones empty, and the longest one in
-    buckets, unless all are equally long.
+    """Return the pack of a captured pass: the number of samples is rounded up to its bucket with empty ones,
+    and so is the longest length, unless all are equally long.
 
-    A deterministic backward of the attention adds up in an order that depends on the number of samples, and
-    whether a pass is captured depends on a clock.
+    A deterministic backward of the attention sums in an order that depends on the number of samples, and
+    whether a pass is captured depends on timing.
     """
     if packed.even:
         return packed
@@ -124,12 +126,12 @@ def as_captured(packed: Pack, context: int) -> Pack:
 
 
 def bucket(value: int, least: int) -> int:
-    """The next power of two."""
+    """Return the next power of two, at least `least`."""
     return max(least, 1 << (value - 1).bit_length())
 
 
 def longest_bucket(longest: int, context: int) -> int:
-    """The bucket of the longest sample; the last one ends with the base's positions."""
+    """Return the bucket of the longest sample; the last bucket ends at the base's context."""
     return min(context, bucket(longest, LEAST))
 
 
@@ -149,7 +151,8 @@ class RowsHere:
     _membership: Membership | None = None
 
     def membership(self, adapted: AdaptedBase) -> Membership:
-        """Computed at first use: captured passes of a whole base compute it by themselves."""
+        """Return the membership, computed at first use: captured passes of a whole base compute it
+        themselves."""
         if self._membership is None:
             self._membership = membership_of(adapted.base, adapted.banks, self.laid, adapted.route)
         return self._membership

@@ -29,13 +29,13 @@ class Scores:
 
     segments: tuple[Segment, ...]
     leaf_TD: Tensor
-    """The last hidden states, as a leaf that losses are differentiated by."""
+    """Last hidden states, as a leaf with respect to which losses are differentiated."""
     losses: list[Tensor]
     correct: list[Tensor]
 
     def gradient_TD(self, dead: Collection[str] = ()) -> Tensor:
-        """The gradient of all losses with respect to the last hidden states; rows of dead jobs weigh
-        nothing."""
+        """Return the gradient of all losses with respect to the last hidden states; rows of dead jobs have
+        none."""
         alive = [
             loss for segment, loss in zip(self.segments, self.losses, strict=True) if segment.job not in dead
         ]
@@ -71,14 +71,14 @@ class Scorer:
     def __init__(
         self, head: Head | None, own_rows: Callable[[Segment], HeadRows | None] = lambda segment: None
     ) -> None:
-        """`own_rows` tells what the adapter of a segment has in the place of rows of the head."""
+        """`own_rows` returns the rows with which the adapter of a segment replaces rows of the head."""
         self._head, self._own_rows = head, own_rows
         self.objectives: dict[str, Objective] = {}
-        """Job → objective, where it is not supervised fine-tuning."""
+        """Maps each job to its objective, if that is not supervised fine-tuning."""
         self.scalar_heads: dict[str, ScalarHead] = {}
         self._references: defaultdict[tuple[str, int, bool], _References] = defaultdict(dict)
-        """Job, step and whether they are held out → the log-probabilities that its samples were given without
-        gradients, until a later step is trained."""
+        """Maps (job, step, whether held out) to the log-probabilities of its samples without gradients, until
+        a later step is trained."""
 
     def score(
         self,
@@ -87,7 +87,8 @@ class Scorer:
         supervised: Callable[[Segment], int],
         samples: Callable[[Segment], int] | None = None,
     ) -> Scores:
-        """Losses for training: `supervised` and `samples` count those of a segment's whole global batch."""
+        """Return the losses for training: `supervised` and `samples` count those of a segment's whole global
+        batch."""
         segments = laid.microbatch.segments
         if leaf_TD.is_cuda and not any(segment.job in self.objectives for segment in segments):
             return self.score_together(leaf_TD, laid, supervised)
@@ -103,8 +104,8 @@ class Scorer:
     def score_together(
         self, leaf_TD: Tensor, laid: LaidMicrobatch, supervised: Callable[[Segment], int]
     ) -> Scores:
-        """The same where all jobs are fine-tuned by supervision, in a few launches for all of them: with a
-        thousand jobs in a microbatch, launches for each take longer than the head."""
+        """Return the losses of jobs that all use supervised fine-tuning, with a few launches for all of them:
+        with a thousand jobs in a microbatch, launches for each take longer than the head."""
         segments = laid.microbatch.segments
         logprobs_S, correct_S = self._logprobs(leaf_TD, laid)
         edges = [0, *laid.sections, len(logprobs_S)]
@@ -116,7 +117,7 @@ class Scorer:
 
     @torch.no_grad()
     def evaluate(self, h_TD: Tensor, laid: LaidMicrobatch) -> list[EvaluationSums]:
-        """Sums over the held-out rows of each segment."""
+        """Return sums over the held-out rows of each segment."""
         found = list(self._scored(h_TD, laid))
         sums = [self._objective(one).evaluated(self._samples(one, h_TD, held_out=True)) for one in found]
         correct = [
@@ -147,7 +148,7 @@ class Scorer:
         return self.objectives.get(one.segment.job, SFT)
 
     def _samples(self, one: _Scored, h_TD: Tensor, held_out: bool = False) -> SampleScores:
-        """The samples of a segment as its objective sees them."""
+        """Return the samples of a segment in the form that its objective needs."""
         job = one.segment.job
         if job not in self.objectives:
             return SampleScores(one.logprobs_S, (), ())
@@ -179,7 +180,8 @@ class Scorer:
                 del self._references[key]
 
     def _scored(self, h_TD: Tensor, laid: LaidMicrobatch) -> Iterator[_Scored]:
-        """Log-probabilities of the supervised targets, and which were the likeliest, segment by segment."""
+        """Yield the log-probabilities of the supervised targets, and whether each was the likeliest token,
+        segment by segment."""
         logprobs_S, correct_S = self._logprobs(h_TD, laid)
         parts = logprobs_S.tensor_split(laid.sections), correct_S.tensor_split(laid.sections)
         for segment, own_S, own_correct_S in zip(laid.microbatch.segments, *parts, strict=True):
@@ -201,7 +203,7 @@ class Scorer:
         return torch.cat(logprobs), torch.cat(correct)
 
     def _samples_of(self, segment: Segment, laid: LaidMicrobatch) -> tuple[_Sample, ...]:
-        """The samples of a segment, if its objective needs them; supervised fine-tuning does not."""
+        """Return the samples of a segment, if its objective needs them; supervised fine-tuning does not."""
         if segment.job not in self.objectives:
             return ()
         stops = list(accumulate(laid.microbatch.sample_lengths))
@@ -214,4 +216,4 @@ class Scorer:
 
 
 _References = dict[int, dict[str | None, Tensor]]
-"""Offset of a sample → adapter → log-probabilities of its supervised rows."""
+"""Maps the offset of a sample to a map from adapter to the log-probabilities of its supervised rows."""

@@ -1,12 +1,12 @@
-"""CUDA graphs of stages that take turns on a device: one launch a visit instead of hundreds.
+"""CUDA graphs of stages that take turns on a device: one launch per visit instead of hundreds.
 
 A stage's weights and the adapters' tensors never change their address, so a graph is captured for a stage, a
-kind of visit and a key (`graph_inputs.py`). Inputs and results of a visit lie in buffers that all graphs
+kind of visit and a key (`graph_inputs.py`). Inputs and results of a visit are in buffers that all graphs
 share; everything else belongs to one visit at a time, in one pool.
 
 A visit is captured in the second round that has it: the first runs uncaptured, which compiles kernels and
-measures choices. Uncaptured passes need memory of their own, and the plan does not count it beside the pool:
-where there is no room for both, all graphs are dropped for the rest of the round.
+measures choices. Uncaptured passes need separate memory, which the plan does not count in addition to the
+pool: if there is no room for both, all graphs are dropped for the rest of the round.
 
 Shapes: T rows, D hidden width.
 """
@@ -32,15 +32,14 @@ from weftune.run.passes.plain import MadeBackward, MadeForward, PlainPasses
 from weftune.run.passes.rows import LaidMicrobatch, Membership, RowsHere, StageVisit
 
 MOST_KEYS = 8
-"""How many keys are kept; beyond that the least recently used one is dropped, with the graphs of all
-stages."""
+"""Maximum number of keys; beyond it the least recently used one is dropped, with the graphs of all stages."""
 
 
 class VisitKind(Enum):
     forward = auto()
     """A forward of which only the result is kept."""
     turn = auto()
-    """At the last stage: a forward that is kept, then head and loss, then the backward."""
+    """A visit to the last stage: a forward that is kept, then head and loss, then the backward."""
     backward = auto()
     """The forward recomputed, then the backward."""
 
@@ -56,10 +55,9 @@ class Buffers:
     """One microbatch between captured and uncaptured work."""
 
     h_TD: Tensor
-    """The input of a stage; in a forward also its output."""
+    """Input of a stage; in a forward also its output."""
     dh_TD: Tensor
-    """The gradient that comes in and the one that goes out. The last stage's own output waits here for its
-    gradient."""
+    """Incoming and outgoing gradient. The last stage's output is kept here until its gradient is known."""
 
     @classmethod
     def empty(cls, base: Base, rows: int) -> Buffers:
@@ -72,7 +70,7 @@ class Buffers:
 
 @dataclass(slots=True)
 class _Known:
-    """A key: when each visit was first seen, and which graphs have been captured."""
+    """A key, with the round in which each visit was first seen, and its captured graphs."""
 
     feed: GraphInputs
     met: dict[GraphVisit, int] = field(default_factory=dict)
@@ -82,22 +80,22 @@ class _Known:
 @dataclass(frozen=True, slots=True)
 class GraphOffer:
     graph: StageGraph | None
-    """The graph to use; None: run uncaptured."""
+    """Graph to use. None means to run uncaptured."""
     settled: bool
-    """Whether nothing was set up for this visit, so that later ones take as long."""
+    """Whether this visit includes no setup, so that later ones take as long."""
 
 
 class StageGraphs:
     def __init__(self, whole: Base, stages: Mapping[int, Base], banks: Banks, pool: Pool) -> None:
         self.captures = 0
         self.refused: set[GraphKey] = set()
-        """Keys whose graphs found no memory."""
+        """Keys for whose graphs there was no memory."""
         self._whole, self._stages, self._banks, self._pool = whole, stages, banks, pool
         self._buffers = Buffers.empty(whole, 0)
         self._known: dict[GraphKey, _Known] = {}
         self._round = 0
         self._plain_round = -1
-        """The last round in which graphs were dropped to make room."""
+        """Last round in which graphs were dropped to make room."""
 
     def reserve(self, rows: int) -> None:
         """Allocate buffers for microbatches of up to this many rows."""
@@ -110,7 +108,8 @@ class StageGraphs:
         self._round += 1
 
     def serve(self, visit: GraphVisit, laid: LaidMicrobatch) -> GraphOffer:
-        """How a microbatch of the round visits a stage: with which graph, or uncaptured."""
+        """Return the graph with which a microbatch of the round visits a stage, or none to run it
+        uncaptured."""
         key = key_of(laid, self._banks, NOTHING, self._whole.shape.context)
         if not self._banks.capturable(laid.microbatch):
             self.make_room()
@@ -142,7 +141,7 @@ class StageGraphs:
             if len(self._known) >= MOST_KEYS:
                 del self._known[next(iter(self._known))]
             return self._known.setdefault(key, _Known(GraphInputs(self._banks, key, self._whole.device)))
-        # The one that was met last comes last.
+        # The most recently used key comes last.
         self._known[key] = self._known.pop(key)
         return self._known[key]
 
@@ -155,7 +154,7 @@ class StageGraphs:
                 raise
             graph = None
         if graph is None:
-            # Out here, where no traceback holds what was captured so far any longer.
+            # Outside the handler, where no traceback holds the captured tensors any longer.
             self.refused.add(key)
             self.clear()
             return None
@@ -174,8 +173,7 @@ class StageGraph:
         self._base, self._banks, self._inputs, self._buffers = base, banks, feed, buffers
         self._given_TD: Tensor | None = None
         self._made_TD: Tensor | None = None
-        """The output between the captured forward and its captured backward; never kept between two
-        replays."""
+        """Output between the captured forward and its captured backward; never kept between two replays."""
         if way is VisitKind.turn:
             self._forward, self._backward = pool.capture(self._turn), pool.capture(self._return)
         else:
@@ -196,12 +194,12 @@ class StageGraph:
         return self._buffers.h_TD.clone()
 
     def forward(self) -> Tensor:
-        """The output; it stays valid until `backward`."""
+        """Return the output; it stays valid until `backward`."""
         self._forward()
         return self._buffers.dh_TD
 
     def backward(self, dh_TD: Tensor) -> None:
-        """The backward; a forward that was not kept is recomputed first."""
+        """Run the backward; a forward that was not kept is recomputed first."""
         self._buffers.dh_TD.copy_(dh_TD)
         self._backward()
 
@@ -310,6 +308,6 @@ class CapturedVisits:
 
 
 def most_rows(program: Program) -> int:
-    """The most rows of a microbatch that is trained."""
+    """Return the maximum number of rows of a trained microbatch."""
     trained = (plan.rows for action, plan in program.compute() if isinstance(action, Forward))
     return max(trained, default=0)

@@ -35,7 +35,7 @@ class KeptActivations:
 
     @property
     def rows_here(self) -> int:
-        """Rows kept on the device, over all stages."""
+        """Number of rows kept on the device, over all stages."""
         return sum(len(given_TD) for given_TD in self._here.values())
 
     @property
@@ -43,27 +43,27 @@ class KeptActivations:
         return not (self._here or self._gradients or self._outgoing)
 
     def reserve(self, rows: int) -> None:
-        """Allocate for rounds of so many rows; nothing is in flight."""
+        """Allocate memory for rounds of `rows` rows; nothing is in flight."""
 
     def give(self, to: StageVisit, given_TD: Tensor, returns: bool = True) -> None:
-        """Store the output of the stage before; `returns`: whether the microbatch has a backward."""
+        """Store the output of the stage before; `returns` is whether the microbatch has a backward."""
         if to.stage in self._own:
             self._here[to] = given_TD
         else:
             self._outgoing[to, "activation"] = given_TD
 
     def read(self, by: StageVisit) -> Tensor:
-        """The input, readable by compute."""
+        """Return the input, readable by compute."""
         return self._here[by]
 
     def passed(self, by: StageVisit) -> None:
-        """The stage has done its forward; its backward is still to come."""
+        """Note that the stage has finished its forward; its backward is still to come."""
 
     def bring(self, to: StageVisit) -> None:
         """Announce that this is the microbatch's next backward here."""
 
     def drop(self, by: StageVisit) -> None:
-        """Drop an input: the stage has done its backward, or the microbatch has none."""
+        """Drop an input: the stage has finished its backward, or the microbatch has none."""
         del self._here[by]
 
     def give_gradient(self, to: StageVisit, dh_TD: Tensor) -> None:
@@ -77,11 +77,11 @@ class KeptActivations:
         return self._gradients.pop(by)
 
     def take_outgoing(self, to: StageVisit, what: What) -> Tensor | None:
-        """The tensor to send; None where it was never computed."""
+        """Return the tensor to send, or None if it was never computed."""
         return self._outgoing.pop((to, what), None)
 
     def forget(self) -> None:
-        """Drop an unfinished round. What was computed for other workers is still sent to them."""
+        """Drop an unfinished round. Tensors computed for other workers are still sent to them."""
         self._here.clear()
         self._gradients.clear()
 
@@ -90,8 +90,8 @@ class OffloadedActivations:
     """Inputs that are on the device only around the visits that read them.
 
     An input is copied to the host as soon as it is computed, so that the copy has a whole visit's time, and
-    is dropped from the device after its stage's forward. It is fetched when its microbatch goes backward
-    through the stage behind, one visit ahead of its use. At the last stage the backward follows at once: its
+    is dropped from the device after its stage's forward. It is fetched during its microbatch's backward
+    through the next stage, one visit ahead of its use. At the last stage the backward follows at once: its
     inputs are kept.
     """
 
@@ -102,9 +102,9 @@ class OffloadedActivations:
         self.width, self._dtype, self._device = whole.shape.hidden, whole.dtype, whole.device
         self._copies = _GpuCopies(self._device, waited) if whole.device.type == "cuda" else _Copies(waited)
         self._away: set[StageVisit] = set()
-        """Inputs that have been offloaded, or are about to be, and come back."""
+        """Inputs that have been offloaded, or are about to be, and will be fetched back."""
         self._rows: dict[int, slice] = {}
-        """Microbatch → its rows on the host, the same for every stage."""
+        """Maps each microbatch to its rows on the host, the same for every stage."""
         self._host_GRD = torch.empty(0)
         self._make_room(part.layout.offloaded_rows)
 
@@ -118,7 +118,7 @@ class OffloadedActivations:
 
     @property
     def reserved_rows(self) -> int:
-        """Rows of a round that the host has room for."""
+        """Number of rows of a round that the host has room for."""
         return self._host_GRD.shape[1]
 
     def reserve(self, rows: int) -> None:
@@ -148,7 +148,7 @@ class OffloadedActivations:
             self._rows[microbatch] = slice(start, start + count)
 
     def _place_TD(self, of: StageVisit) -> Tensor:
-        """An input's rows in host memory."""
+        """Return an input's rows in host memory."""
         return self._host_GRD[self._offloaded.index(of.stage), self._rows[of.microbatch]]
 
     def read(self, by: StageVisit) -> Tensor:
@@ -187,7 +187,7 @@ class OffloadedActivations:
 
 
 class _Copies:
-    """Copies for a CPU that plays the device: each is made at once."""
+    """Copies for a CPU in the role of the device: each is made at once."""
 
     def __init__(self, waited: Callable[[], Waited]) -> None:
         self._waited = waited
@@ -211,15 +211,15 @@ class _Copies:
         """Wait until the copy may be read."""
 
     def finish(self) -> None:
-        """Work asked for from here on comes after all copies."""
+        """Order all later work after all copies."""
 
 
 class _GpuCopies:
-    """Copies on streams of their own: behind the Loads an input would wait for stages that are needed only
-    later, and behind the Evicts it would hold up a slot. An input is small compared to a stage.
+    """Copies on separate streams: queued after Loads, an input would wait for stages that are needed only
+    later, and queued after Evicts it would hold up a slot. An input is small compared to a stage.
 
-    Tensors are allocated and freed on the compute stream, after it has waited for their copy. So what is on
-    the device at once follows from the Program, not from how far the host runs ahead.
+    Tensors are allocated and freed on the compute stream, after it has waited for their copy. So the tensors
+    on the device at any time follow from the Program, not from how far the host runs ahead.
     """
 
     def __init__(self, device: torch.device, waited: Callable[[], Waited]) -> None:
@@ -232,7 +232,7 @@ class _GpuCopies:
     def leave(self, visit: StageVisit, given_TD: Tensor, host_TD: Tensor) -> None:
         self._out.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._out):
-            # In chunks, between which what goes back of Steps finds its turn.
+            # In chunks, so that copies of Steps to the host can run in between.
             rows = max(1, CHUNK_BYTES // given_TD[:1].nbytes)
             for given, host in zip(given_TD.split(rows), host_TD.split(rows), strict=True):
                 host.copy_(given, non_blocking=True)
@@ -243,7 +243,7 @@ class _GpuCopies:
 
     def come(self, visit: StageVisit, host_TD: Tensor) -> Tensor:
         here_TD = torch.empty_like(host_TD, device=self._device)
-        # Its memory may have been another tensor's, which the arithmetic has yet to read.
+        # Its memory may have belonged to another tensor that compute has yet to read.
         self._in.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._in):
             here_TD.copy_(host_TD, non_blocking=True)
@@ -267,7 +267,7 @@ class _GpuCopies:
 
 
 def _marked() -> torch.cuda.Event:
-    """An event at the current point of the current stream."""
+    """Return an event at the current point of the current stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -1,7 +1,7 @@
-"""Steps of adapters that live in host memory. Gradient, master weights and moments come to the device in
-pieces, are updated there and go back; those of a stage before its first pass in the next round.
+"""Steps of adapters that live in host memory. Gradient, master weights and moments are copied to the device
+in pieces, updated there and copied back; those of a stage before its first pass in the next round.
 
-Steps of a stage are asked for ahead of its passes, which wait for them and for nothing that was asked for
+Steps of a stage are requested ahead of its passes, which wait for them and for nothing that was requested
 later. Pieces of several jobs are updated together: launched one by one, they would take more of the host's
 time than of the device's.
 
@@ -28,11 +28,12 @@ from weftune.run.stream.weights import JointEvent
 from weftune.run.training.steps import Due, Outcome, StepsBegun, factors, open_sums, open_tokens
 
 ALIGNMENT = 64
-"""Parameters. Torch's fused AdamW rounds the odd ones at a vector's end otherwise than all before them: part
-at multiples of whatever a processor takes at a time, pieces get the bits of the whole."""
+"""Alignment of pieces, in parameters. Torch's fused AdamW rounds the remainder at a vector's end differently:
+split at multiples of the processor's vector width, pieces get the same bits as the whole."""
 
 Make = Callable[[Sequence[Update], Tensor | None], Tensor]
-"""Applies updates with factors that are on the device; returns which jobs' weights are finite, bool [J]."""
+"""A function that applies updates with factors that are on the device, and returns whether each job's weights
+are finite, bool [J]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,11 @@ class Piece:
 
     inside: StagePart
     whole: StagePart
-    """The same, extended to the next multiples: computed with, but not kept."""
+    """Range of `inside`, extended to multiples of ALIGNMENT: the extension is computed but not kept."""
 
     @property
     def kept(self) -> StagePart:
-        """The kept range, relative to the start of the whole."""
+        """Kept range, relative to the start of the whole."""
         first = self.whole.start
         return StagePart(self.inside.start - first, self.inside.stop - first)
 
@@ -60,11 +61,11 @@ class _StepRun:
     sums_J3: Tensor
     """Loss, correct predictions and norm."""
     factor_J: Tensor | None
-    """Factors on the device where kernels make the updates; otherwise each update has its own."""
+    """Factors on the device if kernels make the updates. None if each update has its own."""
     gone: JointEvent
-    """Done when all gradients are on the host."""
+    """Event that is done when all gradients are on the host."""
     finite: tuple[list[Tensor], ...]
-    """For each job, whether the weights of its pieces are finite."""
+    """Whether the weights of each job's pieces are finite."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,18 +74,18 @@ class _Left:
 
     run: _StepRun
     number: int
-    """The job's index in the run."""
+    """Index of the job in the run."""
     part: StagePart
     pieces: list[Piece]
 
     @property
     def factor(self) -> Tensor | None:
-        """The factor on the device."""
+        """Factor on the device, or None."""
         return None if self.run.factor_J is None else self.run.factor_J[self.number]
 
     @property
     def refused(self) -> bool:
-        """Whether the host already knows that the step is refused; otherwise the device decides."""
+        """Whether the host already knows that the Step is refused; otherwise the device decides."""
         return self.run.factor_J is None and self.run.updates[self.number].factor < 0.0
 
 
@@ -99,7 +100,7 @@ class _Seated:
 
     @property
     def update(self) -> Update:
-        """The update of this piece, with the state that is on the host."""
+        """Update of this piece, with the state that is on the host."""
         return self.left.run.updates[self.left.number]
 
     @property
@@ -125,7 +126,7 @@ class TravellingStepsBegun:
         return {one.training.job for one in self.due}
 
     def outcomes(self) -> list[Outcome]:
-        """The outcomes; all Steps must have been made."""
+        """Return the outcomes; all Steps must have been made."""
         return [outcome for run in self.runs for outcome in self.steps.outcomes(run)]
 
 
@@ -135,15 +136,16 @@ class TravellingSteps:
         self._left: dict[Pair, _Left] = {}
         self.ring = PieceRing(travel.device)
         self._there: dict[Pair, torch.cuda.Event] = {}
-        """Done when the weights that were last asked for are updated; None once a pass has waited for it."""
+        """Maps a job and stage to the event of its last requested update; removed once a pass has waited for
+        it."""
         self._sent: torch.cuda.Event | None = None
-        """Done when the last gradients have been copied to the host; None once the compute stream has waited
-        for it."""
+        """Event that is done when the last gradients have been copied to the host. None once the compute
+        stream has waited for it."""
         self._home: dict[int, torch.cuda.Event] = {}
-        """Stage → done when its last piece is back on the host."""
+        """Maps each stage to an event that is done when its last piece is back on the host."""
 
     def fit(self, job: str) -> None:
-        """Allocate buffers for the pieces of a job that has come aboard, beside those of the others."""
+        """Allocate buffers for the pieces of a newly attached job, beside those of the others."""
         wanted = min(PIECE, max(self._stage_sizes(), default=0))
         if self.ring.buffers and wanted <= self.ring.room:
             return
@@ -154,7 +156,7 @@ class TravellingSteps:
         )
 
     def _stage_sizes(self) -> Iterable[int]:
-        """Sizes of all jobs' pieces of a stage side by side."""
+        """Return the total size of all jobs' pieces of each stage."""
         sizes: Counter[int] = Counter()
         for traveller in self.travel.travellers.values():
             for stage, part in traveller.by_stage.items():
@@ -165,7 +167,7 @@ class TravellingSteps:
     # -- asked for ---------------------------------------------------------------------------------------
 
     def send(self, stage: int) -> None:
-        """Copy gradients of a resident stage to the host, beside the passes of other stages."""
+        """Copy gradients of a resident stage to the host, concurrently with the passes of other stages."""
         self.travel.measure(stage)
         if (lanes := self.ring.lanes) is None:
             self.travel.send(stage)
@@ -185,7 +187,7 @@ class TravellingSteps:
         self, begun: TravellingStepsBegun, due: Sequence[Due], norm_J: Tensor, gone: Callable[[], JointEvent]
     ) -> None:
         """Close the open batches and register their Steps, with gradients of these norms. The gradients have
-        been sent to the host; `gone` is done when they, and everything else asked for until then, have
+        been sent to the host; `gone` is done when they, and everything else requested until then, have
         arrived."""
         trainings = [one.training for one in due]
         tokens = tuple(open_tokens(training) for training in trainings)
@@ -214,16 +216,16 @@ class TravellingSteps:
                     self._left[training.job, stage] = _Left(run, number, part, found)
 
     def unfinished(self, job: str, stage: int) -> bool:
-        """Whether the job's weights of that stage are still to be updated."""
+        """Return whether the job's weights of that stage are still to be updated."""
         return (job, stage) in self._left
 
     def left(self, stage: int, jobs: Iterable[str]) -> list[Pair]:
-        """The unfinished Steps of these jobs that a pass over the stage depends on."""
+        """Return the unfinished Steps of these jobs that a pass over the stage depends on."""
         return [pair for pair in self._pairs(stage, jobs) if pair in self._left]
 
     def _pairs(self, stage: int, jobs: Iterable[str]) -> list[Pair]:
-        """The parts that passes of these jobs over the stage read; at both ends also those outside all
-        layers."""
+        """Return the parts that passes of these jobs over the stage read; at the first and last stage also
+        those outside all layers."""
         last = len(self.travel.part.stages) - 1
         stages = (stage, OUTSIDE) if stage in (0, last) else (stage,)
         return [(job, one) for job in jobs for one in stages]
@@ -234,8 +236,8 @@ class TravellingSteps:
     # -- made --------------------------------------------------------------------------------------------
 
     def ask(self, pairs: Iterable[Pair], writable: JointEvent) -> None:
-        """Start these updates beside whatever else the device does. New weights go to the host and, once
-        `writable`, to where their stages are. Readers wait with `use`."""
+        """Start these updates concurrently with other work of the device. New weights are copied to the host
+        and, once `writable`, to the places of their stages. Readers wait with `use`."""
         with self.ring.making():
             _wait_for(writable)
         for seated in self._seated(pairs):
@@ -246,18 +248,19 @@ class TravellingSteps:
                     del self._left[one.pair]
 
     def asked(self, stage: int, jobs: Iterable[str]) -> list[Pair]:
-        """Updates that were started and that no pass of these jobs over the stage has waited for yet."""
+        """Return updates that were started and that no pass of these jobs over the stage has waited for
+        yet."""
         return [pair for pair in self._pairs(stage, jobs) if pair in self._there]
 
     def use(self, pairs: Iterable[Pair]) -> None:
-        """Make the current stream wait for the updates that were started of these."""
+        """Make the current stream wait for the started updates of these pairs."""
         for there in dict.fromkeys(self._there.pop(pair) for pair in pairs):
             torch.cuda.current_stream().wait_event(there)
 
     def outcomes(self, run: _StepRun) -> list[Outcome]:
         assert not any(left.run is run for left in self._left.values()), "a Step is not all made"
         with self.ring.making():
-            # Not on the stream of the passes: the next round's may be on their way.
+            # Not on the stream of the passes: those of the next round may already be queued there.
             none = torch.ones(1, dtype=torch.bool, device=run.sums_J3.device)
             finite_J = torch.stack([torch.cat([none, *found]).all() for found in run.finite])
             begun = StepsBegun.of(run.due, run.updates, run.tokens, run.sums_J3, finite_J)
@@ -275,12 +278,12 @@ class TravellingSteps:
             torch.cuda.current_stream().wait_event(home)
 
     def _seated(self, pairs: Iterable[Pair]) -> Iterator[list[_Seated]]:
-        """The pieces of all pairs, buffer by buffer."""
+        """Yield the pieces of all pairs, buffer by buffer."""
         room = self.ring.room
         seated: list[_Seated] = []
         for pair in pairs:
             left = self._left[pair]
-            # Not the list itself: a piece leaves it when it is made.
+            # Not the list itself: a piece is removed from it when it is updated.
             for piece in tuple(left.pieces):
                 at = aligned(seated[-1].stop) if seated else 0
                 if at + piece.whole.size > room:
@@ -308,10 +311,11 @@ class TravellingSteps:
             self._home |= dict.fromkeys((one.pair[1] for one in seated), buffer.free)
 
     def _update(self, buffer: Buffer, seated: Sequence[_Seated], here: Sequence[AdamState]) -> None:
-        """Update the pieces in the buffer; new weights also go to where their stages are."""
+        """Update the pieces in the buffer; new weights are also copied to the places of their stages."""
         factor_J = _factors(seated)
         if factor_J is not None:
-            # Where the device finds that no step can be made, those of the buffer's last jobs would go back.
+            # If the device refuses a step, the weights of the buffer's previous jobs would be copied back
+            # otherwise.
             buffer.state.weights[: seated[-1].stop].copy_(buffer.state.master[: seated[-1].stop])
         updates = [
             one.update.on(state, one.piece.whole.start) for one, state in zip(seated, here, strict=True)
@@ -336,7 +340,7 @@ def _wait_for(gone: JointEvent) -> None:
 
 
 def pieces(part: StagePart, size: int) -> Iterator[Piece]:
-    """The pieces of a part of a vector with this many parameters."""
+    """Yield the pieces of a part of a vector with this many parameters."""
     first = part.start - part.start % ALIGNMENT
     for at in range(first, part.stop if part.size else first, PIECE):
         inside = StagePart(max(at, part.start), min(at + PIECE, part.stop))
@@ -349,7 +353,7 @@ def aligned(count: int) -> int:
 
 
 def _factors(seated: Sequence[_Seated]) -> Tensor | None:
-    """The factors of the pieces' jobs on the device."""
+    """Return the factors of the pieces' jobs on the device, or None if there are none."""
     found = [one.left.factor for one in seated]
     known = [factor for factor in found if factor is not None]
     return torch.stack(known) if known else None

@@ -1,8 +1,8 @@
 """Adapters that live in host memory and travel with their stage.
 
 On the device a job has, for every place that a stage can be in, room for that stage's part of its weights and
-of its gradient. Weights arrive with the stage; the gradient leaves with the stage or when a Step needs it.
-Master weights and moments come only for their Steps (`adapter_steps.py`).
+of its gradient. Weights are copied in with the stage; the gradient is copied out with the stage or when a
+Step needs it. Master weights and moments are copied in only for their Steps (`adapter_steps.py`).
 
 Shapes: J jobs.
 """
@@ -25,12 +25,13 @@ from weftune.plan.program.layout import OnWorker
 from weftune.run.training.state import Training
 
 Place = tuple[str, int]
-"""A slot, a resident stage, or what is outside all layers."""
+"""A slot, a resident stage, or the sites outside all layers."""
 ENDS: Place = ("ends", 0)
 Pair = tuple[str, int]
 """A job, and a stage in which it has parameters."""
 OUTSIDE = -1
-"""Stands for a stage's number: sites before the first layer or after the last one, which stay."""
+"""Placeholder for a stage's number: sites before the first layer or after the last one, which stay on the
+device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class StagePart:
         return self.stop - self.start
 
     def __iter__(self) -> Iterator[int]:
-        """Start and stop, for unpacking."""
+        """Iterate over start and stop, for unpacking."""
         return iter((self.start, self.stop))
 
 
@@ -63,8 +64,8 @@ class TravellingAdapter:
         return {stage: part for parts in self.parts.values() for stage, part in parts.items()}
 
     def parameters(self) -> tuple[Parameters, Parameters]:
-        """The parameters that passes read and the gradients that they add to, in the rooms of the stages'
-        places."""
+        """Return the parameters that passes read and the gradients that they add to, in the rooms of the
+        stages' places."""
         return self._views(self.weights), self._views(self.gradient)
 
     def _views(self, rooms: Mapping[Place, Tensor]) -> dict[tuple[str, str], Tensor]:
@@ -93,9 +94,9 @@ class AdapterPlaces:
         self.device, self.dtype = device, dtype
         self.travellers: dict[str, TravellingAdapter] = {}
         self._made: set[Pair] = set()
-        """Job and stage of gradients that are on the device only."""
+        """Jobs and stages of gradients that are on the device only."""
         self._squares: dict[str, list[Tensor]] = {}
-        """Job → sums of squares of the parts of its gradient that have left the device."""
+        """Maps each job to the sums of squares of the parts of its gradient that have left the device."""
         self._in: dict[Place, int] = {ENDS: OUTSIDE}
         for number in part.own:
             if part.stages[number].resident:
@@ -122,13 +123,13 @@ class AdapterPlaces:
 
     def leave(self, job: str) -> None:
         self.forget([job])
-        self.wait()  # for copies on other streams than the one that its room was taken on
+        self.wait()  # for copies on streams other than the one on which its room was allocated
         del self.travellers[job], self._squares[job]
 
     # -- with a stage ------------------------------------------------------------------------------------
 
     def come(self, stage: int, unfinished: Callable[[str, int], bool]) -> None:
-        """A stage is loaded into its place, with the weights of every job whose Steps there are finished."""
+        """Load a stage's adapters into its place: the weights of every job whose Steps there are finished."""
         self._in[self._place(stage)] = stage
         self.bring((job, stage) for job in self.travellers if not unfinished(job, stage))
 
@@ -137,7 +138,7 @@ class AdapterPlaces:
         self._measure((traveller, self._place(stage)) for traveller in self.travellers.values())
 
     def go(self, stage: int) -> None:
-        """A stage is evicted from its place, with the gradients that were computed there."""
+        """Evict a stage's adapters from its place, with the gradients that were computed there."""
         self.send(stage)
         del self._in[self._place(stage)]
 
@@ -155,7 +156,8 @@ class AdapterPlaces:
                 self._made.add((job, OUTSIDE))
 
     def there(self, stage: int) -> bool:
-        """Whether the stage is in its place, or will be once the device has done what it was asked for."""
+        """Return whether the stage is in its place, or will be once the device has finished the work launched
+        so far."""
         return self._in.get(self._place(stage)) == stage
 
     # -- for a Step --------------------------------------------------------------------------------------
@@ -167,8 +169,8 @@ class AdapterPlaces:
         self._take(places)
 
     def gradient_norms(self, jobs: Sequence[str]) -> Tensor:
-        """Norms of gradients that are all on the host, in float64 [J]. Where kernels can, the device has
-        summed the squares before they left."""
+        """Return the norms of gradients that are all on the host, in float64 [J]. If kernels are available,
+        the device has summed the squares before they were copied."""
         states = [self.travellers[job].training.state for job in jobs]
         if not kernels_run(self.device, states[0].gradient.dtype):
             self.wait()
@@ -180,7 +182,8 @@ class AdapterPlaces:
         return torch.stack(squares).sqrt()
 
     def room(self, job: str, stage: int) -> Tensor | None:
-        """The room for the job's weights of a stage on the device; None while the stage is not there."""
+        """Return the room for the job's weights of a stage on the device, or None while the stage is not
+        there."""
         if not self.there(stage):
             return None
         traveller, place = self.travellers[job], self._place(stage)
@@ -213,7 +216,7 @@ class AdapterPlaces:
     def _made_in(
         self, places: Iterable[tuple[TravellingAdapter, Place]]
     ) -> list[tuple[TravellingAdapter, StagePart, Tensor]]:
-        """Of these places, those with a gradient: the adapter, its part and its room."""
+        """Return the adapter, its part and its room for each of these places that has a gradient."""
         found = []
         for traveller, place in places:
             stage = self._in[place]
@@ -230,7 +233,7 @@ class AdapterPlaces:
                 self._squares[traveller.training.job].append(squares)
 
     def _take(self, places: Iterable[tuple[TravellingAdapter, Place]]) -> None:
-        """Copy gradients to the host. A stage has one backward a round, so this is the whole gradient."""
+        """Copy gradients to the host. A stage has one backward per round, so this is the whole gradient."""
         places = list(places)
         for traveller, part, room in self._made_in(places):
             traveller.training.gradient[part.start : part.stop].copy_(room, non_blocking=True)
@@ -238,7 +241,7 @@ class AdapterPlaces:
         self._made -= {(traveller.training.job, self._in[place]) for traveller, place in places}
 
     def wait(self) -> None:
-        """Wait until the device has done what it was asked for."""
+        """Wait until the device has finished all launched work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -249,14 +252,15 @@ class AdapterPlaces:
 
 
 def _on_the_host(state: AdamState, device: torch.device) -> AdamState:
-    """A copy in page-locked host memory, which the device reads and writes by itself."""
+    """Return a copy in page-locked host memory, which the device reads and writes directly."""
     vectors = [getattr(state, one.name) for one in fields(state)]
     found = host_vectors([(len(vector), vector.dtype) for vector in vectors], device)
     return AdamState(*(here.copy_(vector) for here, vector in zip(found, vectors, strict=True)))
 
 
 def _parts(layout: VectorLayout, part: OnWorker) -> Iterator[tuple[int, StagePart]]:
-    """Stage → its part of the flat vector, which holds the sites in the order of layers."""
+    """Iterate over stages and their parts of the flat vector, which holds the sites in the order of
+    layers."""
     homes = [stage for stage, held in enumerate(part.stages) for _ in range(held.start, held.stop)]
     found: dict[int, StagePart] = {}
     at = 0

@@ -19,15 +19,15 @@ class Buffer:
 
     state: AdamState
     free: torch.cuda.Event | None = None
-    """Done when its last content is back on the host."""
+    """Event that is done when its last content is back on the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class PieceLanes:
     """Streams of a GPU beside the compute stream.
 
-    Updates have a stream of their own: a matrix product takes every multiprocessor, so an update waits for
-    its end, and the next copies must not wait with it.
+    Updates have a separate stream: a matrix product occupies every multiprocessor, so an update waits for its
+    end, and the next copies must not wait with it.
     """
 
     up: torch.cuda.Stream
@@ -39,13 +39,13 @@ class PieceLanes:
 
     @classmethod
     def on(cls, device: torch.device) -> PieceLanes:
-        # What comes is needed sooner than stages that were asked for before it.
+        # Incoming pieces are needed sooner than stages that were requested before them.
         up, make = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
         return cls(up, make, torch.cuda.Stream(device))
 
 
 class PieceRing:
-    """Buffers that take turns: while one is updated another fills, and a third goes back."""
+    """Buffers used in rotation: while one is updated, another is filled and a third is copied back."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -55,11 +55,11 @@ class PieceRing:
 
     @property
     def room(self) -> int:
-        """Parameters that a buffer holds."""
+        """Number of parameters that a buffer holds."""
         return len(self.buffers[0].state.master) if self.buffers else 0
 
     def refill(self, new: Callable[[], AdamState]) -> None:
-        """New buffers in place of those there are, which must be at rest."""
+        """Replace the buffers by new ones; they must not be in use."""
         self.buffers = []
         self.buffers = [Buffer(new()) for _ in range(PIECES)]
 
@@ -70,7 +70,7 @@ class PieceRing:
 
     @contextmanager
     def coming(self, buffer: Buffer) -> Iterator[None]:
-        """On the incoming stream, once the buffer is free; later updates wait for it."""
+        """Run on the incoming stream, once the buffer is free; later updates wait for it."""
         if self.lanes is None:
             yield
             return
@@ -81,12 +81,12 @@ class PieceRing:
         self.lanes.make.wait_stream(self.lanes.up)
 
     def making(self) -> AbstractContextManager[object]:
-        """On the stream of updates."""
+        """Run on the stream of updates."""
         return nullcontext() if self.lanes is None else torch.cuda.stream(self.lanes.make)
 
     @contextmanager
     def leaving(self, buffer: Buffer) -> Iterator[None]:
-        """On the outgoing stream; the buffer is free afterwards."""
+        """Run on the outgoing stream; the buffer is free afterwards."""
         if self.lanes is None:
             yield
             return
@@ -97,12 +97,12 @@ class PieceRing:
 
 
 def bring(host: Sequence[AdamState], here: Sequence[AdamState]) -> None:
-    """Copy everything to the device but the weights, which will be computed."""
+    """Copy everything to the device except the weights, which will be computed."""
     copy([vector for one in here for vector in _coming(one)], [v for one in host for v in _coming(one)])
 
 
 def give_back(here: Sequence[AdamState], host: Sequence[AdamState]) -> None:
-    """Copy everything back but the gradient, which is no longer needed."""
+    """Copy everything back except the gradient, which is no longer needed."""
     copy([vector for one in host for vector in _going(one)], [v for one in here for v in _going(one)])
 
 

@@ -1,4 +1,4 @@
-"""The winners of a sweep once more, in a folder of their own."""
+"""The folder that holds the winners of a sweep once more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from weftune.jobs.sweeps.record import BEST
 
 
 def put_best(folder: Path, winners: Sequence[Path], alone: bool) -> None:
-    """Put the winners' folders into `best`, all of them or none; hard links where there are such.
+    """Put the winners' folders into `best`, all of them or none, as hard links where the file system has
+    them.
 
     With `alone` there is one winner, and `best` itself becomes its adapter folder. Otherwise each winner
     has a folder of its name in `best`.

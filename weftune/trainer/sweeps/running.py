@@ -1,8 +1,8 @@
 """A sweep inside a run: what the loop does with trials between windows, as `jobs/sweeps/rungs.py` decides.
 
 A trial is a job like any other. Its sweep sets the step up to which it may train; there it is evaluated, and
-then it goes on, rests without a seat until the others have come as far, or leaves. Every decision is in
-sweep.json before anybody acts on it, so a resumed run goes by the decisions that were made.
+then it continues, rests without a seat until the others have come as far, or leaves. Every decision is in
+sweep.json before it takes effect, so a resumed run follows the decisions that were made.
 """
 
 from __future__ import annotations
@@ -49,14 +49,15 @@ ENDS = {State.SUCCEEDED: TrialEnd.FINISHED, State.FAILED: TrialEnd.FAILED, State
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """Later generations of a sweep: who proposes them, and the job that a trial is."""
+    """Later generations of a sweep: their proposer, and the function that returns the job of a trial."""
 
     proposer: Proposer
     job_of: Callable[[Trial], JobSpec]
 
 
 def proposals_for(sweep: Sweep, others: Iterable[str]) -> Proposals | None:
-    """Of a sweep that was read, None where all trials are known; `others` are the run's other jobs."""
+    """Return the proposals for a sweep that was read, None if all trials are known; `others` are the run's
+    other jobs."""
     if sweep.spec.search != "tpe":
         return None
     return Proposals(proposer(sweep, others), partial(trial_job, sweep))
@@ -64,14 +65,14 @@ def proposals_for(sweep: Sweep, others: Iterable[str]) -> Proposals | None:
 
 @dataclass(frozen=True, slots=True)
 class TrialOrders:
-    """What the loop is to do with trials between two windows."""
+    """Instructions to the loop about trials between two windows."""
 
     limits: Mapping[str, int] = field(default_factory=dict)
-    """The step up to which each may train."""
+    """Trial → the step up to which it may train."""
     promoted: Sequence[str] = ()
-    """Those that rested and go on."""
+    """Trials that rested and continue."""
     rest: Mapping[str, str] = field(default_factory=dict)
-    """Those aboard that are to rest, with the reason."""
+    """Attached trial that is to rest → the reason."""
     leave: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -84,7 +85,7 @@ class Measured:
 
 
 class RunningSweep:
-    """One sweep of the run. `jobs` are those of the whole run, by name."""
+    """One sweep of the run. `jobs` maps names to the jobs of the whole run."""
 
     def __init__(
         self, sweep: Sweep, store: Store, jobs: Mapping[str, JobSpec], tell: Tell, proposals: Proposals | None
@@ -97,16 +98,17 @@ class RunningSweep:
         self.best: tuple[str, ...] = ()
         halving = sweep.spec.halving
         self._judge: Judge | None = None if halving is None else halving.judge
-        """None: the record is of a Weftune that could judge the last weights only, and it goes on so."""
+        """Weights that the rungs evaluate. None without halving, or if the record is of a Weftune that could
+        evaluate the last weights only, which it continues to do."""
         self._tell = tell
         self.show: Callable[[SweepRecord], None] = lambda _: None
-        """Hears how the sweep stands whenever that is recorded."""
+        """Function that is called with the record whenever it is written."""
         self._proposals = proposals
         self._measured: dict[str, dict[int, Measured]] = {}
         self._trends: dict[str, LossTrend] = {}
         self._own_evaluations: dict[str, frozenset[int]] = {}
         self._scores: dict[str, tuple[float | None, int | None]] = {}
-        """Of trials that had ended when the record was written: their scores, and the steps of these."""
+        """Trial that had ended when the record was written → its score, and the step of that score."""
         self._leaving: set[str] = set()
         """Trials that leave because of their training loss, until the window's end."""
         self._written: SweepRecord | None = None
@@ -114,14 +116,14 @@ class RunningSweep:
         self._exhausted = proposals is None
         """Whether no generation follows."""
         self._reasons: dict[str, str] = {}
-        """Of trials that could not become jobs."""
+        """Trial that could not become a job → the reason."""
 
     # -- before the jobs are made ready ------------------------------------------------------------------
 
     def recall(self, again: Collection[str] = ()) -> list[Trial]:
-        """Go on from the record, where there is one. Gives the trials of later generations, which are no jobs
-        yet. Those that had left but were killed before their state was written are cancelled; those of
-        `again` are about to go on, by the user's word."""
+        """Continue from the record, if there is one. Return the trials of later generations, which are no
+        jobs yet. Trials that had left but were killed before their state was written are cancelled; those of
+        `again` are about to continue, at the user's request."""
         record = self._read()
         generations = [self.sweep.trials]
         if record is not None:
@@ -157,8 +159,8 @@ class RunningSweep:
         self._judge = None
 
     def _drop_checkpoints(self) -> None:
-        """Of trials that have left: a kill may have come before they were deleted. One that the user has
-        cancelled keeps its own, as any job does."""
+        """Delete the checkpoints of trials that have left: a kill may have come before they were deleted. A
+        trial that the user has cancelled keeps its own, as any job does."""
         for name in (name for name in self.trials if name in self.store):
             status = self.store.job(name)
             if status.state is State.CANCELLED and status.reason.startswith(LEFT):
@@ -209,7 +211,8 @@ class RunningSweep:
         self.best, self._written = record.best, record
 
     def _tell_ends(self, record: SweepRecord, again: Collection[str]) -> None:
-        """The record knows who has left or failed; a status that was rebuilt from the folders does not."""
+        """Copy from the record which trials have left or failed; a status that was rebuilt from the folders
+        does not know."""
         states = {"left": State.CANCELLED, "failed": State.FAILED}
         for trial in record.trials:
             if trial.state not in states or trial.name not in self.store or trial.name in again:
@@ -218,14 +221,14 @@ class RunningSweep:
                 self.store.move_job(trial.name, states[trial.state], trial.reason)
 
     def _unfinished_leaves(self) -> Iterator[tuple[str, str]]:
-        """Trials that a decision sends away and whose state does not say so yet, with the reason."""
+        """Yield the trials that a decision removes and whose state does not say so yet, with the reason."""
         for decision in self.rungs.decisions:
             for name in decision.left:
                 if name not in self.store or not self.store.job(name).state.ended:
                     yield name, decision.reason(name, self.rungs.rungs(name)[decision.rung])
 
     def refuse_again(self, option: str, names: Collection[str], changes: Collection[str]) -> None:
-        """Refuse to train a trial anew, or to go on with it, where the sweep has decided without it."""
+        """Refuse to restart or to retry a trial if the sweep has decided without it."""
         for name in (name for name in names if name in self.trials):
             steps = [one.step for one in self.rungs.decisions if self._is_against(name, one)]
             if steps:
@@ -242,10 +245,10 @@ class RunningSweep:
     def _is_against(self, name: str, decision: Decision) -> bool:
         return name in self.rungs.generations[decision.generation] and name not in decision.kept
 
-    # -- jobs come ---------------------------------------------------------------------------------------
+    # -- admission ---------------------------------------------------------------------------------------
 
     def read_metrics(self) -> None:
-        """What the trials have measured and trained so far, by the lines of the run's metrics."""
+        """Read what the trials have measured and trained so far from the lines of the run's metrics."""
         self._measured.clear()
         self._trends.clear()
         for name in self.trials:
@@ -261,8 +264,8 @@ class RunningSweep:
                 self._trend(line["job"]).add(line["step"], line["loss"])
 
     def enter(self, job: Ready) -> Ready:
-        """A trial as the loop trains it: up to its limit only, and evaluated at its rungs too where those
-        judge the last weights."""
+        """Return a trial as the loop trains it: up to its limit only, and evaluated at its rungs too if those
+        evaluate the last weights."""
         job = self.averaging(job)
         self.rungs.enter(job.name, job.recipe.steps)
         self._own_evaluations[job.name] = job.evaluate_at
@@ -276,11 +279,11 @@ class RunningSweep:
 
     @property
     def judges_mean(self) -> bool:
-        """Whether the rungs judge the mean of a trial's last weights."""
+        """Whether the rungs evaluate the mean of a trial's last weights."""
         return self._judge == "mean"
 
     def averaging(self, job: Ready) -> Ready:
-        """A trial with the mean that its rungs judge, and the memory for it."""
+        """Return a trial with the mean that its rungs evaluate, and the memory for it."""
         if not self.judges_mean:
             return job
         spans = averaged_spans(self.sweep.spec.halving, job.recipe.steps)
@@ -290,8 +293,8 @@ class RunningSweep:
     # -- inside a window ---------------------------------------------------------------------------------
 
     def step(self, event: Stepped) -> str | None:
-        """Take a step's loss and return why the trial leaves now, or None. The last trial stays, whatever its
-        loss: a sweep ends with an adapter."""
+        """Record a step's loss and return why the trial leaves now, or None. The last trial stays, whatever
+        its loss: a sweep ends with an adapter."""
         trend = self._trend(event.job)
         trend.add(event.step, event.outcome.loss)
         reason = trend.fault()
@@ -309,11 +312,11 @@ class RunningSweep:
         self._measure(event.job, event.step, Measured(event.loss, event.token_accuracy))
 
     def judge(self, event: Evaluated) -> None:
-        """Take an evaluation of the mean of a trial's last weights."""
+        """Record an evaluation of the mean of a trial's last weights."""
         self._give_rung(event.job, event.step, Measured(event.loss, event.token_accuracy))
 
     def _measure(self, name: str, step: int, measured: Measured) -> None:
-        """Take an evaluation of the weights that a trial trains."""
+        """Record an evaluation of the weights that a trial trains."""
         self._measured.setdefault(name, {})[step] = measured
         if not self.judges_mean:
             self._give_rung(name, step, measured)
@@ -334,7 +337,8 @@ class RunningSweep:
     # -- between windows ---------------------------------------------------------------------------------
 
     def orders(self, aboard: Mapping[str, int], delivering: Collection[str]) -> TrialOrders:
-        """Hear who has ended, decide the rungs that can be, record it, and say what follows."""
+        """Note which trials have ended, decide the rungs that can be decided, record that, and return what
+        follows."""
         if self._finished:
             return TrialOrders()
         self._hear_ends(delivering)
@@ -357,7 +361,8 @@ class RunningSweep:
         )
 
     def _decide(self, aboard: Mapping[str, int]) -> None:
-        """Decide and record. Nobody acts on what is not recorded: then the next window's end tries again."""
+        """Decide and record. A decision that could not be recorded has no effect, and is tried again at the
+        end of the next window."""
         decided = deepcopy(self.rungs) if self.rungs.due() else self.rungs
         while due := decided.due():
             for decision in due:
@@ -382,7 +387,8 @@ class RunningSweep:
         return f"waits for the others at step {self.rungs.limit(name)}"
 
     def proposed(self) -> Sequence[Trial]:
-        """The next generation, when all trials before it have ended. It is recorded before it is given."""
+        """Return the next generation when all trials before it have ended. It is recorded before it is
+        returned."""
         if self._proposals is None or self._exhausted or not self.rungs.is_over():
             return ()
         ended = [(trial, self.score(trial.name)) for trial in self.trials.values()]
@@ -403,7 +409,7 @@ class RunningSweep:
         return self._proposals.job_of(trial)
 
     def refuse(self, trial: str, reason: str) -> None:
-        """A proposed trial that cannot be trained: it has failed."""
+        """Record that a proposed trial cannot be trained: it has failed."""
         self._reasons[trial] = reason
         self.rungs.end(trial, TrialEnd.FAILED, 0)
 
@@ -521,14 +527,14 @@ class RunningSweep:
     # -- after -------------------------------------------------------------------------------------------
 
     def waiting_for(self) -> str:
-        """Whom the resting trials of this sweep wait for, when nobody is aboard any more."""
+        """Return a trial that the resting trials of this sweep wait for, when no job is attached any more."""
         missing = [
             name for name in self.trials if name not in self.rungs.ended and name not in self.resting
         ]  # fmt: skip
         return missing[0] if missing else ""
 
     def finish(self) -> None:
-        """Record how the sweep stands; where every trial has ended, the winners are put into `best`."""
+        """Record the state of the sweep; if every trial has ended, put the winners into `best`."""
         self._hear_ends(())
         self._decide({})
         has_ended = all(self._has_ended(name) for name in self.trials)
@@ -564,7 +570,7 @@ class RunningSweep:
         return name in self._reasons or (name in self.store and self.store.job(name).state.ended)
 
     def _holds(self, winners: tuple[str, ...]) -> bool:
-        """Whether `best` is that of these, in the record and in the folder."""
+        """Whether `best` is that of these winners, in the record and in the folder."""
         folder = self.folder / BEST
         if self.sweep.spec.keep == 1:
             # Outputs of earlier versions have the one winner in a folder of its name there.
@@ -574,5 +580,6 @@ class RunningSweep:
 
 
 def _measured(line: Mapping[str, Any], what: str) -> Measured:
-    """What a line of the metrics says, of a trial's own evaluation (`eval`) or of a rung's."""
+    """Return the measurement in a line of the metrics, of a trial's own evaluation (`eval`) or of a
+    rung's."""
     return Measured(line[f"{what}_loss"], line.get(f"{what}_token_accuracy"))

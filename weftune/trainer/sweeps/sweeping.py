@@ -13,7 +13,7 @@ from weftune.trainer.sweeps.running import RunningSweep, Tell, TrialOrders
 
 
 class Sweeping:
-    """All sweeps of a run; one without sweeps has nothing to say."""
+    """All sweeps of a run, of which there may be none."""
 
     def __init__(self, sweeps: Iterable[RunningSweep] = ()) -> None:
         self.sweeps = tuple(sweeps)
@@ -22,7 +22,7 @@ class Sweeping:
             self._of |= dict.fromkeys(sweep.trials, sweep)
 
     def of(self, name: str) -> RunningSweep | None:
-        """The sweep that a job is a trial of."""
+        """Return the sweep that a job is a trial of."""
         return self._of.get(name)
 
     def enter(self, job: Ready) -> Ready:
@@ -34,21 +34,21 @@ class Sweeping:
         return sweep is not None and name in sweep.resting
 
     def rested(self, name: str) -> None:
-        """The trial has been saved and has left its seat."""
+        """Record that the trial has been saved and has left its seat."""
         self._of[name].resting.add(name)
 
     def is_awaited(self, name: str, step: int) -> bool:
-        """Whether the trial's value at this rung is neither recorded nor to be found."""
+        """Whether the trial stands at this rung and its value there is not recorded yet."""
         sweep = self._of.get(name)
         return sweep is not None and step == sweep.rungs.limit(name) and sweep.rungs.awaited(name)
 
     def judges_mean(self, name: str) -> bool:
-        """Whether the rungs of the trial judge the mean of its last weights."""
+        """Whether the rungs of the trial evaluate the mean of its last weights."""
         sweep = self._of.get(name)
         return sweep is not None and sweep.judges_mean
 
     def averaging(self, job: Ready) -> Ready:
-        """The job as it is trained and counted where its sweep judges means."""
+        """Return the job as it is trained and counted if its sweep evaluates means."""
         sweep = self._of.get(job.name)
         return job if sweep is None else sweep.averaging(job)
 
@@ -61,7 +61,7 @@ class Sweeping:
             sweep.evaluate(event)
 
     def judge(self, event: Evaluated) -> None:
-        """Take an evaluation of the mean of a trial's last weights."""
+        """Record an evaluation of the mean of a trial's last weights."""
         self._of[event.job].judge(event)
 
     def orders(self, aboard: Mapping[str, int], delivering: Collection[str]) -> TrialOrders:
@@ -90,7 +90,8 @@ class Sweeping:
             sweep.finish()
 
     def stranded(self) -> Iterator[tuple[str, str]]:
-        """Trials that rest although nobody is aboard, with the reason: one that they wait for is paused."""
+        """Yield the trials that rest although no job is attached, with the reason: one that they wait for is
+        paused."""
         for sweep in self.sweeps:
             for name in sorted(sweep.resting):
                 if name not in sweep.rungs.ended:
@@ -103,7 +104,7 @@ class Sweeping:
             sweep.resting.clear()
 
     def drop_rested(self, name: str) -> None:
-        """The trial has been cancelled or paused."""
+        """Record that the trial has been cancelled or paused."""
         if (sweep := self._of.get(name)) is not None:
             sweep.resting.discard(name)
 
