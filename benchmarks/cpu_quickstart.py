@@ -32,7 +32,7 @@ from weftune.core.paths import cache_folder
 from weftune.jobs.spec.read import read_run
 from weftune.jobs.spec.spec import JobSpec, RunSpec
 from weftune.run.training.schedule import learning_rate
-from weftune.trainer.job import Ready, make_ready
+from weftune.trainer.job import PreparedJob, make_ready
 from weftune.trainer.trainer import Trainer
 
 JOBS = Path(__file__).parent.parent / "examples" / "quickstart" / "jobs.yaml"
@@ -53,11 +53,11 @@ def with_weftune(base: Base, run: RunSpec, groups: Sequence[Sequence[JobSpec]]) 
     return time.perf_counter() - began
 
 
-def with_peft(model: PreTrainedModel, jobs: Sequence[Ready]) -> float:
+def with_peft(model: PreTrainedModel, jobs: Sequence[PreparedJob]) -> float:
     return sum(_one_with_peft(model, job) for job in jobs)
 
 
-def _one_with_peft(model: PreTrainedModel, job: Ready) -> float:
+def _one_with_peft(model: PreTrainedModel, job: PreparedJob) -> float:
     spec = job.spec.adapter
     config = LoraConfig(
         r=spec.rank,
@@ -83,7 +83,7 @@ def _one_with_peft(model: PreTrainedModel, job: Ready) -> float:
     return seconds
 
 
-def padded(job: Ready, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def padded(job: PreparedJob, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     samples = job.data.train
     chosen = job.order.batch(step)
     longest = int(samples.lengths[chosen].max())
@@ -99,13 +99,13 @@ def padded(job: Ready, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return ids, present, labels
 
 
-def least_operations(base: Base, jobs: Sequence[Ready]) -> float:
+def least_operations(base: Base, jobs: Sequence[PreparedJob]) -> float:
     """Of all steps: forward and dX of the frozen linears, of the head at supervised tokens only; causal
     attention, whose backward takes 2.5 of its forward; and the six products of the adapters' factors."""
     return sum(_least_of_job(base, job) for job in jobs)
 
 
-def _least_of_job(base: Base, job: Ready) -> float:
+def _least_of_job(base: Base, job: PreparedJob) -> float:
     shape, samples = base.shape, job.data.train
     chosen = [index for step in range(1, job.recipe.steps + 1) for index in job.order.batch(step).tolist()]
     lengths = [int(samples.lengths[index]) for index in chosen]

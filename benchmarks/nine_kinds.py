@@ -43,7 +43,7 @@ from weftune.jobs.spec.spec import JobSpec
 from weftune.plan.program.program import Program
 from weftune.run.training.schedule import learning_rate
 from weftune.run.training.state import new_training
-from weftune.trainer.job import Ready, make_ready
+from weftune.trainer.job import PreparedJob, make_ready
 
 CPU = torch.device("cpu")
 ROWS = QUICKSTART.parent / "openbookqa.jsonl"
@@ -95,7 +95,7 @@ def share_of_mixed(programs: Sequence[Program]) -> float:
     return sum(count >= KINDS_SHARED for count in kinds) / len(kinds)
 
 
-def write_start(folder: Path, base: Base, job: Ready) -> Path:
+def write_start(folder: Path, base: Base, job: PreparedJob) -> Path:
     """The adapter that the job starts from, as PEFT takes it."""
     adapter = job.spec.adapter
     member = Member(job.name, adapter, job.spec.seed)
@@ -105,7 +105,7 @@ def write_start(folder: Path, base: Base, job: Ready) -> Path:
     return folder
 
 
-def peft_model(plain: PreTrainedModel, base: Base, job: Ready, folder: Path) -> nn.Module:
+def peft_model(plain: PreTrainedModel, base: Base, job: PreparedJob, folder: Path) -> nn.Module:
     model, adapter = copy.deepcopy(plain), job.spec.adapter
     if adapter.kind == "pissa":
         # PEFT changes the base, so that there is nothing to start from but its own decomposition.
@@ -122,7 +122,7 @@ def peft_model(plain: PreTrainedModel, base: Base, job: Ready, folder: Path) -> 
     return made
 
 
-def with_peft(model: nn.Module, job: Ready) -> list[float]:
+def with_peft(model: nn.Module, job: PreparedJob) -> list[float]:
     model.eval()
     trainable = [value for value in model.parameters() if value.requires_grad]
     optimizer = torch.optim.AdamW(

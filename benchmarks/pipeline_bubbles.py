@@ -43,7 +43,7 @@ from weftune.plan.program.layout import in_stages
 from weftune.plan.program.program import Backward, Forward, GlobalBatch, MicrobatchPlan, PlacedSample, Program
 from weftune.plan.program.timeline import Timeline
 from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
-from weftune.plan.window.rounds import Course
+from weftune.plan.window.rounds import JobWindow
 from weftune.run.profile import measure_profile
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
@@ -306,12 +306,12 @@ def means(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
     return tuple(mean(column) for column in zip(*rows, strict=True))
 
 
-def course(job: str, step: int, case: Case, setting: Setting) -> Course:
+def course(job: str, step: int, case: Case, setting: Setting) -> JobWindow:
     count = setting.samples * setting.microbatches
     samples = tuple(PlacedSample(i, setting.length, i * setting.length) for i in range(count))
     numbers = range(step + 1, step + case.steps + 1)
     batches = tuple(GlobalBatch(job, number, samples, count * (setting.length - 1)) for number in numbers)
-    return Course(job, step, batches, (), frozenset(), frozenset())
+    return JobWindow(job, step, batches, (), frozenset(), frozenset())
 
 
 def fetch(plan: MicrobatchPlan, _held_out: bool) -> Microbatch:

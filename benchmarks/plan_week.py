@@ -31,7 +31,7 @@ from weftune.bench.table import aligned
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.cluster import GIB, Device, make_cluster
 from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.studies.fit import Ground, make_ground
+from weftune.plan.studies.fit import ClusterCase, make_ground
 from weftune.plan.studies.places import places
 from weftune.plan.studies.rivals import at_its_best, greedily_packed, one_piped_after_another
 from weftune.plan.studies.simulated import outlook
@@ -94,20 +94,20 @@ def drawn_job(number: int, kind: Kind, random: Random) -> JobOutline:
     return job(number, [random.choices(CUT[kind.dataset], k=kind.batch) for _ in range(ROUNDS)])
 
 
-def ground(width: int) -> Ground:
+def ground(width: int) -> ClusterCase:
     return make_ground(SHAPE, make_cluster([A40] * width, None))
 
 
-def step_alone(where: Ground, kind: Kind) -> float:
+def step_alone(where: ClusterCase, kind: Kind) -> float:
     """A step of one task on an instance of its own, padded to its dataset's length."""
     return _alone(where, padded_job(0, kind.batch, PADDED[kind.dataset]))
 
 
-def _alone(where: Ground, one: JobOutline) -> float:
+def _alone(where: ClusterCase, one: JobOutline) -> float:
     return at_its_best(one_piped_after_another, places(where, [one]), [one]).step_seconds
 
 
-def batching(where: Ground, length: int) -> Curve:
+def batching(where: ClusterCase, length: int) -> Curve:
     """By samples, all of them padded to `length`."""
     seconds = []
     for count in TASK_COUNTS:
@@ -116,7 +116,7 @@ def batching(where: Ground, length: int) -> Curve:
     return Curve(tuple(float(USUAL * count) for count in TASK_COUNTS), tuple(seconds))
 
 
-def woven(where: Ground, some: Sequence[Kind]) -> Curve:
+def woven(where: ClusterCase, some: Sequence[Kind]) -> Curve:
     """By tokens, in sets drawn from these kinds."""
     random = Random(0)
     rows, seconds = [], []
@@ -132,21 +132,21 @@ def woven(where: Ground, some: Sequence[Kind]) -> Curve:
 class Way:
     name: str
     most: int
-    pace: Callable[[Ground, Sequence[Kind]], Pace]
+    pace: Callable[[ClusterCase, Sequence[Kind]], Pace]
 
 
-def separate_pace(where: Ground, some: Sequence[Kind]) -> Pace:
+def separate_pace(where: ClusterCase, some: Sequence[Kind]) -> Pace:
     alone = {kind: step_alone(where, kind) for kind in some}
     return lambda aboard: alone[aboard[0]]
 
 
-def unpadded_pace(where: Ground, some: Sequence[Kind]) -> Pace:
+def unpadded_pace(where: ClusterCase, some: Sequence[Kind]) -> Pace:
     random = Random(0)
     alone = {kind: _alone(where, drawn_job(0, kind, random)) for kind in some}
     return lambda aboard: alone[aboard[0]]
 
 
-def batching_pace(where: Ground, some: Sequence[Kind]) -> Pace:
+def batching_pace(where: ClusterCase, some: Sequence[Kind]) -> Pace:
     curves = {PADDED[kind.dataset]: batching(where, PADDED[kind.dataset]) for kind in some}
 
     def pace(aboard: Sequence[Kind]) -> float:
@@ -156,7 +156,7 @@ def batching_pace(where: Ground, some: Sequence[Kind]) -> Pace:
     return pace
 
 
-def woven_pace(where: Ground, some: Sequence[Kind]) -> Pace:
+def woven_pace(where: ClusterCase, some: Sequence[Kind]) -> Pace:
     curve = woven(where, some)
     return lambda aboard: curve(sum(mean_tokens(kind) for kind in aboard))
 

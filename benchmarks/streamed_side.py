@@ -38,7 +38,7 @@ from weftune.plan.layout.search import largest_drafts, smallest_drafts
 from weftune.plan.layout.stream_choice import WAYS, StreamChoice, StreamWay, choose_stream
 from weftune.plan.program.layout import Layout, StageLayers
 from weftune.plan.program.program import Program
-from weftune.plan.window.rounds import Course
+from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import streamed_executor
 from weftune.run.executor import Executor
@@ -54,7 +54,7 @@ class StreamedJobsAboard(JobsAboard):
         super().__init__(executor)
         self.choice = choice
 
-    def _window(self, courses: Sequence[Course], capacity: int) -> Program:
+    def _window(self, courses: Sequence[JobWindow], capacity: int) -> Program:
         return plan_window(courses, self.choice.cut, capacity, self.executor.captures is not None)
 
 

@@ -16,7 +16,7 @@ from weftune.plan.cost.prior import arithmetic
 from weftune.report.terminal import JobRow
 from weftune.run.measure.memory import taken_bytes
 from weftune.run.training.state import Progress
-from weftune.trainer.job import Ready, make_ready
+from weftune.trainer.job import PreparedJob, make_ready
 
 SHAPE = bench.base("llama").shape
 ROWS = bench.rows(bench.samples(24, seed=1))
@@ -33,7 +33,7 @@ class Heard:
         self.notes.append(text)
 
 
-def ready(name: str = "a", **keys: object) -> Ready:
+def ready(name: str = "a", **keys: object) -> PreparedJob:
     job = JobSpec(name=name, data=ROWS, batch_size=4, **keys)
     return make_ready(job, 0, bench.tokenizer(), SHAPE, cache_folder() / "tokens")
 
@@ -42,7 +42,7 @@ def hosts(count: int, memory: int | None = None) -> Hosts:
     return Hosts(SHAPE, ("cpu",) * count, Options(memory=memory))
 
 
-def names(jobs: list[Ready]) -> frozenset[str]:
+def names(jobs: list[PreparedJob]) -> frozenset[str]:
     return frozenset(job.name for job in jobs)
 
 

@@ -215,7 +215,7 @@ def test_a_run_that_ended_while_its_first_job_came_aboard_can_be_resumed(undistu
         raise Crash
 
     with monkeypatch.context() as patch:
-        patch.setattr("weftune.trainer.deliveries.write_job_file", written_then_killed)
+        patch.setattr("weftune.trainer.result_writer.write_job_file", written_then_killed)
         with pytest.raises(Crash):
             events_of(tmp_path / "out", model)
     events_of(tmp_path / "out", model, resume=True)

@@ -22,7 +22,7 @@ from weftune.plan.program.layout import Layout, StageLayers, in_stages, one_devi
 from weftune.plan.program.program import Action, MicrobatchPlan, Program
 from weftune.plan.program.recompute import Recompute
 from weftune.plan.window.pipeline import PipelineOrder, StagePace
-from weftune.plan.window.rounds import Course
+from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import Pacing, plan_window
 
 FILE = Path(__file__).parent / "programs.json"
@@ -31,7 +31,7 @@ PACES = StagePace(Line(0.0, 1.0), Line(0.0, 2.0), step=3.0), StagePace(Line(2.0,
 Plan = Callable[[], Program]
 
 
-def courses(seed: int) -> list[Course]:
+def courses(seed: int) -> list[JobWindow]:
     """Two to five jobs with up to four batches each; some begin, evaluate and save on the way."""
     rng = random.Random(seed)
 

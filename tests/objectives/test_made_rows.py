@@ -19,7 +19,7 @@ from weftune.objectives.objective import BatchFacts, HeldOutSums, Needs, SampleS
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import one_device
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample
-from weftune.plan.window.rounds import Course
+from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import plan_window
 from weftune.run.events import Stepped
 from weftune.run.training.state import new_training
@@ -81,7 +81,7 @@ def course(job, step, rows):
         PlacedSample(i, len(row), o, MADE) for i, (row, o) in enumerate(zip(rows, offsets, strict=True))
     ]
     batch = GlobalBatch(job, step + 1, tuple(placed), MADE * len(rows))
-    return Course(job, step, (batch,), (), frozenset(), frozenset())
+    return JobWindow(job, step, (batch,), (), frozenset(), frozenset())
 
 
 def laid_out(plan: MicrobatchPlan, rows, job, others):

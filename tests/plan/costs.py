@@ -9,7 +9,7 @@ from weftune.base.architecture import model_shape
 from weftune.plan.cost.time import CostModel, PassTime, PassWork, Rate, StateTime, Terms
 from weftune.plan.program.layout import one_device
 from weftune.plan.program.program import GlobalBatch, PlacedSample, Program
-from weftune.plan.window.rounds import Course
+from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import plan_window
 
 CONFIG = {
@@ -74,5 +74,5 @@ def program(*lengths: int, capacity: int = 64) -> Program:
         samples.append(PlacedSample(number, length, offset, length // 2))
         offset += length
     batch = GlobalBatch("a", 1, tuple(samples), supervised=sum(one.supervised for one in samples))
-    course = Course("a", 0, (batch,), tuple(samples[:1]), frozenset({0}), frozenset({1}), begins=True)
+    course = JobWindow("a", 0, (batch,), tuple(samples[:1]), frozenset({0}), frozenset({1}), begins=True)
     return plan_window([course], one_device(), capacity)

@@ -8,7 +8,7 @@ from weftune.base.architecture import model_shape
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.cluster import parse_cluster
 from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.studies.fit import Ground, make_ground
+from weftune.plan.studies.fit import ClusterCase, make_ground
 
 CONFIG = {
     "model_type": "llama",
@@ -24,7 +24,7 @@ SHAPE = model_shape(CONFIG, "8b", 2)
 PARAMETERS = 8_030_261_248
 
 
-def ground(cluster: str) -> Ground:
+def ground(cluster: str) -> ClusterCase:
     return make_ground(SHAPE, parse_cluster(cluster))
 
 

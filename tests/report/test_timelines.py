@@ -56,7 +56,7 @@ def test_a_kind_that_nobody_knows_is_refused(timelines, tmp_path):
 
 def test_both_charts_have_one_scale_and_a_row_for_every_worker(timelines):
     charts = timeline_charts(timelines)
-    assert [chart.title for chart in charts] == ["Foreseen", "Measured"]
+    assert [chart.title for chart in charts] == ["Prediction", "Measured"]
     for chart in charts:
         assert chart.data["seconds"] == timelines.measured.seconds
         assert [lane["name"] for lane in chart.data["lanes"]] == ["worker 0", "worker 1"]

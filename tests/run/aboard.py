@@ -18,31 +18,31 @@ from weftune.run.assemble import resident_executor
 from weftune.run.events import Event
 from weftune.run.executor import Executor
 from weftune.run.training.state import Training, new_training
-from weftune.trainer.job import Ready, lay_out, make_ready
+from weftune.trainer.job import PreparedJob, lay_out, make_ready
 
 
-def ready(base: Base, name: str, **keys: Any) -> Ready:
+def ready(base: Base, name: str, **keys: Any) -> PreparedJob:
     settings = {"steps": 8, "batch_size": 3, "learning_rate": 1e-2, "seed": 1, "adapter": {"rank": 4}} | keys
     settings.setdefault("data", bench.rows(bench.samples(12, seed=settings["seed"])))
     return make_ready(JobSpec(name=name, **settings), 0, bench.tokenizer(), base.shape, cache_folder())
 
 
-def training(base: Base, job: Ready) -> Training:
+def training(base: Base, job: PreparedJob) -> Training:
     member = Member(job.name, job.spec.adapter, job.spec.seed)
     return new_training(member, job.recipe, base.shape.sites, base.dtype, base.device)
 
 
-def executor(base: Base, jobs: Sequence[Ready], route: Route = Route.segmented) -> Executor:
+def executor(base: Base, jobs: Sequence[PreparedJob], route: Route = Route.segmented) -> Executor:
     made = resident_executor(base, route)
     for job in jobs:
         made.attach(training(base, job))
     return made
 
 
-def program(jobs: Sequence[Ready], rounds: int, capacity: int = 64, begins: bool = False) -> Program:
+def program(jobs: Sequence[PreparedJob], rounds: int, capacity: int = 64, begins: bool = False) -> Program:
     return plan_window([job.course(0, rounds, begins) for job in jobs], one_device(), capacity)
 
 
-def events(made: Executor, planned: Program, jobs: Sequence[Ready]) -> Iterator[Event]:
+def events(made: Executor, planned: Program, jobs: Sequence[PreparedJob]) -> Iterator[Event]:
     by_name = {job.name: job for job in jobs}
     return made.run(planned, lambda plan, held_out: lay_out(plan, held_out, by_name), lambda: False)

@@ -25,10 +25,10 @@ from weftune.plan.layout.choose import WINDOW_ROUNDS
 from weftune.plan.program.program import GlobalBatch, PlacedSample
 from weftune.plan.program.recompute import NOTHING
 from weftune.plan.window.length import WindowPace
-from weftune.plan.window.rounds import Course
+from weftune.plan.window.rounds import JobWindow
 from weftune.report import read
 from weftune.run.alone import NOTHING_TO_DO
-from weftune.trainer import deliveries, windows
+from weftune.trainer import result_writer, windows
 from weftune.trainer.windows import Ahead, Planned, Room
 
 FEW, MANY = 3, 12
@@ -127,7 +127,7 @@ def test_a_window_is_planned_while_the_one_before_it_runs_though_the_pace_was_le
 
 def test_a_pace_that_asks_for_other_rounds_asks_for_another_plan() -> None:
     batches = tuple(GlobalBatch("a", step, (PlacedSample(0, 100, 0),), 100) for step in range(1, 5))
-    course = Course("a", 0, batches, (), frozenset(), frozenset())
+    course = JobWindow("a", 0, batches, (), frozenset(), frozenset())
     planned: Future[Planned] = Future()
     planned.set_result(Planned(NOTHING_TO_DO, [course], rounds=4))
     room = Room(1024, NOTHING, WindowPace())
@@ -144,13 +144,13 @@ def test_job_files_are_written_while_other_jobs_are_made_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writers: set[str] = set()
-    write = deliveries.write_job_file
+    write = result_writer.write_job_file
 
     def noted(folder: Path, values: dict[str, Any]) -> None:
         writers.add(threading.current_thread().name)
         write(folder, values)
 
-    monkeypatch.setattr(deliveries, "write_job_file", noted)
+    monkeypatch.setattr(result_writer, "write_job_file", noted)
     train(tmp_path / "out", FEW)
     assert threading.current_thread().name not in writers
     assert len(list((tmp_path / "out").glob("job*/job.yaml"))) == FEW

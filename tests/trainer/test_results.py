@@ -15,13 +15,13 @@ from weftune.cli.generate import base_of
 from weftune.core.paths import cache_folder
 from weftune.errors import OutputError, SpecError
 from weftune.jobs.spec.checks import warnings
-from weftune.trainer.job import Ready, make_ready
+from weftune.trainer.job import PreparedJob, make_ready
 from weftune.trainer.results import describe, finished_changes, refuse_changes, write_job_file
 
 BASE = BaseSpec(model="/models/tiny", dtype="float32", revision="main", written="../models/tiny")
 
 
-def ready(**keys: object) -> Ready:
+def ready(**keys: object) -> PreparedJob:
     job = JobSpec(name="a", data=bench.rows(bench.samples(3)), **keys)
     shape = bench.base("llama").shape
     return make_ready(job, 0, bench.tokenizer(), shape, cache_folder() / "tokens")

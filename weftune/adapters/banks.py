@@ -47,7 +47,7 @@ from weftune.errors import AdapterError
 from weftune.ops.accumulate import accumulated
 from weftune.ops.dropout import step_key
 from weftune.ops.experts import ExpertLinear, experts_output
-from weftune.ops.lora.choice import Contest
+from weftune.ops.lora.choice import Candidates
 from weftune.ops.lora.choice_trial import choices_on
 from weftune.ops.lora.experts import ExpertSite, Owners, multiplies_at_once, woven_experts
 from weftune.ops.lora.routes import Route
@@ -135,7 +135,7 @@ class SiteGroup:
         y_TN = self.frozen.product(x_TK)
         return (y_TN if residual_TN is None else residual_TN + y_TN).to(x_TK.dtype)
 
-    def contest(self, bound: Pass) -> Contest | None:
+    def contest(self, bound: Pass) -> Candidates | None:
         """Return the linear's choices between kernels in a pass. None unless kernels compute all of it."""
         return None if self.woven is None else self.woven.contest(self.frozen, self.adds_residual, bound)
 

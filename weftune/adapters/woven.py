@@ -17,7 +17,7 @@ from weftune.adapters.form import WovenPart
 from weftune.adapters.kind import Frozen, Pass
 from weftune.core.shapes import SiteShape
 from weftune.ops.lora.addresses import AddressTable
-from weftune.ops.lora.choice import Contest
+from weftune.ops.lora.choice import Candidates
 from weftune.ops.lora.computed import computed_table, put_computed
 from weftune.ops.lora.scales import put_scales, scale_table
 from weftune.ops.lora.table import Group, SlotTable, bands_for
@@ -164,7 +164,7 @@ class WovenBank:
             bound.choices,
         )
 
-    def contest(self, frozen: Frozen, residual: bool, bound: Pass) -> Contest | None:
+    def contest(self, frozen: Frozen, residual: bool, bound: Pass) -> Candidates | None:
         """Return the choices of `linear`, so that kernels can be compiled ahead. None if there are none."""
         weight = frozen.weight
         if bound.rows is None or (isinstance(weight, Tensor) and weight.dim() != 2):

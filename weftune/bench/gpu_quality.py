@@ -30,7 +30,7 @@ from weftune.bench.timing import here
 from weftune.core.batch import IGNORED
 from weftune.data.samples import Samples
 from weftune.run.training.schedule import learning_rate
-from weftune.trainer.job import Ready, make_ready
+from weftune.trainer.job import PreparedJob, make_ready
 
 SHARED = Path(__file__).parents[3] / "shared"
 MODEL = Path(os.environ.get("WEFTUNE_STORIES", SHARED / "models" / "stories15m"))
@@ -122,7 +122,7 @@ def with_weftune(
     return {name: result.metrics["eval_loss"] for name, result in results.items()}
 
 
-def with_peft(model: PreTrainedModel, job: Ready) -> float:
+def with_peft(model: PreTrainedModel, job: PreparedJob) -> float:
     """Return the last validation loss of a job trained alone, with Weftune's batches and learning rates."""
     start = job.spec.adapter.init_from
     assert isinstance(start, str)

@@ -22,7 +22,7 @@ from weftune.data.tally import Tally
 from weftune.plan.program.layout import one_device
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, Program
 from weftune.plan.program.recompute import NOTHING
-from weftune.plan.window.rounds import Course
+from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
 from weftune.run.events import Failed, Passed, Stepped
@@ -90,10 +90,10 @@ class JobsAboard:
         for job, stock in self.stocks.items():
             steps = range(stock.step + 1, stock.step + rounds + 1)
             batches = tuple(stock.batch(job, step) for step in steps)
-            courses.append(Course(job, stock.step, batches, (), frozenset(), frozenset()))
+            courses.append(JobWindow(job, stock.step, batches, (), frozenset(), frozenset()))
         return self._window(courses, capacity)
 
-    def _window(self, courses: Sequence[Course], capacity: int) -> Program:
+    def _window(self, courses: Sequence[JobWindow], capacity: int) -> Program:
         layout, ladder = self.executor.part.layout, self.executor.captures is not None
         return plan_window(courses, layout, capacity, ladder, self.recompute)
 

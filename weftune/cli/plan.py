@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from weftune.plan.cost.cluster import Cluster
     from weftune.plan.cost.estimate import Speed
     from weftune.plan.layout.choose import Choice, Machine
-    from weftune.plan.outlook.forecast import Ablation, Foreseen
+    from weftune.plan.outlook.forecast import Ablation, Prediction
     from weftune.plan.outlook.shares import ShareOutlook
     from weftune.plan.outlook.whole_run import JobTotal, WholeRun
     from weftune.plan.program.program import Program
     from weftune.plan.program.timeline import Timeline
-    from weftune.plan.window.rounds import Course
+    from weftune.plan.window.rounds import JobWindow
 
 
 ALL = 0
@@ -156,7 +156,7 @@ class Wanted:
     def sampled(self) -> list[str]:
         return [one.name for one in self.jobs if one.sampled]
 
-    def course(self, name: str, rounds: int, begins: bool = True) -> Course:
+    def course(self, name: str, rounds: int, begins: bool = True) -> JobWindow:
         """Return a job's part of the first window, beginning with an evaluation if it has samples for one."""
         return next(one for one in self.jobs if one.name == name).curriculum.course(0, rounds, begins)
 
@@ -273,7 +273,7 @@ def shared(wanted: Wanted, way: Way, console: Console) -> Answered:
     source = source_of(wanted, way.machine, None)
     choice = choose(wanted.shape, wanted.shapes, way.machine)
 
-    def alone(jobs: Sequence[JobShape]) -> Foreseen:
+    def alone(jobs: Sequence[JobShape]) -> Prediction:
         own = choose(wanted.shape, jobs, way.machine)
         return foreseen(wanted, way.machine, own, admitted(jobs, own))
 
@@ -306,7 +306,7 @@ def swept(wanted: Wanted, run: WholeRun) -> dict[str, Any]:
     return sweep_numbers(run, wanted.sweeps, wanted.totals) if wanted.sweeps else {}
 
 
-def foreseen(wanted: Wanted, machine: Machine, choice: Choice, admission: Admission) -> Foreseen:
+def foreseen(wanted: Wanted, machine: Machine, choice: Choice, admission: Admission) -> Prediction:
     from weftune.cli.plan_machine import times_of
     from weftune.plan.outlook.forecast import foresee
 

@@ -10,14 +10,14 @@ from weftune.plan.outlook.forecast import shared_groups
 if TYPE_CHECKING:
     from weftune.cli.plan import Wanted
     from weftune.cli.plan_machine import Way
-    from weftune.plan.outlook.forecast import Ablation, Forecast, Foreseen
+    from weftune.plan.outlook.forecast import Ablation, Forecast, Prediction
     from weftune.plan.outlook.promise import FirstWindow
     from weftune.plan.outlook.shares import ShareOutlook
     from weftune.plan.outlook.streamed import StreamOutlook
     from weftune.plan.outlook.whole_run import JobTotal, WholeRun
 
 
-def resident_numbers(found: Foreseen) -> dict[str, Any]:
+def resident_numbers(found: Prediction) -> dict[str, Any]:
     memory = found.choice.memory
     return {
         "streamed": False,
@@ -34,7 +34,7 @@ def resident_numbers(found: Foreseen) -> dict[str, Any]:
     }
 
 
-def stage_needs(found: Foreseen) -> list[int]:
+def stage_needs(found: Prediction) -> list[int]:
     """Return the bytes on each device with full microbatches; every job's adapter is counted on each."""
     memory, program = found.choice.memory, found.program
     needs = memory.worker_needs(list(found.window.shapes.values()), program.capacity, program.recompute)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from weftune.cli.plan import Wanted
     from weftune.cli.plan_machine import Way
     from weftune.jobs.store.scheduler import Admission
-    from weftune.plan.outlook.forecast import Ablation, Forecast, Foreseen
+    from weftune.plan.outlook.forecast import Ablation, Forecast, Prediction
     from weftune.plan.outlook.shares import ShareOutlook
     from weftune.plan.outlook.streamed import StreamOutlook
     from weftune.plan.outlook.whole_run import JobTotal, WholeRun
@@ -85,7 +85,7 @@ def span_text(seconds: float) -> str:
     return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} days {hours % 24} h"
 
 
-def show(console: Console, found: Foreseen, wanted: Wanted, way: Way) -> None:
+def show(console: Console, found: Prediction, wanted: Wanted, way: Way) -> None:
     told = f" Train with {way.flags}." if way.flags and wanted.asked.chooses else ""
     console.print(
         f"{plural(len(found.window.shapes), 'job')} on {wanted.cluster.name}: they fit, with a token "
@@ -99,7 +99,7 @@ def show(console: Console, found: Foreseen, wanted: Wanted, way: Way) -> None:
     console.print(forecast_table(found.forecast, found.alternatives))
 
 
-def _show_window(console: Console, found: Foreseen) -> None:
+def _show_window(console: Console, found: Prediction) -> None:
     """Print the first window; its seconds only with a profile, since without one a run predicts none."""
     promise = found.window.promise
     time = "" if promise.seconds is None else f"{duration_text(promise.seconds)} and "
@@ -189,7 +189,7 @@ def share_table(found: ShareOutlook, wanted: Wanted) -> Table:
     return table
 
 
-def stage_table(found: Foreseen, wanted: Wanted) -> Table:
+def stage_table(found: Prediction, wanted: Wanted) -> Table:
     peak, capacity = gib(found.window.promise.peak_bytes), f"{found.program.capacity:,}"
     caption = (
         f"Needs at most: if every microbatch is filled to the token capacity of {capacity}. With the samples "

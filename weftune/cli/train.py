@@ -237,7 +237,7 @@ def _chosen(asked: TrainAsked) -> StageCount:
     from weftune.jobs.spec.read import read_run
     from weftune.plan.cost.memory import SPARE
     from weftune.plan.layout.stage_count import choose_stages
-    from weftune.report.steady import steady_output
+    from weftune.report.safe_stdout import steady_output
     from weftune.run.measure.devices import devices_here
     from weftune.run.measure.memory import steady_budget_bytes
     from weftune.trainer.machine import costs_here
@@ -290,7 +290,7 @@ def _train(asked: TrainAsked, staff: Staff | None) -> None:
         from weftune.base.load import shape_at_hand
         from weftune.jobs.spec.read import read_run
         from weftune.jobs.spec.retry import read_changes
-        from weftune.report.steady import steady_output
+        from weftune.report.safe_stdout import steady_output
         from weftune.report.terminal import LiveView
         from weftune.trainer.train import trainer_for
         from weftune.trainer.trainer import Options
@@ -326,7 +326,7 @@ def _train_on(asked: TrainAsked, devices: tuple[str, ...]) -> None:
         from weftune.jobs.spec.read import read_run
         from weftune.jobs.spec.retry import read_changes
         from weftune.launch.split import train_shares
-        from weftune.report.steady import steady_output
+        from weftune.report.safe_stdout import steady_output
         from weftune.report.terminal import LiveView
         from weftune.trainer.trainer import Options
 

@@ -16,7 +16,7 @@ from weftune.data.samples import Samples
 from weftune.data.spec import DataSpec
 from weftune.jobs.spec.spec import JobSpec, in_steps
 from weftune.plan.program.program import GlobalBatch, PlacedSample
-from weftune.plan.window.rounds import Course
+from weftune.plan.window.rounds import JobWindow
 
 DEFAULT_SAVE_EVERY = 0.1
 LEAST_SAVE_EVERY = 25
@@ -36,11 +36,11 @@ class Curriculum:
     evaluate_at: frozenset[int]
     save_at: frozenset[int]
 
-    def course(self, step: int, rounds: int, begins: bool, limit: int | None = None) -> Course:
+    def course(self, step: int, rounds: int, begins: bool, limit: int | None = None) -> JobWindow:
         """Return the job's part of a window that starts after `step`; a `limit` is a step that it may not
         pass. A job that `begins` is evaluated at its current step."""
         last = min(step + rounds, self.steps if limit is None else limit)
-        return Course(
+        return JobWindow(
             job=self.job,
             step=step,
             batches=tuple(self._batch(number) for number in range(step + 1, last + 1)),

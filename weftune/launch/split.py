@@ -46,7 +46,7 @@ from weftune.run.profile import key_here
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Progress
 from weftune.run.workers.heartbeat import LOST
-from weftune.trainer.job import Ready
+from weftune.trainer.job import PreparedJob
 from weftune.trainer.journal import View
 from weftune.trainer.machine import most_tokens
 from weftune.trainer.results import CHECKPOINTS
@@ -130,7 +130,7 @@ class Hosts:
         whole = devices_here(self.device, given).budget
         return whole if self.device.type == "cuda" else whole // len(self.devices)
 
-    def check(self, ready: Sequence[Ready], view: View) -> frozenset[str]:
+    def check(self, ready: Sequence[PreparedJob], view: View) -> frozenset[str]:
         """Return the jobs that fit on a device; raise PlanError if none does."""
         here = devices_here(self.device, None)
         memory = MemoryModel(self.shape, self.budget, here.taken, fused=here.fused)
@@ -163,7 +163,12 @@ class Hosts:
 
 
 def _serve(
-    run: RunSpec, trainer: Trainer, store: Store, ready: Sequence[Ready], hosts: Hosts, fits: frozenset[str]
+    run: RunSpec,
+    trainer: Trainer,
+    store: Store,
+    ready: Sequence[PreparedJob],
+    hosts: Hosts,
+    fits: frozenset[str],
 ) -> list[TeamEnd]:
     for job in ready:
         store.add_job(job.name)
@@ -229,7 +234,7 @@ def _only(member: Supervised, _attempt: int) -> list[Supervised]:
 
 
 def divide(
-    ready: Sequence[Ready], cost: CostModel, hosts: Hosts, output: Path, fits: frozenset[str]
+    ready: Sequence[PreparedJob], cost: CostModel, hosts: Hosts, output: Path, fits: frozenset[str]
 ) -> list[DeviceShare]:
     """Divide the jobs into shares and return those that have jobs. A job that fits nowhere takes no time: its
     share will only report that."""
@@ -243,7 +248,7 @@ def divide(
     return [share for share in share_jobs(seconds, len(hosts.devices), sources) if share.jobs]
 
 
-def work_left(job: Ready, progress: Progress) -> JobWork:
+def work_left(job: PreparedJob, progress: Progress) -> JobWork:
     """Return the remaining work of a job after `progress`."""
     left = job.recipe.steps - progress.step
     count = min(SAMPLED, left)

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weftune.jobs.sweeps.record import SweepRecord
-from weftune.report.sweeps.standing import counts, expected_steps_left, leaders, rung_rows, rung_sentence
+from weftune.report.sweeps.ranking import counts, expected_steps_left, leaders, rung_rows, rung_sentence
 from weftune.report.words import duration_text, loss_text, plural, printable, rate_text, trial_state_text
 
 STATE_STYLES = {

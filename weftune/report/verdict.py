@@ -20,7 +20,7 @@ from weftune.report.compare import (
     validation_rows,
 )
 from weftune.report.read import JobRecord, Run
-from weftune.report.sweeps.standing import leaders
+from weftune.report.sweeps.ranking import leaders
 from weftune.report.words import loss_text, plural
 
 _MOST_GROUPS = 4

@@ -27,7 +27,7 @@ from weftune.report.promises import COLUMNS, headline, rows, sentences
 from weftune.report.read import JobRecord, Run
 from weftune.report.snippets import Remedy, base_spec, generate_command, load_snippet, remedies
 from weftune.report.svg import Pen
-from weftune.report.sweeps.standing import ranked
+from weftune.report.sweeps.ranking import ranked
 from weftune.report.sweeps.view import DrawnSweep, SweepView, sweep_view
 from weftune.report.timelines import COLUMNS as BUBBLE_COLUMNS
 from weftune.report.timelines import TimelineChart, Timelines, bubble_rows, timeline_charts

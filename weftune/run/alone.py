@@ -102,7 +102,7 @@ class Alone:
     # -- evaluation --------------------------------------------------------------------------------------
 
     def evaluate(self, stage: int, plan: MicrobatchPlan) -> Iterator[Event]:
-        if self._adapters.heard_before(stage):
+        if self._adapters.needs_outcome_before(stage):
             yield from self.settle()
         if stage + 1 == len(self._program.stages):
             self._evaluations.begin(plan)
@@ -126,7 +126,7 @@ class Alone:
 
     def step(self, steps: Sequence[Step]) -> Iterator[Event]:
         """Make consecutive Steps together."""
-        if self._adapters.heard_first:
+        if self._adapters.needs_previous_outcome:
             yield from self.settle()
         alive = [step for step in steps if step.job not in self._roster.dead]
         due = [

@@ -82,11 +82,11 @@ class ResidentAdapters:
     # -- Steps -------------------------------------------------------------------------------------------
 
     @property
-    def heard_first(self) -> bool:
+    def needs_previous_outcome(self) -> bool:
         """Whether the outcome of Steps must be known before others are requested."""
         return True
 
-    def heard_before(self, stage: int) -> bool:
+    def needs_outcome_before(self, stage: int) -> bool:
         """Return whether the outcome must be known before an evaluation passes the stage."""
         return True
 

@@ -14,10 +14,10 @@ from weftune.errors import OutputError
 from weftune.plan.cost.memory import gib
 from weftune.report.words import plural
 from weftune.run.training.checkpoint import KEPT
-from weftune.trainer.job import Ready
+from weftune.trainer.job import PreparedJob
 
 
-def refuse_full_disk(output: Path, jobs: Sequence[Ready], shape: ModelShape) -> None:
+def refuse_full_disk(output: Path, jobs: Sequence[PreparedJob], shape: ModelShape) -> None:
     """Raise OutputError if adapters and checkpoints of the jobs need more than is free.
 
     Jobs hold checkpoints while they train, so all checkpoints together are no larger than what the memory of
@@ -35,7 +35,7 @@ def refuse_full_disk(output: Path, jobs: Sequence[Ready], shape: ModelShape) -> 
         )
 
 
-def _vectors(job: Ready) -> int:
+def _vectors(job: PreparedJob) -> int:
     """Return the number of vectors of a checkpoint that are as long as the adapter: its weights, their two
     moments, the best weights and a mean of weights."""
     return 3 + (job.spec.keep == "best") + job.shape.means

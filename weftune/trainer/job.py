@@ -19,12 +19,12 @@ from weftune.errors import AdapterError, DataError, Mistake
 from weftune.jobs.courses import Curriculum, curriculum, cut_data, longest_sample
 from weftune.jobs.spec.spec import JobSpec, in_steps
 from weftune.plan.program.program import MicrobatchPlan
-from weftune.plan.window.rounds import Course
+from weftune.plan.window.rounds import JobWindow
 from weftune.run.training.schedule import Recipe
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class PreparedJob:
     spec: JobSpec
     data: Prepared
     order: SampleOrder
@@ -46,11 +46,11 @@ class Ready:
     def name(self) -> str:
         return self.spec.name
 
-    def course(self, step: int, rounds: int, begins: bool) -> Course:
+    def course(self, step: int, rounds: int, begins: bool) -> JobWindow:
         """Return the job's part of a window that starts after `step`."""
         return self.curriculum.course(step, rounds, begins, self.limit)
 
-    def base_course(self, step: int) -> Course:
+    def base_course(self, step: int) -> JobWindow:
         """Return the part of a window in which the base alone is evaluated on the job's held-out samples."""
         data = replace(self.data, evaluation=self.base_samples)
         planned = replace(self.curriculum, data=data, evaluate_at=frozenset(), save_at=frozenset())
@@ -79,7 +79,7 @@ def make_ready(
     max_steps: int | None = None,
     progress: Callable[[int], None] | None = None,
     shared: SharedData | None = None,
-) -> Ready:
+) -> PreparedJob:
     """Tokenise a job's data and compute its numbers of steps; `place` is its position in the jobs file.
 
     With `shared`, which must have the same tokenizer and cache, data that another job has are taken from
@@ -99,7 +99,7 @@ def make_ready(
     layout = layout_of(spec.adapter, shape.sites)
     planned = curriculum(spec, data, max_steps)
     steps = planned.steps
-    return Ready(
+    return PreparedJob(
         spec=spec,
         data=data,
         order=planned.order,
@@ -144,7 +144,7 @@ def _start_tokens(spec: JobSpec, tokenizer: Any, shape: ModelShape) -> tuple[int
     return tokens
 
 
-def lay_out_for_base(plan: MicrobatchPlan, jobs: Mapping[str, Ready]) -> Microbatch:
+def lay_out_for_base(plan: MicrobatchPlan, jobs: Mapping[str, PreparedJob]) -> Microbatch:
     """Lay out planned held-out samples for the base alone: their rows pass through no adapter."""
     parts = []
     for segment in plan.segments:
@@ -158,7 +158,7 @@ def lay_out_for_base(plan: MicrobatchPlan, jobs: Mapping[str, Ready]) -> Microba
     return replace(microbatch, segments=tuple(replace(one, adapter=None) for one in microbatch.segments))
 
 
-def lay_out(plan: MicrobatchPlan, held_out: bool, jobs: Mapping[str, Ready]) -> Microbatch:
+def lay_out(plan: MicrobatchPlan, held_out: bool, jobs: Mapping[str, PreparedJob]) -> Microbatch:
     """Return the planned samples as tensors."""
     parts = []
     for segment in plan.segments:

@@ -20,7 +20,7 @@ from weftune.plan.program.program import Program
 from weftune.report.terminal import JobRow
 from weftune.run.events import Evaluated, Stepped
 from weftune.run.training.state import Progress
-from weftune.trainer.job import Ready
+from weftune.trainer.job import PreparedJob
 
 Log = Callable[[Mapping[str, Any]], None]
 
@@ -85,7 +85,7 @@ class Journal:
         self._began = time.monotonic()
         self._told: set[str] = set()
 
-    def step(self, event: Stepped, job: Ready, progress: Progress) -> None:
+    def step(self, event: Stepped, job: PreparedJob, progress: Progress) -> None:
         outcome = event.outcome
         self._metrics(
             {
@@ -104,7 +104,7 @@ class Journal:
         self._aside(self.store.write_status_soon)
         self.show(event.job, step=event.step, loss=outcome.loss, tokens=progress.trained_tokens)
 
-    def evaluation(self, event: Evaluated, job: Ready, progress: Progress) -> None:
+    def evaluation(self, event: Evaluated, job: PreparedJob, progress: Progress) -> None:
         self._metrics(
             {
                 "job": event.job,
@@ -121,7 +121,7 @@ class Journal:
         self._aside(self.store.write_status_soon)
         self.show(event.job, eval_loss=event.loss)
 
-    def standing(self, job: Ready, progress: Progress) -> None:
+    def standing(self, job: PreparedJob, progress: Progress) -> None:
         """Record the validation loss of the adapter that a job would keep now, and the best one so far."""
         kept = progress.best_loss if job.spec.keep == "best" else progress.evaluated_loss
         self.store.evaluate_job(job.name, kept, progress.best_step, progress.best_loss)

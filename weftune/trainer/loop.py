@@ -38,12 +38,12 @@ from weftune.run.training.snapshot import snapshot_bytes
 from weftune.run.training.state import Training, new_training
 from weftune.run.training.writer import Unsaved
 from weftune.trainer.cpu_load import SlowRun
-from weftune.trainer.deliveries import Deliveries, Ending
 from weftune.trainer.engine import Engine
 from weftune.trainer.health import base_warning, collapse_warning
-from weftune.trainer.job import Ready, lay_out, lay_out_for_base
+from weftune.trainer.job import PreparedJob, lay_out, lay_out_for_base
 from weftune.trainer.journal import Journal, Window
-from weftune.trainer.sweeps.sweeping import Sweeping
+from weftune.trainer.result_writer import Ending, ResultWriter
+from weftune.trainer.sweeps.sweeps import Sweeps
 from weftune.trainer.windows import Windows
 
 Callback = Callable[[Stepped | Evaluated], None]
@@ -61,7 +61,7 @@ class TimedWindow:
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
+class JobLimit:
     """A limit on the number of attached jobs after a shortage of memory, until one of them has ended."""
 
     most: int
@@ -85,7 +85,7 @@ def source_sentence(store: Store, source: str, state: State) -> str:
     return f"it starts from {source}, which {happened}; go on with both: {retried} or {restarted}"
 
 
-def _without_source(job: Ready) -> Ready:
+def _without_source(job: PreparedJob) -> PreparedJob:
     return replace(job, shape=replace(job.shape, starts_from="")) if job.shape.starts_from else job
 
 
@@ -106,12 +106,12 @@ class Loop:
         if not engine.deterministic:
             with suppress(ValueError):
                 self.learned.resume(journal.learned())
-        self.jobs: dict[str, Ready] = {}
-        self.waiting: dict[str, Ready] = {}
+        self.jobs: dict[str, PreparedJob] = {}
+        self.waiting: dict[str, PreparedJob] = {}
         self.programs_run: list[Program] | None = None
         """Executed Programs; None unless a test or a benchmark requests them by setting a list."""
         self._endings: dict[str, Ending] = {}
-        self.deliveries = Deliveries(engine, tokenizer, store, journal)
+        self.result_writer = ResultWriter(engine, tokenizer, store, journal)
         self.windows = Windows(engine, self.learned, self.jobs)
         self._slow_run = SlowRun() if engine.base.device.type == "cpu" else None
         self._planned_cost = engine.known if engine.known.measured else cpu_sheet_cost(engine.choice.shape)
@@ -120,13 +120,13 @@ class Loop:
         self._saved_at_every_step: set[str] = set()
         self._last_saved: dict[str, float] = {}
         """Attached job → the time at which its last checkpoint was begun, or at which it was admitted."""
-        self.sweeps = Sweeping()
+        self.sweeps = Sweeps()
         """The sweeps that some of the jobs are trials of."""
         self.add: Callable[[JobSpec], Any] | None = None
         """Function that adds a job which a sweep proposes during the run."""
         self._judged: frozenset[str] = frozenset()
         """Trials that make no step in this window but are evaluated with the mean of their last weights."""
-        self._crowd: Crowd | None = None
+        self._crowd: JobLimit | None = None
         self._overtaken: Mapping[str, int] = {}
         """Waiting job → number of jobs behind it that were admitted before it."""
         self._gave_way: dict[str, str] = {}
@@ -134,11 +134,11 @@ class Loop:
 
     # -- admission ---------------------------------------------------------------------------------------
 
-    def enter(self, job: Ready) -> None:
+    def enter(self, job: PreparedJob) -> None:
         """Queue a job; it is attached at the next window that has room for it."""
         if (
             job.shape.starts_from
-            and checkpoint.newest_progress(self.deliveries.checkpoints(job.name)) is not None
+            and checkpoint.newest_progress(self.result_writer.checkpoints(job.name)) is not None
         ):
             # It has begun and no longer needs the adapter of another job.
             job = _without_source(job)
@@ -184,7 +184,7 @@ class Loop:
         for name, reason in decision.waiting.items():
             self._explain(name, reason)
         written = {
-            name: self.deliveries.write_job_file_ahead(self.waiting[name]) for name in decision.admitted
+            name: self.result_writer.write_job_file_ahead(self.waiting[name]) for name in decision.admitted
         }
         for name in decision.admitted:
             self._gave_way.pop(name, None)
@@ -199,7 +199,7 @@ class Loop:
         for name, job in list(self.waiting.items()):
             if not (source := job.shape.starts_from):
                 continue
-            while source in self.deliveries:
+            while source in self.result_writer:
                 # The job then starts at the same boundary, however fast the disk is.
                 self._await_delivery()
             state = self._state_of_source(source)
@@ -241,16 +241,16 @@ class Loop:
         self.store.explain_job(name, reason)
         self.journal.show(name, reason=reason)
 
-    def _board(self, job: Ready, written: Future[None] | None) -> None:
+    def _board(self, job: PreparedJob, written: Future[None] | None) -> None:
         """Attach a job; `written` is the write of its job file, if that has been begun."""
         spec = job.spec
-        found = checkpoint.survey(self.deliveries.checkpoints(spec.name))
+        found = checkpoint.survey(self.result_writer.checkpoints(spec.name))
         has_begun = found.progress is not None
         adapter = self._adapter_to_start(spec, has_begun)
         member = Member(spec.name, adapter, spec.seed, job.recipe.steps, job.start_tokens)
         try:
             training = self._new_training(job, member, is_restored=has_begun)
-            restored = checkpoint.restore(self.deliveries.checkpoints(spec.name), training)
+            restored = checkpoint.restore(self.result_writer.checkpoints(spec.name), training)
             if has_begun and not restored:
                 training = self._new_training(job, member)
         except UserError as error:
@@ -264,7 +264,7 @@ class Loop:
         self.journal.standing(job, progress)
         try:
             if written is None:
-                self.deliveries.write_job_file(job)
+                self.result_writer.write_job_file(job)
             else:
                 written.result()
             checkpoint.set_aside(found.damaged)
@@ -277,9 +277,9 @@ class Loop:
         is_safe = progress.step > 0 or spec.adapter.init_from is None
         self._last_saved[spec.name] = time.monotonic() if is_safe else -math.inf
         self.journal.move(spec.name, State.RUNNING)
-        self.deliveries.prepare(job, snapshot_bytes(training, keeps_best=spec.keep == "best"))
+        self.result_writer.prepare(job, snapshot_bytes(training, keeps_best=spec.keep == "best"))
 
-    def _new_training(self, job: Ready, member: Member, is_restored: bool = False) -> Training:
+    def _new_training(self, job: PreparedJob, member: Member, is_restored: bool = False) -> Training:
         return new_training(
             member,
             job.recipe,
@@ -346,7 +346,7 @@ class Loop:
         for name, reason in self.sweeps.stranded():
             self.journal.move(name, State.PAUSED, reason)
         with phase(Phase.EXPORT):
-            while self.deliveries:
+            while self.result_writer:
                 self._await_delivery()
             self.writer.close()
             self._hear_writes()
@@ -517,7 +517,7 @@ class Loop:
         if len(shapes) == 1:
             self._end(last, Ending(State.FAILED, f"{reason}; {self.learned.memory.advice(shapes[0])}"))
             return
-        self._crowd = Crowd(len(shapes) - 1, f"{reason}; it goes on when another job has left")
+        self._crowd = JobLimit(len(shapes) - 1, f"{reason}; it goes on when another job has left")
         if other_bits := self._other_bits():
             self.journal.note(f"{last}: {reason}.{other_bits}")
         self._send_back({last: self._crowd.reason})
@@ -584,7 +584,7 @@ class Loop:
         if name not in self._endings:
             self._last_saved[name] = began
             try:
-                save(name, self.deliveries.checkpoints(name))
+                save(name, self.result_writer.checkpoints(name))
             except OSError as error:
                 self._pause_unsaved(Unsaved(name, training.progress.step, error.strerror or str(error)))
         self._timed.saves.append(StateTime(1, training.layout.size, time.monotonic() - began))
@@ -593,10 +593,10 @@ class Loop:
         """Handle what has been written since the last call, or could not be."""
         for one in self.executor.unsaved():
             self._pause_unsaved(one)
-        self.deliveries.hear()
+        self.result_writer.hear()
 
     def _await_delivery(self) -> None:
-        self.deliveries.wait_for_one()
+        self.result_writer.wait_for_one()
         self._hear_writes()
 
     def _pause_unsaved(self, unsaved: Unsaved) -> None:
@@ -608,7 +608,7 @@ class Loop:
         if training.progress.step >= self.jobs[name].recipe.steps:
             return
         what = f"its checkpoint of step {unsaved.step} cannot be written: {unsaved.reason}"
-        self._end(name, Ending(State.PAUSED, f"{what}; {self.deliveries.remedy(name)}"))
+        self._end(name, Ending(State.PAUSED, f"{what}; {self.result_writer.remedy(name)}"))
 
     # -- endings -----------------------------------------------------------------------------------------
 
@@ -627,11 +627,11 @@ class Loop:
             if ending.state is State.SUCCEEDED:
                 status = self.store.job(name)
                 self.journal.warn(name, status.warning or base_warning(status))
-                self.deliveries.deliver(self.jobs[name], training, ending)
+                self.result_writer.deliver(self.jobs[name], training, ending)
             else:
                 self.journal.move(name, ending.state, ending.reason)
             if ending.leaves_sweep:
-                self.deliveries.drop_checkpoints_of(name)
+                self.result_writer.drop_checkpoints_of(name)
         if self._endings:
             self.journal.settle()
         if self._endings and self.base.device.type == "cpu":
@@ -679,7 +679,7 @@ class Loop:
         if not self.sweeps.sweeps:
             return False
         aboard = {name: training.progress.step for name, training in self.executor.aboard.items()}
-        orders = self.sweeps.orders(aboard, self.deliveries)
+        orders = self.sweeps.orders(aboard, self.result_writer)
         before = frozenset(self.waiting)
         for name, limit in orders.limits.items():
             if self.jobs[name].limit != limit:
@@ -710,4 +710,4 @@ class Loop:
         self.waiting.pop(name, None)
         self.sweeps.drop_rested(name)
         self.journal.move(name, State.CANCELLED, reason)
-        self.deliveries.drop_checkpoints_of(name)
+        self.result_writer.drop_checkpoints_of(name)

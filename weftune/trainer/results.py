@@ -29,7 +29,7 @@ from weftune.jobs.spec.retry import CHANGEABLE, Retry, value_at
 from weftune.jobs.spec.spec import JobSpec, changed_keys, resolved
 from weftune.jobs.store.job_file import CHECKPOINTS, JOB_FILE, DamagedJobFile, read_job_file, write_job_file
 from weftune.jobs.store.resumption import resume_line
-from weftune.trainer.job import Ready
+from weftune.trainer.job import PreparedJob
 
 __all__ = [
     "CHECKPOINTS",
@@ -50,7 +50,7 @@ BASE_KEYS = ("model", "dtype", "revision", "quantize")
 NAMED_PACKAGES = ("weftune", "torch", "transformers", "peft", "safetensors", "datasets")
 
 
-def describe(job: Ready, base: BaseSpec, deterministic: bool = False) -> dict[str, Any]:
+def describe(job: PreparedJob, base: BaseSpec, deterministic: bool = False) -> dict[str, Any]:
     """Return the content of `job.yaml`: the resolved spec, the data, and the versions of libraries.
     `deterministic` describes how the run was last resumed: it is no setting of the job and may differ next
     time."""
@@ -171,7 +171,7 @@ class TokenizerFiles:
         """Chat template (None for the tokenizer's own) → path in a job's folder → content."""
         self._one_at_a_time = threading.Lock()
 
-    def of(self, job: Ready | None) -> Mapping[Path, bytes]:
+    def of(self, job: PreparedJob | None) -> Mapping[Path, bytes]:
         """Return the files with the chat template that the job was trained with; without a job, with the
         tokenizer's own."""
         chosen = None if job is None else job.spec.data.chat_template
@@ -191,7 +191,7 @@ class TokenizerFiles:
             return {path.relative_to(folder): path.read_bytes() for path in paths}
 
 
-def prepare_result(job: Ready | None, tokenizer: TokenizerFiles) -> None:
+def prepare_result(job: PreparedJob | None, tokenizer: TokenizerFiles) -> None:
     """Do ahead of time what takes long and does not depend on the weights."""
     with suppress(ImportError):
         importlib.import_module("peft")
@@ -200,7 +200,7 @@ def prepare_result(job: Ready | None, tokenizer: TokenizerFiles) -> None:
 
 def write_result(
     folder: Path,
-    job: Ready,
+    job: PreparedJob,
     parameters: Parameters,
     sites: tuple[SiteShape, ...],
     base: BaseSpec,

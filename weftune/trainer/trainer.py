@@ -49,7 +49,7 @@ from weftune.run.training.state import Progress
 from weftune.run.workers.messages import Staff
 from weftune.trainer.disk import refuse_full_disk
 from weftune.trainer.engine import Engine, open_engine
-from weftune.trainer.job import Ready, make_ready
+from weftune.trainer.job import PreparedJob, make_ready
 from weftune.trainer.journal import Journal, View
 from weftune.trainer.loop import Callback, Loop, lost_sentence
 from weftune.trainer.machine import Setup
@@ -64,7 +64,7 @@ from weftune.trainer.results import (
     write_job_file,
 )
 from weftune.trainer.sweeps.running import Proposals, RunningSweep
-from weftune.trainer.sweeps.sweeping import Sweeping
+from weftune.trainer.sweeps.sweeps import Sweeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +211,10 @@ class Trainer:
         with ExitStack() as stack:
             stack.enter_context(deterministic_kernels(self.options.deterministic))
             store = stack.enter_context(self._open())
-            sweeping = self._recalled_sweeps(store)
+            sweeps = self._recalled_sweeps(store)
             with nullcontext() if isinstance(self.base, Base) else base_read_ahead(self.spec):
                 ready = self.unfinished(store, shape)
-            shapes = [sweeping.averaging(job).shape for job in ready]
+            shapes = [sweeps.averaging(job).shape for job in ready]
             engine = open_engine(self._setup(device, shape), shapes, self._tell(store)) if ready else None
             # Not earlier: while a base is loaded, which may take minutes, a signal has nothing to wait for.
             stop = stack.enter_context(interrupts(self._announce_stop))
@@ -227,8 +227,8 @@ class Trainer:
                 )
                 stack.callback(loggers.close)
                 self.loop = self._loop(engine, store, Journal(store, self.view, loggers.log))
-                self.loop.sweeps, self.loop.add = sweeping, self.add
-                for sweep in sweeping.sweeps:
+                self.loop.sweeps, self.loop.add = sweeps, self.add
+                for sweep in sweeps.sweeps:
                     sweep.read_metrics()
                 stack.callback(self._leave_loop)
                 for job in ready:
@@ -238,7 +238,7 @@ class Trainer:
                 self.loop.run(stop, callback)
                 for note in loggers.notes:
                     store.note(note)
-            sweeping.finish()
+            sweeps.finish()
             self.interrupted = stop() and not all(self._has_ended(store, name) for name in self.jobs)
             self._write_last_status(store)
             return self.results(store)
@@ -277,7 +277,7 @@ class Trainer:
             return open_share(self.output, share)
         return open_store(self.output, options.resume, options.command)
 
-    def _recalled_sweeps(self, store: Store) -> Sweeping:
+    def _recalled_sweeps(self, store: Store) -> Sweeps:
         """Return the sweeps as earlier runs into this output have left them; trials that those proposed
         become jobs again."""
         again = {"--restart": self.options.restart, "--retry": self.options.retry}
@@ -291,11 +291,11 @@ class Trainer:
             for option, names in again.items():
                 one.refuse_again(option, names, self.options.changes)
             running.append(one)
-        sweeping = Sweeping(running)
-        sweeping.propose(self.add, self._tell(store))
-        return sweeping
+        sweeps = Sweeps(running)
+        sweeps.propose(self.add, self._tell(store))
+        return sweeps
 
-    def unfinished(self, store: Store, shape: ModelShape) -> list[Ready]:
+    def unfinished(self, store: Store, shape: ModelShape) -> list[PreparedJob]:
         """Return the unfinished jobs, and those to train anew, ready to train."""
         if store.rebuilt:
             self.view.note(store.rebuilt)
@@ -328,7 +328,7 @@ class Trainer:
         if mistakes:
             raise OutputError(mistakes)
 
-    def _tell_of_data(self, ready: Sequence[Ready]) -> None:
+    def _tell_of_data(self, ready: Sequence[PreparedJob]) -> None:
         """Show notes about the data, the same as `weftune preview` prints."""
         found = [
             (job.name, sentence)
@@ -398,9 +398,9 @@ class Trainer:
         return name in store and store.job(name).state.ended
 
     @phase(Phase.TOKENISING)
-    def _ready_all(self, jobs: Sequence[JobSpec], shape: ModelShape, store: Store) -> list[Ready]:
+    def _ready_all(self, jobs: Sequence[JobSpec], shape: ModelShape, store: Store) -> list[PreparedJob]:
         """Return every job ready to train, or raise the mistakes of all of them at once."""
-        ready: list[Ready] = []
+        ready: list[PreparedJob] = []
         mistakes: list[Mistake] = []
         if not jobs:
             return ready
@@ -423,7 +423,9 @@ class Trainer:
             self._encoder = Encoder(self.tokenizer)
         return SharedData(self._encoder, cache_folder() / "tokens", shape.context)
 
-    def _ready(self, job: JobSpec, place: int, shape: ModelShape, store: Store, shared: SharedData) -> Ready:
+    def _ready(
+        self, job: JobSpec, place: int, shape: ModelShape, store: Store, shared: SharedData
+    ) -> PreparedJob:
         if job.name not in self.options.restart:
             job = self._as_retried(job)
         if mistakes := check_targets([job], shape, self._place):
@@ -471,7 +473,7 @@ class Trainer:
     def _checkpoints(self, name: str) -> Path:
         return self.output.absolute() / name / CHECKPOINTS
 
-    def take_over(self, store: Store, ready: Sequence[Ready]) -> None:
+    def take_over(self, store: Store, ready: Sequence[PreparedJob]) -> None:
         """Turn the output into a run that can be resumed if it is killed at any later moment."""
         for name in self.options.restart:
             store.restart_job(name)
@@ -484,7 +486,7 @@ class Trainer:
         for name in self.options.restart:
             self._clear(name)
 
-    def _record_retries(self, store: Store, ready: Sequence[Ready]) -> None:
+    def _record_retries(self, store: Store, ready: Sequence[PreparedJob]) -> None:
         """Record retries in job.yaml, so that later resumptions know the changed keys, and as a note of the
         job."""
         for job in ready:
@@ -502,7 +504,7 @@ class Trainer:
     def _loop(self, engine: Engine, store: Store, journal: Journal) -> Loop:
         return Loop(engine, self.tokenizer, store, journal)
 
-    def _rewind(self, store: Store, ready: Sequence[Ready]) -> None:
+    def _rewind(self, store: Store, ready: Sequence[PreparedJob]) -> None:
         """Go back to each job's newest checkpoint: drop metrics beyond it, which will be written again."""
         found = {job.name: checkpoint.newest_progress(self.output / job.name / CHECKPOINTS) for job in ready}
         progress = {name: one or Progress() for name, one in found.items()}

@@ -11,10 +11,10 @@ from weftune.plan.cost.learned import Learned
 from weftune.plan.program.program import Program
 from weftune.plan.program.recompute import NOTHING, Recompute
 from weftune.plan.window.length import WindowPace, rounds_within, shortened
-from weftune.plan.window.rounds import Course
+from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import plan_window
 from weftune.trainer.engine import Engine
-from weftune.trainer.job import Ready
+from weftune.trainer.job import PreparedJob
 
 Cursors = Mapping[str, int]
 """Job → the last step that it has made."""
@@ -35,7 +35,7 @@ class Planned:
     """A window, and the courses that it was cut from."""
 
     program: Program
-    courses: Sequence[Course]
+    courses: Sequence[JobWindow]
     rounds: int
 
 
@@ -60,7 +60,7 @@ class Ahead:
 class Windows:
     """A planner of windows, which plans one ahead in a thread of its own."""
 
-    def __init__(self, engine: Engine, learned: Learned, jobs: Mapping[str, Ready]) -> None:
+    def __init__(self, engine: Engine, learned: Learned, jobs: Mapping[str, PreparedJob]) -> None:
         self.most = engine.choice.capacity
         """Maximum token capacity, unless a sample is longer."""
         self._engine, self._executor, self._choice = engine, engine.executor, engine.choice

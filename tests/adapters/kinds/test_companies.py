@@ -28,7 +28,7 @@ from weftune.plan.program.program import Program
 from weftune.run.assemble import resident_executor
 from weftune.run.events import Stepped
 from weftune.run.training.state import Training, new_training
-from weftune.trainer.job import Ready
+from weftune.trainer.job import PreparedJob
 
 STEPS = 2
 LONGEST = 14
@@ -107,18 +107,18 @@ def base_of(family: str) -> Base:
     return bench.base(family)
 
 
-def ready(base: Base, samples: int, seed: int, **keys: Any) -> Ready:
+def ready(base: Base, samples: int, seed: int, **keys: Any) -> PreparedJob:
     data = bench.rows(bench.samples(samples, seed, shortest=3, longest=LONGEST))
     return aboard.ready(base, data=data, seed=seed, steps=STEPS, **keys)
 
 
-def at_start(base: Base, job: Ready) -> Training:
+def at_start(base: Base, job: PreparedJob) -> Training:
     member = Member(job.name, job.spec.adapter, job.spec.seed, job.recipe.steps)
     sites, frozen = base.shape.sites, base.weight_reader()
     return new_training(member, job.recipe, sites, base.dtype, base.device, frozen=frozen)
 
 
-def train(base: Base, jobs: Sequence[Ready], capacity: int) -> dict[str, oracle.Trained]:
+def train(base: Base, jobs: Sequence[PreparedJob], capacity: int) -> dict[str, oracle.Trained]:
     """What became of every job."""
     executor, trainings = resident_executor(base), [at_start(base, job) for job in jobs]
     for one in trainings:
@@ -140,7 +140,7 @@ def train(base: Base, jobs: Sequence[Ready], capacity: int) -> dict[str, oracle.
     }
 
 
-def program(jobs: Sequence[Ready], capacity: int) -> Program:
+def program(jobs: Sequence[PreparedJob], capacity: int) -> Program:
     return aboard.program(jobs, STEPS, capacity, begins=True)
 
 

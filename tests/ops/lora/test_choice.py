@@ -16,7 +16,7 @@ import torch
 from tests.cases import slow_but
 from weftune.core.deterministic import deterministic_kernels
 from weftune.ops.lora import choice_trial
-from weftune.ops.lora.choice import MOST_ROWS, Choices, Contest, fastest, shape_of
+from weftune.ops.lora.choice import MOST_ROWS, Candidates, Choices, fastest, shape_of
 from weftune.ops.lora.choice_file import ChoiceFile, MeasuredOrder, TrialMachine, file_for
 from weftune.ops.lora.choice_trial import JOBS, choices_on, made_up_site
 from weftune.ops.lora.rows import Rows
@@ -172,7 +172,7 @@ def test_pinned_only_the_first_order_is_compiled_ahead_whatever_a_file_says(tmp_
     Call().of(choices(Clock(), tmp_path))
     compiler, call = Compiler(), Call()
     file = ChoiceFile(tmp_path, MACHINE)
-    Choices(Clock(), file, lambda: False, compiler, pinned=True).compile_ahead([Contest(call.shape, BOTH)])
+    Choices(Clock(), file, lambda: False, compiler, pinned=True).compile_ahead([Candidates(call.shape, BOTH)])
     assert compiler.asked == [(call.shape, BOTH[0])]
 
 
@@ -182,7 +182,7 @@ def test_a_forced_order_is_taken_and_compiled_whatever_may_be_used(tmp_path):
     made = Choices(clock, ChoiceFile(tmp_path, MACHINE), lambda: False, compiler)
     made.forced = Order.wide
     assert Call().of(made, (Order.fused, Order.fused_beside)) is Order.wide
-    made.compile_ahead([Contest(call.shape, BOTH)])
+    made.compile_ahead([Candidates(call.shape, BOTH)])
     assert compiler.asked == [(call.shape, Order.wide)]
     assert not clock.asked
 
@@ -395,7 +395,7 @@ def test_every_order_of_every_shape_is_compiled_ahead_once(tmp_path):
     compiler, calls = Compiler(), [Call(), Call(), Call(features=128)]
     made = ahead(tmp_path, compiler)
     for _ in range(2):
-        made.compile_ahead(Contest(call.shape, BOTH) for call in calls)
+        made.compile_ahead(Candidates(call.shape, BOTH) for call in calls)
     wanted = {(call.shape, order) for call in calls for order in BOTH}
     assert len(compiler.asked) == len(wanted) == 4
     assert set(compiler.asked) == wanted
@@ -405,20 +405,20 @@ def test_what_is_decided_or_no_choice_is_not_compiled_ahead(tmp_path):
     compiler = Compiler()
     Call().of(ahead(tmp_path, None))
     later = ahead(tmp_path, compiler)
-    later.compile_ahead([Contest(Call().shape, BOTH), Contest(Call(features=128).shape, BOTH[:1])])
+    later.compile_ahead([Candidates(Call().shape, BOTH), Candidates(Call(features=128).shape, BOTH[:1])])
     assert compiler.asked == []
 
 
 def test_nothing_is_compiled_ahead_inside_a_capture(tmp_path):
     compiler = Compiler()
-    ahead(tmp_path, compiler, capturing=True).compile_ahead([Contest(Call().shape, BOTH)])
+    ahead(tmp_path, compiler, capturing=True).compile_ahead([Candidates(Call().shape, BOTH)])
     assert compiler.asked == []
 
 
 def test_a_kernel_that_does_not_compile_ahead_is_left_to_its_pass(tmp_path):
     compiler = Compiler(broken=True)
     made = ahead(tmp_path, compiler)
-    made.compile_ahead([Contest(Call().shape, BOTH)])
+    made.compile_ahead([Candidates(Call().shape, BOTH)])
     assert len(compiler.asked) == 2
     assert Call().of(made) is Order.wide_beside
 

@@ -10,10 +10,10 @@ import torch
 
 from tests.ops.launches import noted
 from tests.ops.lora.woven import Case, Job, values, woven
-from weftune.ops.lora import aside, fused, tiled, wide
-from weftune.ops.lora.aside import Aside
+from weftune.ops.lora import fused, side_stream, tiled, wide
 from weftune.ops.lora.operands import in_float32
 from weftune.ops.lora.rows import BLOCK
+from weftune.ops.lora.side_stream import SideStream
 from weftune.ops.lora.weave import Order, Weave, product_blocks, tiling
 from weftune.ops.lora.wide import spans
 
@@ -273,23 +273,23 @@ class Stream:
 def test_what_is_done_aside_waits_for_what_came_before_and_what_comes_after_waits_for_it(monkeypatch):
     log: list[str] = []
     usual, other = Stream("the stream", log), Stream("the other", log)
-    monkeypatch.setattr(aside, "_stream", lambda device: other)
+    monkeypatch.setattr(side_stream, "_stream", lambda device: other)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: usual)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    made = Aside(CUDA)
+    made = SideStream(CUDA)
     log.append("the product")
     with made.done():
-        log.append("what is aside")
+        log.append("what is side_stream")
     assert log == [
         *("the stream records", "the product", "the other waits for ready", "on the other"),
-        *("what is aside", "off the other", "the stream waits for the other"),
+        *("what is side_stream", "off the other", "the stream waits for the other"),
     ]
 
 
 def test_without_a_gpu_what_is_aside_is_done_at_once(monkeypatch):
     monkeypatch.setattr(torch, "cuda", SimpleNamespace())
     done = []
-    with Aside(CPU).done():
+    with SideStream(CPU).done():
         done.append(True)
     assert done
 
@@ -297,5 +297,5 @@ def test_without_a_gpu_what_is_aside_is_done_at_once(monkeypatch):
 def test_a_device_has_one_stream_for_what_is_aside(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
     first, second = torch.device("cuda", 61), torch.device("cuda", 62)
-    assert aside._stream(first) is aside._stream(first)
-    assert aside._stream(first) is not aside._stream(second)
+    assert side_stream._stream(first) is side_stream._stream(first)
+    assert side_stream._stream(first) is not side_stream._stream(second)

@@ -10,7 +10,7 @@ from weftune.plan.layout.foresee import StageTimes
 from weftune.plan.outlook.forecast import foresee
 from weftune.plan.outlook.shares import share_outlook
 from weftune.plan.studies.priced import make_batch
-from weftune.plan.window.rounds import Course
+from weftune.plan.window.rounds import JobWindow
 
 SPEED = sheet_speed(parse_cluster("A100-80G").devices[0])
 TIMES = StageTimes(SHAPE.layers, counted(SHAPE).times(1 / SPEED.flops), Rate())
@@ -23,7 +23,7 @@ def shared(jobs, seconds, devices=2, gib=72):
     def course(name, rounds, begins):
         batches = by_name[name].batches[:rounds]
         made = tuple(make_batch(name, step, lengths) for step, lengths in enumerate(batches, 1))
-        return Course(name, 0, made, (), frozenset(), frozenset(), begins)
+        return JobWindow(name, 0, made, (), frozenset(), frozenset(), begins)
 
     def alone(some):
         choice = choose(SHAPE, some, machine)

@@ -21,7 +21,7 @@ from weftune.plan.outlook.streamed import (
 from weftune.plan.program.check import check
 from weftune.plan.program.program import Load
 from weftune.plan.studies.priced import make_batch
-from weftune.plan.window.rounds import Course
+from weftune.plan.window.rounds import JobWindow
 
 GIB = 1 << 30
 
@@ -57,7 +57,7 @@ def window(found: StreamOutlook, jobs):
     def course(name, rounds):
         batches = by_name[name].batches[:rounds]
         made = tuple(make_batch(name, step, lengths) for step, lengths in enumerate(batches, 1))
-        return Course(name, 0, made, (), frozenset(), frozenset(), True)
+        return JobWindow(name, 0, made, (), frozenset(), frozenset(), True)
 
     return first_window(found.choice, found.choice.aboard, course)
 

@@ -28,7 +28,7 @@ from weftune.plan.program.program import (
     Step,
 )
 from weftune.plan.window.orders import one_forward_one_backward
-from weftune.plan.window.rounds import Course
+from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import plan_window
 
 
@@ -45,7 +45,7 @@ def course(job, batches, step=0, evaluation=(), evaluate_at=(), save_at=(), begi
         GlobalBatch(job, step + 1 + i, placed(lengths), supervised=sum(lengths))
         for i, lengths in enumerate(batches)
     )
-    return Course(
+    return JobWindow(
         job, step, made, placed(evaluation), frozenset(evaluate_at), frozenset(save_at), begins=begins
     )
 

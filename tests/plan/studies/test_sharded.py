@@ -9,7 +9,7 @@ import pytest
 from tests.plan.outlooks import SHAPE, outlines
 from weftune.plan.cost.cluster import parse_cluster
 from weftune.plan.program.prices import Link
-from weftune.plan.studies.fit import Ground, make_ground
+from weftune.plan.studies.fit import ClusterCase, make_ground
 from weftune.plan.studies.scheme import Scheme
 from weftune.plan.studies.sharded import make_shards, sharded_forecast
 
@@ -17,7 +17,7 @@ JOBS = outlines(4)
 SCHEME = Scheme("weftune", (tuple(job.name for job in JOBS),))
 
 
-def pipe(bandwidth: float) -> Ground:
+def pipe(bandwidth: float) -> ClusterCase:
     return make_ground(SHAPE, replace(parse_cluster("4xA100-80G"), link=Link(bandwidth)))
 
 

@@ -10,7 +10,7 @@ from weftune import JobSpec
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.program.program import GlobalBatch, PlacedSample
 from weftune.plan.window.length import WINDOW_SECONDS, WindowPace, first_pace, shortened
-from weftune.plan.window.rounds import Course
+from weftune.plan.window.rounds import JobWindow
 
 
 def course(job, *lengths, evaluated=0):
@@ -20,7 +20,7 @@ def course(job, *lengths, evaluated=0):
         for step, length in enumerate(lengths, start=1)
     )
     held_out = (PlacedSample(0, evaluated, 0, evaluated),) if evaluated else ()
-    return Course(job, 0, batches, held_out, frozenset({2}), frozenset())
+    return JobWindow(job, 0, batches, held_out, frozenset({2}), frozenset())
 
 
 def rounds(courses, **pace):

@@ -22,7 +22,7 @@ from weftune.plan.program.program import (
     Save,
     Step,
 )
-from weftune.plan.window.rounds import Course
+from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import plan_window
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
@@ -44,7 +44,7 @@ def cuts(draw: st.DrawFn) -> Layout:
 
 
 @st.composite
-def job_sets(draw: st.DrawFn) -> list[Course]:
+def job_sets(draw: st.DrawFn) -> list[JobWindow]:
     jobs = draw(st.lists(st.lists(LENGTHS, max_size=3), min_size=1, max_size=4))
     found = []
     for number, batches in enumerate(jobs):
@@ -58,12 +58,12 @@ def job_sets(draw: st.DrawFn) -> list[Course]:
     return found
 
 
-def two_jobs() -> list[Course]:
+def two_jobs() -> list[JobWindow]:
     first = course("a", [[9, 9, 3], [9, 2]], evaluation=[9, 9], evaluate_at={1, 2}, save_at={1})
     return [first, course("b", [[8, 8], [4]], step=4)]
 
 
-def done(courses: list[Course]) -> dict[str, int]:
+def done(courses: list[JobWindow]) -> dict[str, int]:
     return {one.job: one.step for one in courses}
 
 

@@ -15,7 +15,7 @@ import yaml
 from tests.report.example import START, Folder, Job, write_job_file, write_lines
 from weftune.jobs.sweeps.record import BEST, SampleCount, SweepRecord, TrialRecord, write_record
 from weftune.jobs.sweeps.rungs import Decision, quota
-from weftune.report.sweeps.standing import number_text
+from weftune.report.sweeps.ranking import number_text
 
 STEPS, RUNGS, SHARE = 200, (20, 60), 0.33
 BATCH = 8

@@ -13,7 +13,7 @@ from tests import bench, oracle
 from tests.families import tiny
 from tests.outputs import Crash, assert_same_job, lines, numbers, states, status
 from tests.trainer.sweeps.test_running import (
-    Crowd,
+    JobLimit,
     assert_same_sweep,
     assert_same_trial,
     decided,
@@ -31,7 +31,7 @@ from weftune.run.events import Evaluated, Stepped
 from weftune.run.training import checkpoint
 from weftune.trainer.job import make_ready
 from weftune.trainer.sweeps.running import RunningSweep
-from weftune.trainer.sweeps.sweeping import Sweeping
+from weftune.trainer.sweeps.sweeps import Sweeps
 
 STEPS = 16
 AT = (0.5, 0.75)
@@ -179,7 +179,7 @@ CRASHES = {
 def test_crashed_there_it_resumes_to_the_same_means_decisions_and_adapters(
     base, jobs, undisturbed, tmp_path, monkeypatch, when, most
 ):
-    Crowd(monkeypatch, most)
+    JobLimit(monkeypatch, most)
 
     def callback(event):
         if (type(event), event.step) == CRASHES[when]:
@@ -221,7 +221,7 @@ def test_crashed_while_trials_are_judged_it_resumes_to_the_same_decisions(
     base, jobs, undisturbed, tmp_path, monkeypatch, count, what
 ):
     """Where the line is written but nobody has heard it, or nothing is recorded."""
-    place = Sweeping if what == "judge" else RunningSweep
+    place = Sweeps if what == "judge" else RunningSweep
     real, calls = getattr(place, what), []
 
     def crashes(self, *arguments):
@@ -242,7 +242,7 @@ def test_crashed_while_trials_are_judged_it_resumes_to_the_same_decisions(
 def test_trials_that_rest_or_give_way_come_back_with_their_means(
     base, jobs, undisturbed, tmp_path, monkeypatch
 ):
-    Crowd(monkeypatch, 2)
+    JobLimit(monkeypatch, 2)
     run(base, tmp_path / "out", jobs)
     assert_same_rungs(tmp_path / "out", undisturbed[0])
 

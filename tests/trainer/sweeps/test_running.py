@@ -132,7 +132,7 @@ def assert_same_trial(output, solo, name):
         assert status(output)["jobs"][name][key] == status(solo)["jobs"][name][key]
 
 
-class Crowd:
+class JobLimit:
     """At most so many jobs aboard: as if memory held no more."""
 
     def __init__(self, monkeypatch, most):
@@ -147,7 +147,7 @@ class Crowd:
 def test_trials_rest_at_a_rung_while_others_take_their_seats_and_come_back_to_the_same_curves(
     base, jobs, undisturbed, tmp_path, monkeypatch
 ):
-    Crowd(monkeypatch, 2)
+    JobLimit(monkeypatch, 2)
     output, seen = tmp_path / "out", []
 
     def callback(event):
@@ -235,7 +235,7 @@ def test_crashed_at_any_event_it_resumes_to_the_same_decisions_and_adapters(
     base, jobs, undisturbed, tmp_path, monkeypatch, most
 ):
     want, _ = undisturbed
-    Crowd(monkeypatch, most)
+    JobLimit(monkeypatch, most)
     output, total = tmp_path / "out", events(want)
     for part in (0.3, 0.55, 0.7):
         count = 0
@@ -271,7 +271,7 @@ def assert_same_sweep(output, want):
 def test_interrupted_while_trials_rest_it_goes_on_with_resume(base, jobs, undisturbed, tmp_path, monkeypatch):
     import signal
 
-    Crowd(monkeypatch, 2)
+    JobLimit(monkeypatch, 2)
     output = tmp_path / "out"
 
     def callback(event):
@@ -403,7 +403,7 @@ def test_later_generations_are_asked_when_the_one_before_has_ended_and_survive_a
 
 
 def test_a_resting_trial_can_be_cancelled(base, jobs, tmp_path, monkeypatch):
-    Crowd(monkeypatch, 2)
+    JobLimit(monkeypatch, 2)
     output = tmp_path / "out"
     trainer = sweeping(base, output, jobs[:4], sweep_of(jobs[:4]))
     done = []

@@ -78,7 +78,7 @@ Compile = Callable[[Shape, Order], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Contest:
+class Candidates:
     """The orders that may be used at sites of one shape."""
 
     shape: Shape
@@ -107,15 +107,15 @@ class Choices:
         self.pinned = pinned
         self.forced: Order | None = None
         """Order that every site uses, for measurements, whether or not it is the best. None disables it."""
-        self._compiled: set[Contest] = set()
-        self._orders: dict[Contest, Order] = {}
+        self._compiled: set[Candidates] = set()
+        self._orders: dict[Candidates, Order] = {}
 
     @property
     def compiles(self) -> bool:
         """Whether `compile_ahead` has any effect."""
         return self._file is not None and self._compile is not None
 
-    def compile_ahead(self, contests: Iterable[Contest]) -> None:
+    def compile_ahead(self, contests: Iterable[Candidates]) -> None:
         """Compile the kernels of all undecided contests in parallel.
 
         Errors are left to the pass that needs the kernel.
@@ -137,7 +137,7 @@ class Choices:
             list(threads.map(compiled, asked))
         torch.cuda.empty_cache()
 
-    def _taken(self, contest: Contest) -> tuple[Order, ...]:
+    def _taken(self, contest: Candidates) -> tuple[Order, ...]:
         """Return the orders that a contest may choose."""
         if self.forced is not None:
             return (self.forced,)
@@ -157,7 +157,7 @@ class Choices:
             return self.forced
         if self._file is None or self.pinned or len(orders) == 1:
             return orders[0]
-        contest = Contest(shape_of(x_TK.dtype, weight_NK, residual_TN is not None, group, rows), orders)
+        contest = Candidates(shape_of(x_TK.dtype, weight_NK, residual_TN is not None, group, rows), orders)
         if contest not in self._orders:
             if self._capturing():
                 # Nothing may wait for the device now. The choice is not stored: the next pass may be able to
@@ -166,7 +166,7 @@ class Choices:
             self._orders[contest] = self._find(self._file, contest)
         return self._orders[contest]
 
-    def _find(self, file: ChoiceFile, contest: Contest) -> Order:
+    def _find(self, file: ChoiceFile, contest: Candidates) -> Order:
         orders = contest.orders
         known = file.read().get(contest.text)
         if known is not None and known.order in orders:

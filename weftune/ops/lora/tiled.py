@@ -21,12 +21,12 @@ from torch import Tensor
 
 from weftune.core.coded import is_coded
 from weftune.core.weight import FrozenWeight, Weight, matrix_of
-from weftune.ops.lora.aside import Aside
-from weftune.ops.lora.choice import Choices, Contest, shape_of
+from weftune.ops.lora.choice import Candidates, Choices, shape_of
 from weftune.ops.lora.fused import fused_dx, fused_y
 from weftune.ops.lora.operands import Right, matrix_like
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.scales import scaled, unscaled
+from weftune.ops.lora.side_stream import SideStream
 from weftune.ops.lora.table import Group
 from weftune.ops.lora.tiled_kernels import (
     add_gradients,
@@ -47,14 +47,14 @@ from weftune.ops.lora.wide import wide_dx, wide_y
 
 def contest_at(
     weight: Weight, residual: bool, group: Group, rows: Rows, dtype: torch.dtype
-) -> Contest | None:
+) -> Candidates | None:
     """Return the contest that `woven_linear` will decide, or None for a weight that becomes a matrix only for
     a product."""
     if not isinstance(weight, Tensor) and not is_coded(weight):
         return None
     weight_NK = _lying(weight)
     orders = contestants(weight_NK, group, weight_NK.device)
-    return Contest(shape_of(dtype, weight_NK, residual, group, rows), orders)
+    return Candidates(shape_of(dtype, weight_NK, residual, group, rows), orders)
 
 
 def woven_linear(
@@ -192,7 +192,7 @@ def _gradients_beside(dy_TN: Tensor, x_TK: Tensor, weight: Right, s_TPR: Tensor,
     """Return dx, which needs only ds; dA and dB are computed concurrently with the frozen product."""
     ds_TPR = ds(dy_TN, weave)
     partial_da_QPRK, partial_db_QLN = room_for_da(x_TK, weave), room_for_db(dy_TN, weave)
-    aside = Aside(x_TK.device)
+    aside = SideStream(x_TK.device)
     # The product first: the work on the second stream uses the multiprocessors that it leaves idle.
     dx_TK = _dx(dy_TN, weight, ds_TPR, weave)
     with aside.done():

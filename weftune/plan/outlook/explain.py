@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from weftune.plan.cost.memory import gib
-from weftune.plan.outlook.forecast import Foreseen, shared_groups
+from weftune.plan.outlook.forecast import Prediction, shared_groups
 from weftune.plan.outlook.streamed import StreamOutlook
 
 
-def explain(found: Foreseen, source: str) -> list[str]:
+def explain(found: Prediction, source: str) -> list[str]:
     """Return the sentences for a base that is resident on its devices."""
     sentences = [f"Times are {source}.", _capacity(found), _recompute(found), _stages(found), _groups(found)]
     return [*sentences, _optimizer(found)] if found.choice.layout.optimizer_offloaded else sentences
 
 
-def _capacity(found: Foreseen) -> str:
+def _capacity(found: Prediction) -> str:
     choice, capacity = found.choice, found.program.capacity
     smaller = "" if capacity >= choice.capacity else f", since {choice.capacity:,} does not fit"
     need = found.window.promise.peak_bytes
@@ -23,7 +23,7 @@ def _capacity(found: Foreseen) -> str:
     )
 
 
-def _recompute(found: Foreseen) -> str:
+def _recompute(found: Prediction) -> str:
     recompute = found.program.recompute
     if recompute.layers:
         return f"{recompute.layers} layers are recomputed in the backward: otherwise memory is short."
@@ -32,7 +32,7 @@ def _recompute(found: Foreseen) -> str:
     return "Nothing is recomputed in the backward: memory suffices."
 
 
-def _stages(found: Foreseen) -> str:
+def _stages(found: Prediction) -> str:
     stages = found.choice.layout.stages
     if len(stages) == 1:
         return "One stage: the whole base fits a device."
@@ -40,14 +40,14 @@ def _stages(found: Foreseen) -> str:
     return f"{len(stages)} stages of {counts} layers: the slowest is as fast as can be, both ends counted."
 
 
-def _groups(found: Foreseen) -> str:
+def _groups(found: Prediction) -> str:
     groups = shared_groups(found.program)
     names = "; ".join(" + ".join(group) for group in groups)
     microbatches = f"{found.forecast.microbatches} microbatches in {found.forecast.steps} rounds"
     return f"Jobs that share microbatches: {names}. {microbatches}."
 
 
-def _optimizer(found: Foreseen) -> str:
+def _optimizer(found: Prediction) -> str:
     choice = found.choice
     return (
         f"Master weights and moments live in host memory, which needs {gib(choice.host_bytes)}: they come to "

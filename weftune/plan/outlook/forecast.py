@@ -13,12 +13,12 @@ from weftune.plan.outlook.promise import FirstWindow, first_window
 from weftune.plan.program.program import Evaluate, Program
 from weftune.plan.program.timeline import Timeline
 from weftune.plan.window.pipeline import PipelineOrder
-from weftune.plan.window.rounds import Course
+from weftune.plan.window.rounds import JobWindow
 
 ALONE, PIPED = "one after another", "1F1B per job"
 FEW_ROUNDS = 2
 """Number of global batches per job with which alternatives are predicted."""
-CourseOf = Callable[[str, int, bool], Course]
+CourseOf = Callable[[str, int, bool], JobWindow]
 """Function of a job's name, a number of rounds, and whether its first evaluation is included, that returns
 the job's part of the first window."""
 
@@ -68,7 +68,7 @@ class Ablation:
 
 
 @dataclass(frozen=True, slots=True)
-class Foreseen:
+class Prediction:
     """A run's first window, and a simulation of the first window in which all jobs train."""
 
     window: FirstWindow
@@ -82,7 +82,7 @@ class Foreseen:
         return self.window.choice
 
 
-def foresee(choice: Choice, jobs: Sequence[JobShape], course: CourseOf, times: StageTimes) -> Foreseen:
+def foresee(choice: Choice, jobs: Sequence[JobShape], course: CourseOf, times: StageTimes) -> Prediction:
     """Predict the first window. `jobs` are the attached jobs; `times` come from a profile or a data sheet."""
     times = replace(times, step=times.step.plus(choice.unhidden_steps))
     first = first_window(choice, jobs, lambda name, rounds: course(name, rounds, True))
@@ -94,7 +94,7 @@ def foresee(choice: Choice, jobs: Sequence[JobShape], course: CourseOf, times: S
     forecast = _forecast(window, timeline)
     others = _alternatives(choice, jobs, course, times)
     alternatives = tuple(_scaled(one, forecast) for one in others)
-    return Foreseen(first, window.program, timeline, forecast, alternatives)
+    return Prediction(first, window.program, timeline, forecast, alternatives)
 
 
 def _timeline(window: FirstWindow, times: StageTimes) -> Timeline:

@@ -21,7 +21,7 @@ from weftune.plan.program.layout import Layout
 from weftune.plan.program.program import Program
 from weftune.plan.window.length import shortened
 from weftune.plan.window.pipeline import PipelineOrder, guessed_pace
-from weftune.plan.window.rounds import Course
+from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import Pacing, plan_window
 
 
@@ -70,7 +70,7 @@ class FirstWindow:
 def first_window(
     choice: Choice,
     aboard: Sequence[JobShape],
-    course: Callable[[str, int], Course],
+    course: Callable[[str, int], JobWindow],
     order: PipelineOrder | None = None,
 ) -> FirstWindow:
     """Return the window that a run begins with. `course` returns a job's part of it for a number of rounds;

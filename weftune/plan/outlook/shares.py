@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from weftune.core.shapes import JobShape
 from weftune.plan.layout.split import DeviceShare, share_jobs
-from weftune.plan.outlook.forecast import Foreseen
+from weftune.plan.outlook.forecast import Prediction
 
 
 @dataclass(frozen=True, slots=True)
 class ShareOutlook:
     shares: tuple[DeviceShare, ...]
-    parts: tuple[Foreseen, ...]
+    parts: tuple[Prediction, ...]
     """Predicted first window of each share's device."""
 
     @property
@@ -26,7 +26,7 @@ def share_outlook(
     jobs: Sequence[JobShape],
     seconds: Mapping[str, float],
     devices: int,
-    alone: Callable[[Sequence[JobShape]], Foreseen],
+    alone: Callable[[Sequence[JobShape]], Prediction],
 ) -> ShareOutlook:
     """Return the forecast of jobs divided by the `seconds` of their whole runs; `alone` predicts one device
     with a share."""

@@ -16,7 +16,7 @@ from weftune.plan.cost.estimate import (
 from weftune.plan.cost.time import Line
 from weftune.plan.pack.group import JobLengths, group
 from weftune.plan.studies.bucket import arrange
-from weftune.plan.studies.fit import Ground, Placement
+from weftune.plan.studies.fit import ClusterCase, Placement
 from weftune.plan.studies.fuse import Fusion, fuse
 from weftune.plan.studies.priced import made_again
 from weftune.plan.studies.scheme import Groups
@@ -46,7 +46,7 @@ def candidates(jobs: Sequence[JobOutline], layout: Placement) -> list[Candidate]
     ]
 
 
-def left_out(ground: Ground, jobs: Sequence[JobOutline], layout: Placement) -> list[Candidate]:
+def left_out(ground: ClusterCase, jobs: Sequence[JobOutline], layout: Placement) -> list[Candidate]:
     """Return the groupings that never won if there are no collectives to hide
     (`benchmarks/plan_mechanisms.py`)."""
     fusion, pipeline = _fused(ground, jobs, layout)
@@ -74,7 +74,7 @@ def _mean(job: JobOutline) -> float:
     return sum(map(sum, job.batches)) / max(1, count)
 
 
-def _fused(ground: Ground, jobs: Sequence[JobOutline], layout: Placement) -> tuple[Fusion, PipelineCost]:
+def _fused(ground: ClusterCase, jobs: Sequence[JobOutline], layout: Placement) -> tuple[Fusion, PipelineCost]:
     """Fuse over the minimum number of microbatches of a round, each with every job's share."""
     count = max(1, -(-sum(map(round_tokens, jobs)) // layout.capacity))
     pipeline = PipelineCost(
@@ -93,7 +93,7 @@ def _fused(ground: Ground, jobs: Sequence[JobOutline], layout: Placement) -> tup
     return fuse(loads, pipeline), pipeline
 
 
-def _stage(ground: Ground, layout: Placement, number: int) -> Stage:
+def _stage(ground: ClusterCase, layout: Placement, number: int) -> Stage:
     cut, speed = layout.stages[number], ground.speeds[number]
     layers = ground.layers[cut.start : cut.stop]
     line, square = base_line(layers, speed), square_seconds(layers, speed)

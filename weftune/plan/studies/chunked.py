@@ -24,7 +24,7 @@ from weftune.plan.program.program import (
 )
 from weftune.plan.program.simulate import simulate
 from weftune.plan.studies.chunk import ChunkPiece, align
-from weftune.plan.studies.fit import Ground, Placement
+from weftune.plan.studies.fit import ClusterCase, Placement
 from weftune.plan.studies.forecast import forecast_of
 from weftune.plan.studies.priced import stage_rates
 from weftune.plan.studies.scheme import Groups
@@ -68,7 +68,7 @@ class Chunked:
 
 
 def chunked_forecast(
-    jobs: Sequence[JobOutline], groups: Groups, size: int, ground: Ground, layout: Placement
+    jobs: Sequence[JobOutline], groups: Groups, size: int, ground: ClusterCase, layout: Placement
 ) -> Forecast:
     made = chunked(jobs, groups, size, ground, layout)
     timeline = simulate(made.program, made.prices, ground.cluster.priced())
@@ -78,7 +78,7 @@ def chunked_forecast(
 
 
 def chunked(
-    jobs: Sequence[JobOutline], groups: Groups, size: int, ground: Ground, layout: Placement
+    jobs: Sequence[JobOutline], groups: Groups, size: int, ground: ClusterCase, layout: Placement
 ) -> Chunked:
     """Return a program with 1F1B over units, each executed chunk by chunk."""
     assert layout.capacity % size == 0, "a microbatch holds whole chunks"
@@ -193,7 +193,9 @@ def _expanded(lists: Passes, units: Sequence[Unit]) -> Passes:
     return expanded
 
 
-def _prices(units: Sequence[Unit], jobs: Sequence[JobOutline], ground: Ground, layout: Placement) -> Prices:
+def _prices(
+    units: Sequence[Unit], jobs: Sequence[JobOutline], ground: ClusterCase, layout: Placement
+) -> Prices:
     rates = [
         stage_rates(cut, jobs, ground, speed)
         for cut, speed in zip(layout.stages, ground.speeds, strict=False)

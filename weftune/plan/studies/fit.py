@@ -25,7 +25,7 @@ from weftune.plan.program.recompute import NOTHING, Recompute
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class ClusterCase:
     """A base on a cluster."""
 
     shape: ModelShape
@@ -74,7 +74,7 @@ class Ground:
 
 def make_ground(
     shape: ModelShape, cluster: Cluster, speeds: Sequence[Speed] = (), recompute: Recompute = NOTHING
-) -> Ground:
+) -> ClusterCase:
     """Return a base on a cluster. `speeds` may be measured; the default is those of the data sheets."""
     speeds = speeds or [sheet_speed(device) for device in cluster.devices]
     first = cluster.devices[0]
@@ -82,10 +82,10 @@ def make_ground(
     whole = memory.bytes_per_token(replace(recompute, layers=0)) // shape.layers
     kept = shape.hidden * shape.bytes_per_value if recompute.layers else whole
     layers = base_layers(shape, kept, apart=len(cluster.devices) > 1)
-    return Ground(shape, cluster, tuple(speeds), layers, recompute, whole if recompute.layers else 0)
+    return ClusterCase(shape, cluster, tuple(speeds), layers, recompute, whole if recompute.layers else 0)
 
 
-def frugal(ground: Ground) -> list[Ground]:
+def frugal(ground: ClusterCase) -> list[ClusterCase]:
     """Return the ground with increasing recomputation in the backward; only fused layers (GPU) support it."""
     if not ground.is_gpu:
         return [ground]
@@ -94,7 +94,7 @@ def frugal(ground: Ground) -> list[Ground]:
     return [*less, most_frugal(ground)]
 
 
-def most_frugal(ground: Ground) -> Ground:
+def most_frugal(ground: ClusterCase) -> ClusterCase:
     """Return only the last of `frugal`, with the most recomputation."""
     if not ground.is_gpu:
         return ground
@@ -123,14 +123,14 @@ def capacities(jobs: Sequence[JobOutline], most: int) -> list[int]:
     return halves or [max(least, 1)]
 
 
-def ground_capacities(ground: Ground, jobs: Sequence[JobOutline]) -> list[int]:
+def ground_capacities(ground: ClusterCase, jobs: Sequence[JobOutline]) -> list[int]:
     """Return the capacities worth trying on a cluster; one device goes down to the longest sample, like a
     run."""
     halves, least = capacities(jobs, ground.most), max(1, longest(job.shape for job in jobs))
     return halves if ground.stages > 1 or least in halves else [*halves, least]
 
 
-def lay_out(ground: Ground, jobs: Sequence[JobOutline], capacity: int, ends: bool = True) -> Placement:
+def lay_out(ground: ClusterCase, jobs: Sequence[JobOutline], capacity: int, ends: bool = True) -> Placement:
     """Return the cut whose slowest stage is fastest; without `ends`, embedding and head are not counted."""
     costs = ground.costs(jobs, full_rows(jobs, capacity))
     counted = costs if ends else [_free(cost) for cost in costs]
@@ -160,7 +160,7 @@ def full_rows(jobs: Sequence[JobOutline], capacity: int) -> RowCounts:
     return RowCounts(capacity, squares * capacity // max(1, total), by_job)
 
 
-def why_not(ground: Ground, jobs: Sequence[JobOutline]) -> str | None:
+def why_not(ground: ClusterCase, jobs: Sequence[JobOutline]) -> str | None:
     """Return a sentence that says why these jobs do not fit together, or None if they do."""
     ground = most_frugal(ground)
     least = ground_capacities(ground, jobs)[-1]

@@ -11,7 +11,7 @@ from weftune.plan.pack.merge import Merged
 from weftune.plan.program.program import Program
 from weftune.plan.program.simulate import simulate
 from weftune.plan.program.timeline import Timeline
-from weftune.plan.studies.fit import Ground, Placement
+from weftune.plan.studies.fit import ClusterCase, Placement
 from weftune.plan.studies.ordering import passes_in
 from weftune.plan.studies.priced import PricedWork, lay
 from weftune.plan.studies.scheme import Scheme
@@ -28,7 +28,9 @@ class ForecastRun:
     merged: Merged
 
 
-def run_scheme(scheme: Scheme, jobs: Sequence[JobOutline], ground: Ground, layout: Placement) -> ForecastRun:
+def run_scheme(
+    scheme: Scheme, jobs: Sequence[JobOutline], ground: ClusterCase, layout: Placement
+) -> ForecastRun:
     """Lay out the jobs' batches as `scheme` says, order them, and simulate the Program."""
     laid = lay(scheme, jobs, ground, layout)
     passes = passes_in(scheme.order, laid, layout)
@@ -40,7 +42,7 @@ def run_passes(
     laid: PricedWork,
     scheme: Scheme,
     jobs: Sequence[JobOutline],
-    ground: Ground,
+    ground: ClusterCase,
     layout: Placement,
 ) -> ForecastRun:
     """Simulate passes that are already ordered."""

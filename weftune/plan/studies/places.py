@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from weftune.errors import PlanError
 from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.studies.fit import Ground, Placement, frugal, ground_capacities, lay_out
+from weftune.plan.studies.fit import ClusterCase, Placement, frugal, ground_capacities, lay_out
 
 T = TypeVar("T")
 ALIKE = 1e-3
@@ -22,11 +22,11 @@ PATIENCE = 2
 class CapacityPlace:
     """A way to place the jobs: what is recomputed, and the cut for a token capacity."""
 
-    ground: Ground
+    ground: ClusterCase
     layout: Placement
 
 
-def places(ground: Ground, jobs: Sequence[JobOutline]) -> list[CapacityPlace]:
+def places(ground: ClusterCase, jobs: Sequence[JobOutline]) -> list[CapacityPlace]:
     """Return the places that fit, from the largest capacity down.
 
     One device has no waits that smaller capacities could shorten, but may choose what to recompute; a
@@ -67,7 +67,7 @@ def descend(
     return found
 
 
-def _fitting(ground: Ground, jobs: Sequence[JobOutline]) -> Iterator[CapacityPlace]:
+def _fitting(ground: ClusterCase, jobs: Sequence[JobOutline]) -> Iterator[CapacityPlace]:
     for capacity in ground_capacities(ground, jobs):
         try:
             yield CapacityPlace(ground, lay_out(ground, jobs, capacity))

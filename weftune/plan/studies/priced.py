@@ -21,7 +21,7 @@ from weftune.plan.cost.time import Line
 from weftune.plan.pack.merge import BatchSample, Merged, MergeRules, merge
 from weftune.plan.program.prices import PassPrice, Prices
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, SegmentPlan
-from weftune.plan.studies.fit import Ground, Placement
+from weftune.plan.studies.fit import ClusterCase, Placement
 from weftune.plan.studies.scheme import Groups, Scheme
 from weftune.plan.window.orders import Work
 
@@ -35,7 +35,7 @@ class PricedWork:
     prices: Prices
 
 
-def lay(scheme: Scheme, jobs: Sequence[JobOutline], ground: Ground, layout: Placement) -> PricedWork:
+def lay(scheme: Scheme, jobs: Sequence[JobOutline], ground: ClusterCase, layout: Placement) -> PricedWork:
     by_name = {job.name: job for job in jobs}
     rounds = []
     for step in range(max(len(job.batches) for job in jobs)):
@@ -126,7 +126,7 @@ class StageRates:
         )
 
 
-def stage_rates(cut: StageCost, jobs: Sequence[JobOutline], ground: Ground, speed: Speed) -> StageRates:
+def stage_rates(cut: StageCost, jobs: Sequence[JobOutline], ground: ClusterCase, speed: Speed) -> StageRates:
     layers = ground.layers[cut.start : cut.stop]
     return StageRates(
         base_line(layers, speed),
@@ -146,7 +146,7 @@ def price_all(
     return Prices(passes, weight_bytes=tuple(stage.weight_bytes for stage in stages))
 
 
-def made_again(layers: Sequence[BaseLayer], ground: Ground) -> float:
+def made_again(layers: Sequence[BaseLayer], ground: ClusterCase) -> float:
     """Return the share of a forward that is recomputed; the head's forward never is."""
     if not ground.recompute.layers:
         return 0.0

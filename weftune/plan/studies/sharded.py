@@ -13,7 +13,7 @@ from weftune.plan.cost.cluster import Cluster, Device
 from weftune.plan.cost.estimate import JobOutline, Speed
 from weftune.plan.outlook.forecast import Forecast
 from weftune.plan.program.prices import Link, PassPrice
-from weftune.plan.studies.fit import Ground, Placement, lay_out, make_ground
+from weftune.plan.studies.fit import ClusterCase, Placement, lay_out, make_ground
 from weftune.plan.studies.forecast import ForecastRun, run_passes
 from weftune.plan.studies.ordering import passes_in
 from weftune.plan.studies.overlap import Graph, Operator, OperatorKind, overlap
@@ -31,11 +31,11 @@ class Shards:
     """A base on fewer, wider stages."""
 
     count: int
-    ground: Ground
+    ground: ClusterCase
     layout: Placement
 
 
-def make_shards(ground: Ground, jobs: Sequence[JobOutline], capacity: int, count: int = 2) -> Shards:
+def make_shards(ground: ClusterCase, jobs: Sequence[JobOutline], capacity: int, count: int = 2) -> Shards:
     """Combine every `count` consecutive devices into one; raise PlanError if that does not fit."""
     cluster = ground.cluster
     firsts = range(0, len(cluster.devices), count)

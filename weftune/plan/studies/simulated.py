@@ -10,7 +10,7 @@ from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.cost.memory import gib
 from weftune.plan.outlook.forecast import Forecast
 from weftune.plan.studies.candidates import Candidate
-from weftune.plan.studies.fit import Ground, Placement, why_not
+from weftune.plan.studies.fit import ClusterCase, Placement, why_not
 from weftune.plan.studies.forecast import ForecastRun
 from weftune.plan.studies.places import CapacityPlace, descend, places
 from weftune.plan.studies.scheme import Scheme
@@ -19,7 +19,7 @@ from weftune.plan.studies.search import Search, Tried, fastest, polished
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    ground: Ground
+    ground: ClusterCase
     jobs: tuple[JobOutline, ...]
     layout: Placement
     candidate: Candidate
@@ -35,7 +35,7 @@ class Outlook:
         return self.run.forecast
 
 
-def outlook(ground: Ground, jobs: Sequence[JobOutline]) -> Outlook:
+def outlook(ground: ClusterCase, jobs: Sequence[JobOutline]) -> Outlook:
     """Return the best plan found for these jobs together; raise PlanError if they do not fit."""
     refuse(ground, jobs)
     if together := why_not(ground, jobs):
@@ -50,7 +50,7 @@ def outlook(ground: Ground, jobs: Sequence[JobOutline]) -> Outlook:
     return replace(best, scheme=last.scheme, run=last.run)
 
 
-def refuse(ground: Ground, jobs: Sequence[JobOutline]) -> None:
+def refuse(ground: ClusterCase, jobs: Sequence[JobOutline]) -> None:
     """Raise PlanError for every job that has no samples or does not fit even alone."""
     refuse_empty(ground, jobs)
     alone = [(job.name, sentence) for job in jobs if (sentence := why_not(ground, [job]))]
@@ -58,7 +58,7 @@ def refuse(ground: Ground, jobs: Sequence[JobOutline]) -> None:
         raise PlanError(Mistake(f"job {name}", f"even alone it {sentence}") for name, sentence in alone)
 
 
-def refuse_empty(ground: Ground, jobs: Sequence[JobOutline]) -> None:
+def refuse_empty(ground: ClusterCase, jobs: Sequence[JobOutline]) -> None:
     """Raise PlanError for every job without samples, and for devices without memory for anything."""
     assert jobs, "there is a job to plan for"
     empty = [job.name for job in jobs if not any(job.batches)]

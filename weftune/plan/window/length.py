@@ -17,7 +17,7 @@ from weftune.plan.cost.cluster import this_machine
 from weftune.plan.cost.estimate import Speed, sheet_speed
 from weftune.plan.cost.learned import EVALUATION_PART
 from weftune.plan.cost.time import CostModel, PassWork
-from weftune.plan.window.rounds import Course
+from weftune.plan.window.rounds import JobWindow
 
 WINDOW_SECONDS = 10.0
 """Maximum predicted seconds of a window, unless a single round takes longer."""
@@ -35,20 +35,20 @@ class WindowPace:
     """Minimum seconds of a round, however few rows it has: if stages take turns, all of them are loaded."""
 
 
-def shortened(courses: Sequence[Course], pace: WindowPace) -> list[Course]:
+def shortened(courses: Sequence[JobWindow], pace: WindowPace) -> list[JobWindow]:
     """Return the courses with as many of their rounds as fit in WINDOW_SECONDS, but at least one."""
     rounds = rounds_within(courses, pace)
     return [replace(course, batches=course.batches[:rounds]) for course in courses]
 
 
-def rounds_within(courses: Sequence[Course], pace: WindowPace) -> int:
+def rounds_within(courses: Sequence[JobWindow], pace: WindowPace) -> int:
     """Return how many rounds fit in WINDOW_SECONDS, but at least one."""
     longest = max((len(course.batches) for course in courses), default=0)
     ends = accumulate(_round_seconds(courses, turn, pace) for turn in range(longest))
     return max(1, sum(end <= WINDOW_SECONDS for end in ends))
 
 
-def _round_seconds(courses: Sequence[Course], turn: int, pace: WindowPace) -> float:
+def _round_seconds(courses: Sequence[JobWindow], turn: int, pace: WindowPace) -> float:
     moving = [(course, course.batches[turn]) for course in courses if turn < len(course.batches)]
     rows = sum(batch.tokens for _, batch in moving)
     evaluating = [course for course, batch in moving if course.evaluates_at(batch.step)]

@@ -33,7 +33,7 @@ from weftune.plan.program.simulate import simulate
 from weftune.plan.program.timeline import Timeline
 from weftune.plan.window.orders import Work, evaluated, gpipe, multi_job, one_forward_one_backward
 from weftune.plan.window.replicas import ReplicaWork, Rounds, deal, deal_looks, replicated
-from weftune.plan.window.rounds import Course
+from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.template import Queue, template
 
 Groups = tuple[tuple[str, ...], ...]
@@ -101,7 +101,7 @@ class PipelineRules:
         return self.stages + (self.replicas > 1)
 
 
-def plan_pipeline(courses: Sequence[Course], rules: PipelineRules) -> Program:
+def plan_pipeline(courses: Sequence[JobWindow], rules: PipelineRules) -> Program:
     """Plan a window that trains the courses' batches up to the first evaluation, and check it."""
     step = {course.job: course.step for course in courses}
     beginners = [course for course in courses if course.begins]
@@ -149,11 +149,11 @@ def timeline_priced(
     return simulate(program, prices, cluster)
 
 
-def _look(course: Course, step: int) -> SegmentPlan:
+def _look(course: JobWindow, step: int) -> SegmentPlan:
     return SegmentPlan(course.job, step, course.evaluation)
 
 
-def _batches(courses: Sequence[Course]) -> list[GlobalBatch]:
+def _batches(courses: Sequence[JobWindow]) -> list[GlobalBatch]:
     """Return the batches round by round, up to and including the first round in which a job evaluates."""
     found: list[GlobalBatch] = []
     for turn in range(max((len(course.batches) for course in courses), default=0)):
@@ -178,7 +178,7 @@ class _Candidate:
     seconds: float
 
 
-def _trained(batches: Sequence[GlobalBatch], courses: Sequence[Course], rules: PipelineRules) -> Program:
+def _trained(batches: Sequence[GlobalBatch], courses: Sequence[JobWindow], rules: PipelineRules) -> Program:
     """Return the program that is fastest in the simulator among a few that differ in how finely rounds are
     cut and in the order in which they run."""
     longest = max(_tokens(together) for batch in batches for together in kept_together(batch.samples))
@@ -373,7 +373,7 @@ def _evaluation_room(held_out: Sequence[SegmentPlan], rules: PipelineRules) -> i
     return min(rules.capacity, max(longest, even))
 
 
-def _with_saves(program: Program, courses: Sequence[Course], beginners: Sequence[Course]) -> Program:
+def _with_saves(program: Program, courses: Sequence[JobWindow], beginners: Sequence[JobWindow]) -> Program:
     """Add a Save right after its Step. A job that begins is saved at its current step, before anything else.
     Only one replica's devices save, since the others hold the same."""
     at = {course.job: course.save_at for course in courses}

@@ -30,7 +30,7 @@ from weftune.plan.window.orders import transported
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class JobWindow:
     """One job's part of a window: the batches it trains next, and when it evaluates or saves in between."""
 
     job: str
@@ -84,7 +84,7 @@ class _Window:
         self.microbatches: list[MicrobatchPlan] = []
         self.rounds: list[Round] = []
 
-    def add(self, batches: Sequence[GlobalBatch], courses: Sequence[Course], step: dict[str, int]) -> None:
+    def add(self, batches: Sequence[GlobalBatch], courses: Sequence[JobWindow], step: dict[str, int]) -> None:
         """Add a round of these batches, after which the courses are at `step`."""
         trained = self._train(batches)
         evaluated = self._evaluate(courses, step)
@@ -106,7 +106,7 @@ class _Window:
             steps[last[batch.job]].append(Step(batch.job, batch.step))
         return tuple(Trained(self._number(one), tuple(due)) for one, due in zip(packed, steps, strict=True))
 
-    def _evaluate(self, courses: Iterable[Course], step: dict[str, int]) -> tuple[int, ...]:
+    def _evaluate(self, courses: Iterable[JobWindow], step: dict[str, int]) -> tuple[int, ...]:
         due = [c for c in courses if c.evaluation and step[c.job] in c.evaluate_at]
         packed = pack_segments((SegmentPlan(c.job, step[c.job], c.evaluation) for c in due), self.capacity)
         return tuple(self._number(microbatch) for microbatch in packed)
@@ -136,12 +136,14 @@ def even_groups(tokens: Mapping[str, int], count: int) -> list[frozenset[str]]:
     return [frozenset(group) for group in groups]
 
 
-def _groups(courses: Sequence[Course], count: int) -> list[frozenset[str]]:
+def _groups(courses: Sequence[JobWindow], count: int) -> list[frozenset[str]]:
     tokens = {course.job: sum(batch.tokens for batch in course.batches) for course in courses}
     return even_groups(tokens, count)
 
 
-def lay_rounds(courses: Sequence[Course], capacity: int, ladder: bool = False, groups: int = 1) -> LaidRounds:
+def lay_rounds(
+    courses: Sequence[JobWindow], capacity: int, ladder: bool = False, groups: int = 1
+) -> LaidRounds:
     """Lay out every course's batches, round by round; samples of different jobs share microbatches.
 
     With a `ladder`, training passes keep to few sizes, as captured graphs require. With several `groups`, a
@@ -159,7 +161,7 @@ def lay_rounds(courses: Sequence[Course], capacity: int, ladder: bool = False, g
 
 
 def plan_rounds(
-    courses: Sequence[Course],
+    courses: Sequence[JobWindow],
     layout: Layout,
     capacity: int,
     ladder: bool = False,
@@ -192,7 +194,7 @@ def plan_rounds(
     return program
 
 
-def _until_an_evaluation(courses: Sequence[Course]) -> list[Course]:
+def _until_an_evaluation(courses: Sequence[JobWindow]) -> list[JobWindow]:
     """Return the courses up to the first evaluation. A job that evaluates as it begins needs the outcome
     before its first batch; no job trains meanwhile."""
     if waiting := [course for course in courses if course.begins and course.evaluates_at(course.step)]:
@@ -324,5 +326,5 @@ def _steps_late(actions: Iterable[Action], laid: LaidRounds) -> Iterator[Action]
     yield from due.values()
 
 
-def all_batches(courses: Iterable[Course]) -> tuple[GlobalBatch, ...]:
+def all_batches(courses: Iterable[JobWindow]) -> tuple[GlobalBatch, ...]:
     return tuple(batch for course in courses for batch in course.batches)

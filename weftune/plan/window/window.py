@@ -10,7 +10,7 @@ from weftune.plan.program.layout import Layout
 from weftune.plan.program.program import Forward, Program
 from weftune.plan.program.recompute import NOTHING, Recompute
 from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, StagePace, plan_pipeline
-from weftune.plan.window.rounds import Course, plan_rounds
+from weftune.plan.window.rounds import JobWindow, plan_rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Pacing:
 
 
 def plan_window(
-    courses: Sequence[Course],
+    courses: Sequence[JobWindow],
     layout: Layout,
     capacity: int,
     ladder: bool = False,

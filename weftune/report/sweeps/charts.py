@@ -24,7 +24,7 @@ from weftune.report.svg import (
     linear_axis,
     log_axis,
 )
-from weftune.report.sweeps.standing import (
+from weftune.report.sweeps.ranking import (
     METRIC_NAMES,
     flat_values,
     ranked,

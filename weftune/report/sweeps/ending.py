@@ -12,7 +12,7 @@ from rich.text import Text
 from weftune.jobs.store.resumption import resume_line
 from weftune.jobs.sweeps.record import SweepRecord, TrialRecord, best_folder
 from weftune.report.read import Run
-from weftune.report.sweeps.standing import (
+from weftune.report.sweeps.ranking import (
     METRIC_NAMES,
     base_sentence,
     counts,

@@ -13,7 +13,7 @@ from weftune.report.read import JobRecord, Run
 from weftune.report.snippets import base_spec, generate_command, load_snippet
 from weftune.report.svg import Pen
 from weftune.report.sweeps.charts import WaysChart, sweep_charts
-from weftune.report.sweeps.standing import (
+from weftune.report.sweeps.ranking import (
     METRIC_NAMES,
     RungRow,
     counts,

@@ -126,10 +126,10 @@ class OffloadedOptimizer:
     # -- Steps -------------------------------------------------------------------------------------------
 
     @property
-    def heard_first(self) -> bool:
+    def needs_previous_outcome(self) -> bool:
         return True
 
-    def heard_before(self, stage: int) -> bool:
+    def needs_outcome_before(self, stage: int) -> bool:
         return True
 
     def step(self, due: Sequence[Due]) -> StepsUnderway:

@@ -142,11 +142,11 @@ class TravellingAdapters:
     # -- Steps -------------------------------------------------------------------------------------------
 
     @property
-    def heard_first(self) -> bool:
+    def needs_previous_outcome(self) -> bool:
         """Only for jobs that have been in a pass since: their outcomes are known by then."""
         return self._underway is not None and self._underway.begun.used
 
-    def heard_before(self, stage: int) -> bool:
+    def needs_outcome_before(self, stage: int) -> bool:
         """An evaluation need not wait for all Steps; but a job whose Step failed has no loss."""
         return stage + 1 == len(self._part.stages)
 

@@ -40,7 +40,7 @@ from weftune.jobs.sweeps.spec import Judge, Sweep, Trial
 from weftune.jobs.sweeps.trials import trial_job
 from weftune.run.events import Evaluated, Stepped
 from weftune.run.training import checkpoint
-from weftune.trainer.job import Ready
+from weftune.trainer.job import PreparedJob
 from weftune.trainer.sweeps.best import put_best
 
 Tell = Callable[[str], None]
@@ -263,7 +263,7 @@ class RunningSweep:
             elif line.get("loss") is not None:
                 self._trend(line["job"]).add(line["step"], line["loss"])
 
-    def enter(self, job: Ready) -> Ready:
+    def enter(self, job: PreparedJob) -> PreparedJob:
         """Return a trial as the loop trains it: up to its limit only, and evaluated at its rungs too if those
         evaluate the last weights."""
         job = self.averaging(job)
@@ -282,7 +282,7 @@ class RunningSweep:
         """Whether the rungs evaluate the mean of a trial's last weights."""
         return self._judge == "mean"
 
-    def averaging(self, job: Ready) -> Ready:
+    def averaging(self, job: PreparedJob) -> PreparedJob:
         """Return a trial with the mean that its rungs evaluate, and the memory for it."""
         if not self.judges_mean:
             return job

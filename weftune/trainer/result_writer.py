@@ -20,7 +20,7 @@ from weftune.run.training.snapshot import Snapshot
 from weftune.run.training.state import Training
 from weftune.run.training.writer import disk_error
 from weftune.trainer.engine import Engine
-from weftune.trainer.job import Ready
+from weftune.trainer.job import PreparedJob
 from weftune.trainer.journal import Journal
 from weftune.trainer.results import (
     CHECKPOINTS,
@@ -49,7 +49,7 @@ class Delivery:
     written: Future[None]
 
 
-class Deliveries:
+class ResultWriter:
     """Files that the writer's threads write while other jobs train."""
 
     def __init__(self, engine: Engine, tokenizer: Any, store: Store, journal: Journal) -> None:
@@ -76,23 +76,23 @@ class Deliveries:
 
     # -- admission ---------------------------------------------------------------------------------------
 
-    def write_job_file_ahead(self, job: Ready) -> Future[None] | None:
+    def write_job_file_ahead(self, job: PreparedJob) -> Future[None] | None:
         """Begin to write a job file while other jobs are prepared: with thousands of small files, most of the
         time is spent waiting for the disk. None for a job that has checkpoints, which are inspected first."""
         if self.checkpoints(job.name).exists():
             return None
         return self._writer.run(job.name, partial(self.write_job_file, job))
 
-    def write_job_file(self, job: Ready) -> None:
+    def write_job_file(self, job: PreparedJob) -> None:
         folder = self._store.output / job.name
         described = describe(job, self._base.spec, self._engine.deterministic)
         write_job_file(folder, with_retries(described, folder))
 
-    def prepare(self, job: Ready, snapshot_bytes: int) -> None:
+    def prepare(self, job: PreparedJob, snapshot_bytes: int) -> None:
         """Prepare ahead of time what can be prepared of a job's adapter and checkpoints."""
         self._writer.run(job.name, partial(self._prepare, job, snapshot_bytes))
 
-    def _prepare(self, job: Ready, snapshot_bytes: int) -> None:
+    def _prepare(self, job: PreparedJob, snapshot_bytes: int) -> None:
         """Prepare in the writer's thread. An error here occurs again where it matters."""
         with suppress(Exception):
             prepare_result(job, self._tokenizer)
@@ -101,7 +101,7 @@ class Deliveries:
     # -- endings -----------------------------------------------------------------------------------------
 
     @phase(Phase.EXPORT)
-    def deliver(self, job: Ready, training: Training, ending: Ending) -> None:
+    def deliver(self, job: PreparedJob, training: Training, ending: Ending) -> None:
         """Begin to write the adapter of a finished job. A checkpoint that is not begun is dropped: it would
         be deleted at once."""
         self._writer.forget(training.job)
@@ -109,7 +109,7 @@ class Deliveries:
         written = self._writer.write(snapshot, partial(self._write_adapter, job))
         self._begun[training.job] = Delivery(ending, written)
 
-    def _write_adapter(self, job: Ready, snapshot: Snapshot) -> None:
+    def _write_adapter(self, job: PreparedJob, snapshot: Snapshot) -> None:
         """Write the adapter in the writer's thread."""
         vectors = snapshot.tensors()
         keeps_best = job.spec.keep == "best" and "best" in vectors

@@ -6,7 +6,7 @@ import pytest
 
 from tests.report.sweeps.example import STEPS, sweep_record
 from weftune.jobs.sweeps.record import SweepRecord, TrialRecord
-from weftune.report.sweeps.standing import (
+from weftune.report.sweeps.ranking import (
     base_sentence,
     counts,
     expected_steps_left,

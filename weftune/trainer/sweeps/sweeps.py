@@ -8,11 +8,11 @@ from typing import Any
 from weftune.errors import UserError
 from weftune.jobs.spec.spec import JobSpec
 from weftune.run.events import Evaluated, Stepped
-from weftune.trainer.job import Ready
+from weftune.trainer.job import PreparedJob
 from weftune.trainer.sweeps.running import RunningSweep, Tell, TrialOrders
 
 
-class Sweeping:
+class Sweeps:
     """All sweeps of a run, of which there may be none."""
 
     def __init__(self, sweeps: Iterable[RunningSweep] = ()) -> None:
@@ -25,7 +25,7 @@ class Sweeping:
         """Return the sweep that a job is a trial of."""
         return self._of.get(name)
 
-    def enter(self, job: Ready) -> Ready:
+    def enter(self, job: PreparedJob) -> PreparedJob:
         sweep = self._of.get(job.name)
         return job if sweep is None else sweep.enter(job)
 
@@ -47,7 +47,7 @@ class Sweeping:
         sweep = self._of.get(name)
         return sweep is not None and sweep.judges_mean
 
-    def averaging(self, job: Ready) -> Ready:
+    def averaging(self, job: PreparedJob) -> PreparedJob:
         """Return the job as it is trained and counted if its sweep evaluates means."""
         sweep = self._of.get(job.name)
         return job if sweep is None else sweep.averaging(job)

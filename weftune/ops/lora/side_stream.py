@@ -13,7 +13,7 @@ from functools import cache
 import torch
 
 
-class Aside:
+class SideStream:
     def __init__(self, device: torch.device) -> None:
         """Make the second stream wait for everything launched on the current stream until now."""
         self._stream = _stream(device) if device.type == "cuda" else None
