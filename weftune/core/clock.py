@@ -129,7 +129,7 @@ def _is_foreign() -> bool:
 
 @contextmanager
 def phase(name: Phase) -> Iterator[None]:
-    """Count what is inside as this phase; also a decorator."""
+    """Count the time inside the context as this phase. It can also be used as a decorator."""
     clock = current()
     if clock is None:
         yield

@@ -1,5 +1,5 @@
-"""Safetensors files, written piece by piece from where the tensors lie. Nothing large is copied, and other
-threads run while a piece is hashed or written."""
+"""Safetensors files, written piece by piece directly from the tensors' memory. Nothing large is copied, and
+other threads run while a piece is hashed or written."""
 
 from __future__ import annotations
 

@@ -98,8 +98,9 @@ class Choices:
         compile: Compile | None = None,
         pinned: bool = False,
     ) -> None:
-        """Without a file nothing is measured: an interpreter's times say nothing about a GPU. If `pinned`,
-        the first allowed order is used without measuring, and the file is not read."""
+        """`file` caches the measured orders. None disables measuring: an interpreter's times say nothing
+        about a GPU. If `pinned`, the first allowed order is used without measuring, and the file is not
+        read."""
         self._measure = measure
         self._file = file
         self._capturing = capturing

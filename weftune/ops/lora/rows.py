@@ -37,8 +37,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How the rows of a microbatch are assigned to programs. It must not change until the backward is
-    done."""
+    """The assignment of a microbatch's rows to programs. It must not change until the backward is done."""
 
     tile: int
     piece: int

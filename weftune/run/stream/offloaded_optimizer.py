@@ -1,9 +1,9 @@
-"""Adapters whose master weights and moments live in host memory, while what passes read and the gradients
-that they add to stay on the device.
+"""Adapters whose master weights and moments live in host memory, while the weights that passes read and the
+gradients that they add to stay on the device.
 
-For a Step master weights and moments come to the device in pieces, are updated there by the kernel of
-resident adapters, which writes the new weights to where passes read them, and go back: on streams of their
-own, beside passes of jobs whose Steps are made. A pass waits for the Steps of its own jobs only.
+For a Step, master weights and moments are copied to the device in pieces, updated there by the kernel of
+resident adapters, which also writes the new weights that passes read, and copied back: on separate streams,
+concurrently with passes of jobs whose Steps are finished. A pass waits for the Steps of its own jobs only.
 
 Only the device writes a job's state between a Step and its outcome.
 
@@ -48,7 +48,7 @@ class OffloadedOptimizer:
     def __init__(
         self, resident: AdapterState, adapted: AdaptedBase, roster: Roster, make: Make = update
     ) -> None:
-        """`resident` has what stays on the device; `make` applies the updates."""
+        """`resident` manages the state that stays on the device; `make` applies the updates."""
         self._resident = resident
         self._adapted, self._roster, self._make_update = adapted, roster, make
         self.device = adapted.base.device
@@ -65,7 +65,7 @@ class OffloadedOptimizer:
         self._resident.attach(training)
 
     def _fit(self, training: Training) -> None:
-        """Allocate buffers for the pieces of a job that comes aboard, beside those of the others."""
+        """Allocate buffers for the pieces of a newly attached job, beside those of the others."""
         if self.ring.room == PIECE:
             return
         sizes = (one.layout.size for one in (*self._roster.trainings.values(), training))
@@ -102,7 +102,7 @@ class OffloadedOptimizer:
     # -- passes ------------------------------------------------------------------------------------------
 
     def use(self, stage: int, jobs: Collection[str], returning: bool) -> bool:
-        """Steps of these jobs are made first."""
+        """Make unfinished Steps of these jobs first."""
         steps = self._underway
         if steps is None or (steps.left.keys().isdisjoint(jobs) and steps.there.keys().isdisjoint(jobs)):
             return False
@@ -113,12 +113,12 @@ class OffloadedOptimizer:
         return True
 
     def ask_ahead(self, stage: int, jobs: Collection[str]) -> None:
-        """Start the Steps of all other jobs beside the pass that was just asked for."""
+        """Start the Steps of all other jobs concurrently with the pass that was just launched."""
         if self._underway is not None:
             self._ask(self._underway, list(self._underway.left))
 
     def note_backward(self, stage: int, jobs: Collection[str]) -> None:
-        """Gradients stay where they are."""
+        """Do nothing: gradients stay where they are."""
 
     def leave(self, stage: int) -> None:
         raise AssertionError(f"stage {stage} stays")
@@ -133,7 +133,8 @@ class OffloadedOptimizer:
         return True
 
     def step(self, due: Sequence[Due]) -> StepsUnderway:
-        """Register Steps. What a pass needs of them is made just before it, the rest beside it."""
+        """Register Steps. Those that a pass needs are made just before it, the others concurrently with
+        it."""
         return self._begin(due, gradient_norms([one.training.state for one in due]))
 
     def sums(self, training: Training) -> Sums:
@@ -169,12 +170,12 @@ class OffloadedOptimizer:
         for training in trainings:
             training.open = None
         if self.ring.lanes is not None:
-            # Updates follow the passes that made the gradients; what comes need not.
+            # Updates must wait for the passes that computed the gradients; incoming copies need not.
             self.ring.lanes.make.wait_stream(torch.cuda.current_stream())
         return self._underway
 
     def _finish(self) -> None:
-        """Make what is left of all Steps; afterwards everything is on the host."""
+        """Make all remaining Steps; afterwards everything is on the host."""
         if (steps := self._underway) is None:
             return
         with self._adapted.on_stream():
@@ -188,7 +189,7 @@ class OffloadedOptimizer:
                 self._finish()
             self._underway = None
         with self.ring.making():
-            # Not on the stream of the passes: others may be on their way.
+            # Not on the stream of the passes: others may already be queued there.
             none = torch.ones(1, dtype=torch.bool, device=steps.sums_J3.device)
             finite_J = torch.stack([torch.cat([none, *found]).all() for found in steps.finite])
             begun = StepsBegun.of(steps.due, steps.updates, steps.tokens, steps.sums_J3, finite_J)
@@ -197,7 +198,7 @@ class OffloadedOptimizer:
     # -- pieces ------------------------------------------------------------------------------------------
 
     def _ask(self, steps: _OffloadedSteps, jobs: Iterable[str]) -> None:
-        """Start the updates of these jobs that are left, beside whatever else the device does."""
+        """Start the remaining updates of these jobs, concurrently with other work of the device."""
         for seated in self._seated(steps, jobs):
             if made := [one for one in seated if not steps.refused(one.number)]:
                 self._make(steps, made)
@@ -207,10 +208,10 @@ class OffloadedOptimizer:
                     del steps.left[one.job]
 
     def _seated(self, steps: _OffloadedSteps, jobs: Iterable[str]) -> Iterator[list[_SeatedPart]]:
-        """The pieces that are left of these jobs, buffer by buffer."""
+        """Yield the remaining pieces of these jobs, buffer by buffer."""
         seated: list[_SeatedPart] = []
         for job in jobs:
-            # Not the list itself: a piece leaves it when it is made.
+            # Not the list itself: a piece is removed from it when it is updated.
             for part in tuple(steps.left.get(job, ())):
                 at = aligned(seated[-1].stop) if seated else 0
                 if at + part.size > self.ring.room:
@@ -260,7 +261,7 @@ class _SeatedPart:
 
     job: str
     number: int
-    """The job's index among those that step together."""
+    """Index of the job among those that step together."""
     part: StagePart
     at: int
 
@@ -271,28 +272,28 @@ class _SeatedPart:
 
 @dataclass(slots=True, eq=False)
 class _OffloadedSteps:
-    """Steps that were asked for together."""
+    """Steps that were requested together."""
 
     adapters: OffloadedOptimizer
     due: tuple[Due, ...]
     updates: tuple[Update, ...]
-    """With the state of the whole job."""
+    """Updates with the state of the whole job."""
     tokens: tuple[int, ...]
     sums_J3: Tensor
     """Loss, correct predictions and norm."""
     factor_J: Tensor | None
-    """Factors on the device where kernels make the updates; otherwise each update has its own."""
+    """Factors on the device if kernels make the updates. None if each update has its own."""
     numbers: dict[str, int] = field(init=False)
     left: dict[str, list[StagePart]] = field(init=False)
-    """Job → parameters that are not updated yet."""
+    """Maps each job to its parameters that are not updated yet."""
     finite: tuple[list[Tensor], ...] = field(init=False)
-    """For each job, whether the weights of its pieces are finite."""
+    """Whether the weights of each job's pieces are finite."""
     there: dict[str, torch.cuda.Event] = field(default_factory=dict)
-    """Job → done when its weights are updated, as far as that was asked for; no pass has waited for it."""
+    """Maps each job to the event of its last requested update; removed once a pass has waited for it."""
     home: torch.cuda.Event | None = None
-    """Done when all that was asked for is back on the host."""
+    """Event that is done when all requested updates are back on the host."""
     waits: list[Stopwatch] = field(default_factory=list)
-    """How long compute waited for them."""
+    """Times that compute waited for these Steps."""
 
     def __post_init__(self) -> None:
         layouts = {one.training.job: one.training.layout for one in self.due}
@@ -310,12 +311,12 @@ class _OffloadedSteps:
         return False
 
     def refused(self, number: int) -> bool:
-        """Whether the host already knows that a step is refused; otherwise the device decides."""
+        """Return whether the host already knows that a Step is refused; otherwise the device decides."""
         return self.factor_J is None and self.updates[number].factor < 0.0
 
     @contextmanager
     def waiting(self, device: torch.device) -> Iterator[None]:
-        """Count as waiting: compute has nothing else to do meanwhile."""
+        """Count the time in the context as waiting: compute has nothing else to do meanwhile."""
         watch = Stopwatch(device)
         yield
         watch.mark()
@@ -329,7 +330,7 @@ class _OffloadedSteps:
 
 
 def _divided(state: AdamState, device: torch.device) -> AdamState:
-    """A copy with master weights and moments in page-locked host memory, the rest on the device."""
+    """Return a copy with master weights and moments in page-locked host memory, the rest on the device."""
     optimizer = (state.master, state.exp_avg, state.exp_avg_sq)
     home = host_vectors([(len(vector), vector.dtype) for vector in optimizer], device)
     master, exp_avg, exp_avg_sq = (to.copy_(vector) for to, vector in zip(home, optimizer, strict=True))
@@ -337,14 +338,14 @@ def _divided(state: AdamState, device: torch.device) -> AdamState:
         master,
         exp_avg,
         exp_avg_sq,
-        # Nobody comes aboard in the middle of a batch.
+        # No job is attached in the middle of a batch.
         gradient=torch.zeros_like(state.gradient, device=device),
         weights=state.weights.to(device, copy=True),
     )
 
 
 def _copy(targets: Sequence[AdamState], sources: Sequence[AdamState]) -> None:
-    """Master weights and moments."""
+    """Copy master weights and moments."""
     copy([one for state in targets for one in _moved(state)], [one for s in sources for one in _moved(s)])
 
 

@@ -1,5 +1,5 @@
-"""Adapters that live in host memory. Weights come with their stage, gradients leave with it, and Steps are
-made piece by piece before the passes that need them.
+"""Adapters that live in host memory. Weights are loaded with their stage, gradients are evicted with it, and
+Steps are made piece by piece before the passes that need them.
 
 Shapes: J jobs.
 """
@@ -38,7 +38,7 @@ class TravellingAdapters:
         self.steps = TravellingSteps(self.travel, make)
         self.home = torch.device("cpu")
         self._returning: int | None = None
-        """The stage of the latest backward of a round, while it is in its place."""
+        """Stage of the latest backward of a round, while it is in its place."""
         self._underway: _Travelling | None = None
         weights.accompany(self._come, self._go)
 
@@ -80,7 +80,7 @@ class TravellingAdapters:
 
     def show(self, job: str, weights: Tensor) -> None:
         self._make_all()
-        # Stages may still be on their way, with the weights that they had.
+        # Stages may still be loading, with the old weights.
         self.travel.wait()
         self._roster.trainings[job].state.weights.copy_(weights)
         with self._adapted.on_stream():
@@ -89,7 +89,7 @@ class TravellingAdapters:
     # -- passes ------------------------------------------------------------------------------------------
 
     def use(self, stage: int, jobs: Collection[str], returning: bool) -> bool:
-        """Unfinished Steps of these jobs in the stage are made first."""
+        """Make unfinished Steps of these jobs in the stage first."""
         if self._underway is not None:
             self._underway.begun.used |= not self._underway.begun.jobs.isdisjoint(jobs)
         left = self.steps.left(stage, jobs)
@@ -104,17 +104,17 @@ class TravellingAdapters:
         return waits
 
     def _return(self, stage: int) -> None:
-        """The backward of a round has reached this stage. The stage behind it is finished: if it is resident,
-        so that no Evict sends its gradients, they are copied now; otherwise the Step would wait for all of
-        them."""
+        """Note that the backward of a round has reached this stage. The stage after it is finished: if it is
+        resident, so that no Evict sends its gradients, they are copied now; otherwise the Step would wait for
+        all of them."""
         if self._returning is not None and self._returning != stage:
             self.steps.send(self._returning)
         self._returning = stage
 
     def ask_ahead(self, stage: int, jobs: Collection[str]) -> None:
-        """Start unfinished Steps of this stage and of the next one here while this one computes: of all jobs,
-        since no pass has read there since, and of these jobs first. The next stage is skipped if it is not in
-        its place yet."""
+        """Start unfinished Steps of this worker's stage and its next one while this one computes: those of
+        all jobs, since no pass has read there since, with these jobs first. The next stage is skipped if it
+        is not in its place yet."""
         everybody = dict.fromkeys((*jobs, *self._roster.trainings))
         at = self._part.own.index(stage)
         for one in self._part.own[at : at + 2]:
@@ -132,7 +132,7 @@ class TravellingAdapters:
         self._returning = None
 
     def _come(self, stage: int) -> None:
-        """A stage is loaded."""
+        """Load the adapters of a stage that is being loaded."""
         self.steps.wait_here(stage)
         self.travel.come(stage, self.steps.unfinished)
 
@@ -143,16 +143,18 @@ class TravellingAdapters:
 
     @property
     def needs_previous_outcome(self) -> bool:
-        """Only for jobs that have been in a pass since: their outcomes are known by then."""
+        """Whether outcomes must be known first: only if one of the jobs has been in a pass since, by which
+        time they are known."""
         return self._underway is not None and self._underway.begun.used
 
     def needs_outcome_before(self, stage: int) -> bool:
-        """An evaluation need not wait for all Steps; but a job whose Step failed has no loss."""
+        """Return whether outcomes must be known: only at the last stage, since a job whose Step failed has no
+        loss."""
         return stage + 1 == len(self._part.stages)
 
     def step(self, due: Sequence[Due]) -> StepsUnderway:
-        """Register Steps. What a pass of the next round needs of them is made just before it, beside the
-        previous stage. Steps whose outcomes nobody has read yet are read together."""
+        """Register Steps. Those that a pass of the next round needs are made just before it, concurrently
+        with the previous stage. Outcomes that have not been read yet are read together."""
         if self._underway is None:
             self._underway = _Travelling(self, TravellingStepsBegun(self.steps))
         jobs = [one.training.job for one in due]
@@ -181,13 +183,13 @@ class TravellingAdapters:
         self.travel.take_gradients(jobs)
 
     def finish(self) -> None:
-        """Finish the Steps that were asked for."""
+        """Finish the requested Steps."""
         if self.steps.all_left():
             with self._waiting():
                 self._make_all()
         else:
-            # Made beside the round's forward: the host hears of them while the device goes back, and is a
-            # backward ahead of it when the next round begins.
+            # Made during the round's forward: the host reads the outcomes while the device runs the backward,
+            # and is a backward ahead of it when the next round begins.
             self.steps.wait()
         self._underway = None
 
@@ -200,7 +202,7 @@ class TravellingAdapters:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Count as waiting: compute has nothing else to do meanwhile."""
+        """Count the time in the context as waiting: compute has nothing else to do meanwhile."""
         watch = Stopwatch(self._adapted.base.device)
         with self._weights.waiting():
             yield
@@ -216,7 +218,7 @@ class _Travelling:
     adapters: TravellingAdapters
     begun: TravellingStepsBegun
     waits: list[Stopwatch] = field(default_factory=list)
-    """How long compute waited for them."""
+    """Times that compute waited for these Steps."""
 
     @property
     def due(self) -> Sequence[Due]:

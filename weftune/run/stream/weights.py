@@ -1,7 +1,8 @@
-"""Loads stages of a streamed base into slots of the device and evicts them, beside compute.
+"""Loading of stages of a streamed base into slots of the device, and their eviction, concurrently with
+compute.
 
-Copies go through one queue in the order of the Program's Loads, which is the order of need. A slot is
-overwritten only when the device has finished with its content.
+Copies go through one queue in the order of the Program's Loads, which is the order in which they are needed.
+A slot is overwritten only when the device has finished with its content.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from weftune.base.host.streamed import StreamedBase
 from weftune.run.measure.waited import Waited
 
 NOTHING_THERE = 0xFF
-"""Fills a slot whose stage has been evicted, where a CPU plays the device: NaN in every format, so that a
-wrong use shows."""
+"""Byte that fills a slot whose stage has been evicted if a CPU acts as the device: NaN in every format, so
+that wrong uses are noticed."""
 
 Beside = Callable[[int], None]
 """Work to be done with a stage's copy, on the same queue."""
@@ -27,7 +28,7 @@ Beside = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class JointEvent:
-    """An event that is done when all of these are."""
+    """An event that is done when all its events are."""
 
     events: tuple[torch.cuda.Event, ...] = ()
 
@@ -55,7 +56,7 @@ class ResidentWeights:
         raise AssertionError(f"stage {stage} stays, and does not go")
 
     def use(self, stage: int) -> bool:
-        """Make the stage readable by the device; True if the device may have to wait for it."""
+        """Make the stage readable by the device, and return whether the device may have to wait for it."""
         return False
 
 
@@ -89,25 +90,25 @@ class StreamedWeights:
         self._queue.evict(stage, self.base.part.slot(stage))
 
     def use(self, stage: int) -> bool:
-        """Make the stage readable by the device; True if the device may have to wait for it."""
+        """Make the stage readable by the device, and return whether the device may have to wait for it."""
         if not self.base.part.stages[stage].resident:
             assert stage in self.there, f"stage {stage} is used but was not brought"
             self._queue.use(stage)
         return True
 
     def gone(self) -> JointEvent:
-        """Done when everything sent to the host until now has arrived. All passes before a Step are finished
-        then."""
+        """Return an event that is done when everything sent to the host until now has arrived. All passes
+        before a Step are finished then."""
         return self._queue.gone()
 
     def writable(self, stage: int) -> JointEvent:
-        """Done when the stage's adapter weights may be overwritten: those whose Step was asked for with the
-        last `gone`, and which no pass has read since."""
+        """Return an event that is done when the stage's adapter weights may be overwritten: those whose Step
+        was requested with the last `gone`, and which no pass has read since."""
         return self._queue.writable(stage)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time in here as waiting, unless the device is still busy."""
+        """Count the time in the context as waiting, unless the device is still busy."""
         if self.base.whole.device.type != "cuda":
             began = time.perf_counter()
             yield
@@ -120,7 +121,7 @@ class StreamedWeights:
         self.waited.note(ready, there)
 
     def settle(self) -> None:
-        """Load the stages that a window begins with, whatever an unfinished window has left."""
+        """Load the stages that a window begins with, whatever state an unfinished window has left."""
         waiting = set(self.base.part.waiting)
         for stage in sorted(self.there - waiting):
             self.evict(stage)
@@ -141,7 +142,7 @@ class StreamedWeights:
 
 
 class _HostQueue:
-    """The queue for a CPU that plays the device: every copy is made at once."""
+    """The queue for a CPU in the role of the device: every copy is made at once."""
 
     def __init__(self, weights: StreamedWeights) -> None:
         self._weights = weights
@@ -176,25 +177,27 @@ class _GpuQueue:
         self._weights, self._bytes = weights, stage_bytes
         self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._free: dict[int, torch.cuda.Event] = {}
-        """Slot → done when its content is no longer needed."""
+        """Maps each slot to an event that is done when its content is no longer needed."""
         self._beside: dict[int, torch.cuda.Event] = {}
-        """Stage → done when the adapters have arrived with it; until its first use."""
+        """Maps each stage to an event that is done when the adapters have arrived with it; removed at its
+        first use."""
         self._came: dict[int, torch.cuda.Event] = {}
-        """Stage → done when the adapters last arrived with it."""
+        """Maps each stage to an event that is done when the adapters last arrived with it."""
         self._writable: dict[int, torch.cuda.Event] = {}
-        """Stage → done when nobody reads or writes the adapters in its slot any longer."""
+        """Maps each stage to an event that is done when the adapters in its slot are no longer read or
+        written."""
         self._stepped: torch.cuda.Event | None = None
-        """Done when the last pass before the last Step is finished."""
+        """Event that is done when the last pass before the last Step is finished."""
 
     def load(self, stage: int, slot: int) -> None:
-        # If nobody has left it yet, room for adapters there may just be being made.
+        # If no stage has been evicted from it yet, room for adapters there may still be being allocated.
         free = self._free.pop(slot, None) or torch.cuda.current_stream().record_event()
         self._in.wait_event(free)
         with torch.cuda.stream(self._in):
             self._bytes.ask(stage, free)
             self._weights.come(stage)
             self._came[stage] = self._beside[stage] = _marked()
-        # Weights whose Step has been asked for do not come beside it.
+        # Weights whose Step has been requested are not loaded with it.
         self._writable[stage] = free
 
     def evict(self, stage: int, slot: int) -> None:
@@ -215,25 +218,26 @@ class _GpuQueue:
         self._weights.waited.note(ready, there or beside)
 
     def settle(self) -> None:
-        """A job that came aboard since a slot was left may still be copied there."""
+        """Wait for the current stream: a job attached since a slot was freed may still be copied there."""
         self._in.wait_stream(torch.cuda.current_stream())
 
     def gone(self) -> JointEvent:
         left, self._stepped = torch.cuda.Event(), torch.cuda.Event()
         left.record(self._out)
         self._stepped.record()
-        # What has come until now came with weights from before this Step.
+        # Stages loaded until now have weights from before this Step.
         self._writable = dict(self._came)
         return JointEvent((left, self._stepped))
 
     def writable(self, stage: int) -> JointEvent:
-        """A stage that was loaded since the last Step may lie where others were read since."""
+        """Return the events after which the stage's adapters may be overwritten. A stage that was loaded
+        since the last Step may be in a slot in which others were read since."""
         events = (self._stepped, self._writable.get(stage))
         return JointEvent(tuple(event for event in events if event is not None))
 
 
 class _Copied:
-    """Copies a stage's bytes on the stream that asks for them."""
+    """Copies of a stage's bytes on the stream that requests them."""
 
     def __init__(self, weights: StreamedWeights) -> None:
         self._weights = weights
@@ -243,20 +247,21 @@ class _Copied:
         self._weights.fetch(stage)
 
     def there(self, stage: int) -> torch.cuda.Event | None:
-        """Done when the bytes have arrived; None: they are ordered with what was asked for after them."""
+        """Return an event that is done when the bytes have arrived. None means that later requests are
+        ordered after them."""
         return None
 
 
 class _StageRead:
-    """A thread that reads stages from their files and copies them on a stream of its own. So nothing that the
-    main thread asks for waits behind a stage that is still being read, or delays one."""
+    """A thread that reads stages from their files and copies them on a separate stream. So no request of the
+    main thread waits for a stage that is still being read, or delays one."""
 
     def __init__(self, weights: StreamedWeights) -> None:
         self._weights = weights
         self._pages = torch.cuda.Stream(weights.base.whole.device)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._reads: dict[int, Future[torch.cuda.Event]] = {}
-        """Stage → its arrival event, available once all of its copies have been started."""
+        """Maps each stage to its arrival event, available once all of its copies have been started."""
 
     def ask(self, stage: int, free: torch.cuda.Event) -> None:
         self._reads[stage] = self._reader.submit(self._read, stage, free)
@@ -272,7 +277,7 @@ class _StageRead:
 
 
 def _marked() -> torch.cuda.Event:
-    """An event at the current point of the current stream."""
+    """Return an event at the current point of the current stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -1,10 +1,10 @@
-"""A job's checkpoints: whole or not at all, checked when read, never a pickle.
+"""A job's checkpoints: written atomically, verified when read, never a pickle.
 
 A checkpoint is a folder `step-00000020` with `tensors.safetensors` (master weights, both moments, the best
-weights if kept, the mean of the last weights while a rung is to judge it), `state.json` (where the job
-stands) and `SHA256SUMS` over both. It is written from a snapshot of the job, under another name, synced, then
-renamed. The data cursor, the schedule and the dropout are functions of seed and step, so those two are all
-the random state there is. The last two checkpoints are kept: if a byte of the newer one has flipped, the
+weights if kept, the mean of the last weights while a rung is to evaluate it), `state.json` (the job's
+progress) and `SHA256SUMS` over both. It is written from a snapshot of the job, under another name, synced,
+then renamed. The data cursor, the schedule and the dropout are functions of seed and step, so those two are
+all the random state there is. The last two checkpoints are kept: if a byte of the newer one has flipped, the
 older one serves.
 
 A pipeline writes a file of tensors for each stage (`weftune.run.training.slices`). Either is read on any
@@ -77,7 +77,7 @@ def write_state(partial: Path, state: Mapping[str, Any], sums: Mapping[str, str]
 def put_in_place(partial: Path, final: Path) -> None:
     """Rename a completely written checkpoint to its final name, and drop all but the newest."""
     sync_folder(partial)
-    # What stands there is damaged, or of the same step before its evaluation.
+    # An existing folder is damaged, or of the same step before its evaluation.
     shutil.rmtree(final, ignore_errors=True)
     os.rename(partial, final)
     sync_folder(final.parent)
@@ -94,13 +94,14 @@ def partial_folder(folder: Path, step: int) -> Path:
 
 
 def holds(folder: Path, progress: Progress) -> bool:
-    """Whether there is an intact checkpoint of exactly this progress."""
+    """Return whether there is an intact checkpoint of exactly this progress."""
     there = _read(final_folder(folder, progress.step))
     return there is not None and there.progress == progress
 
 
 def restore(folder: Path, training: Training) -> bool:
-    """Bring `training` to the newest intact checkpoint under `folder`; False if there is none."""
+    """Restore `training` from the newest intact checkpoint under `folder`, and return whether there is
+    one."""
     for path in _newest_first(folder):
         stored = _read(path)
         if stored is None or not stored.serves(training):
@@ -108,7 +109,7 @@ def restore(folder: Path, training: Training) -> bool:
         training.progress = stored.progress
         training.master.copy_(stored.vector("master", training))
         for name in MOMENTS:
-            # Not there in what was saved at step 0 by earlier releases.
+            # Missing in checkpoints saved at step 0 by earlier releases.
             if stored.has(name):
                 getattr(training.state, name).copy_(stored.vector(name, training))
         training.state.weights.copy_(training.master)
@@ -120,7 +121,7 @@ def restore(folder: Path, training: Training) -> bool:
         if training.mean is not None and stored.has("mean"):
             training.mean.copy_(stored.vector("mean", training))
         else:
-            # It begins with the next step.
+            # The mean begins with the next step.
             training.progress.averaged = 0
         training.forget_open_batch()
         return True
@@ -132,9 +133,9 @@ class Survey:
     """The state of a job's checkpoints."""
 
     progress: Progress | None
-    """The progress of the newest intact one; None if there is none."""
+    """Progress of the newest intact checkpoint. None if there is none."""
     damaged: tuple[Path, ...]
-    """Newer ones that cannot be used."""
+    """Newer checkpoints that cannot be used."""
 
 
 def survey(folder: Path) -> Survey:
@@ -148,7 +149,7 @@ def survey(folder: Path) -> Survey:
 
 
 def newest_progress(folder: Path) -> Progress | None:
-    """The progress of the newest intact checkpoint."""
+    """Return the progress of the newest intact checkpoint, or None."""
     return survey(folder).progress
 
 
@@ -167,7 +168,7 @@ def _newest_first(folder: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class _CheckpointPart:
-    """One file of tensors, with the place of each parameter in its flat vectors."""
+    """One file of tensors, with the layout of its flat vectors."""
 
     layout: VectorLayout
     tensors: Mapping[str, Tensor]
@@ -185,7 +186,7 @@ class _Stored:
         return all(name in part.tensors for part in self.parts)
 
     def serves(self, training: Training) -> bool:
-        """Whether it holds all parameters of `training`, in their shapes."""
+        """Return whether it holds all parameters of `training`, in their shapes."""
         stored = {parameter for part in self.parts for parameter in part.layout.parameters}
         return stored.issuperset(training.layout.parameters)
 
@@ -196,8 +197,8 @@ class _Stored:
 
 
 def _read(path: Path) -> _Stored | None:
-    """The checkpoint at `path` if it is whole and its checksums hold. One that is whole and of a later
-    format raises UnknownFormat."""
+    """Return the checkpoint at `path` if it is complete and its checksums match, else None. A complete one of
+    a later format raises UnknownFormat."""
     try:
         content = _whole_files(path)
         if content is None:
@@ -215,7 +216,7 @@ def _read(path: Path) -> _Stored | None:
 
 
 def _whole_files(path: Path) -> dict[str, bytes] | None:
-    """The files of a checkpoint of any format, or None where a checksum does not hold."""
+    """Return the files of a checkpoint of any format, or None if a checksum does not match."""
     sums = (path / SUMS).read_bytes()
     names = [Path(line.partition("  ")[2]).name for line in sums.decode().splitlines()]
     content = {name: (path / name).read_bytes() for name in names}
@@ -235,7 +236,7 @@ def _sums(content: Mapping[str, bytes]) -> bytes:
 
 
 def sums_text(sums: Mapping[str, str]) -> bytes:
-    """As `sha256sum` writes and checks them."""
+    """Return checksums in the format of `sha256sum`."""
     return "".join(f"{digest}  {name}\n" for name, digest in sums.items()).encode()
 
 

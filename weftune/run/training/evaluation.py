@@ -1,4 +1,5 @@
-"""Evaluations of a window: sums over the microbatches so far, and how many are still to come."""
+"""Evaluations of a window: sums over the microbatches so far, and the number of microbatches still to
+come."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Evaluations:
         self.left.subtract((segment.job, segment.step) for segment in plan.segments)
 
     def add(self, key: EvaluationKey, more: EvaluationSums) -> EvaluationSums:
-        """Add a microbatch's sums; returns the sums so far."""
+        """Add a microbatch's sums and return the sums so far."""
         so_far = self._sums[key]
         so_far.loss += more.loss
         so_far.correct += more.correct

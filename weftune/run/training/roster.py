@@ -1,4 +1,4 @@
-"""The jobs aboard an executor, and which of them are dead."""
+"""The jobs attached to an executor, and which of them are dead."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from weftune.run.training.state import Training
 
 
 class Roster:
-    """The jobs aboard; all parts of an executor share one roster."""
+    """The attached jobs; all parts of an executor share one roster."""
 
     def __init__(self) -> None:
         self.trainings: dict[str, Training] = {}
         self.dead: set[str] = set()
-        """Jobs whose rows and actions are skipped from here on; the Program stands for the others."""
+        """Jobs whose rows and actions are skipped from here on; the Program still holds for the others."""
 
     def sizes(self) -> dict[str, int]:
-        """Job → adapter parameters here."""
+        """Return a map from each job to its number of adapter parameters here."""
         return {job: training.layout.size for job, training in self.trainings.items()}
 
     def met(self, jobs: Iterable[str]) -> dict[str, int]:
-        """Job → adapter parameters here that a row meets."""
+        """Return a map from each of these jobs to the number of its adapter parameters here that a row
+        passes."""
         return {job: self.trainings[job].layout.met for job in jobs}
 
     def inside_a_step(self) -> bool:
-        """Whether a global batch is open."""
+        """Return whether a global batch is open."""
         return any(training.open is not None for training in self.trainings.values())
 
     def collect(

@@ -1,4 +1,4 @@
-"""Learning rates, step by step, as transformers' schedules give them. Steps are counted from 1."""
+"""Learning rates per step, as in transformers' schedules. Steps are counted from 1."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class Recipe:
     clip: float | None = 1.0
     seed: int = 0
     averaged: tuple[tuple[int, int], ...] = ()
-    """Spans of steps, the first and the last of each, over which the mean of the master weights is kept."""
+    """First and last step of each span over which the mean of the master weights is kept."""
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """The rate that optimizer step `step` uses: warm-up from 0, then the schedule down to 0 (or constant)."""
+    """Return the rate that optimizer step `step` uses: warm-up from 0, then the schedule down to 0 (or
+    constant)."""
     past = step - 1
     if past < recipe.warmup:
         return recipe.learning_rate * past / max(1, recipe.warmup)

@@ -1,5 +1,5 @@
-"""A checkpoint in slices. Every worker of a pipeline writes its own; the first worker, which hears of all of
-them, writes the state and renames the folder into place. Until then nobody reads it."""
+"""A checkpoint in slices. Every worker of a pipeline writes its own; the first worker, to which all of them
+are reported, writes the state and renames the folder into place. Until then it is not read."""
 
 from __future__ import annotations
 
@@ -59,6 +59,6 @@ def finish(
 
 
 def drop_partial(folder: Path) -> None:
-    """Remove partial folders of a run that was killed; nobody must be writing here."""
+    """Remove partial folders of a run that was killed; no process may be writing here."""
     for path in folder.glob(".step-*.partial"):
         shutil.rmtree(path, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Snapshots of jobs' training states in host memory, from which they are written while training goes on.
+"""Snapshots of jobs' training states in host memory, from which they are written while training continues.
 
-A GPU copies a state by itself, on a stream of its own, into page-locked memory that is used again and again;
-the next step of the job waits for the copy on the device, and nobody waits for it on the host. Snapshots take
-a bounded number of bytes: who wants one more waits until another has been written.
+A GPU copies a state asynchronously, on a separate stream, into page-locked memory that is reused; the next
+step of the job waits for the copy on the device, and the host does not wait for it. Snapshots take a bounded
+number of bytes: a request for one more waits until another has been written.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from weftune.run.training.state import Progress, Training
 
 MOST_BYTES = 8 << 30
 HOST_SHARE = 1 / 8
-"""Bytes of snapshots at any time: so many, but not more than this share of the host's memory that is free.
-On a CPU it is part of what no plan counts with (`CPU_SHARE` in run/measure/memory.py)."""
+"""Maximum bytes of snapshots: `MOST_BYTES`, but not more than this share of the host's free memory. On a CPU
+it is part of the memory that no plan uses (`CPU_SHARE` in run/measure/memory.py)."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -38,29 +38,28 @@ class Snapshot:
     seed: int
     layout: VectorLayout
     vectors: Mapping[str, Tensor]
-    """By the names that a checkpoint has for them: the master weights, the moments, the best weights, the
-    mean."""
+    """Maps names in a checkpoint to vectors: the master weights, the moments, the best weights, the mean."""
     memory: Tensor | None = None
-    """The bytes that all of them lie in, if those are to be given back."""
+    """Memory that holds all vectors, if it is to be given back."""
     copied: torch.cuda.Event | None = None
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The vectors, once the device has copied them."""
+        """Return the vectors; waits until the device has copied them."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.vectors
 
 
 def snapshot_of(training: Training, vectors: Mapping[str, Tensor] | None = None) -> Snapshot:
-    """With these vectors; else with the job's own, not with copies if they are on the host: then nobody may
-    change them before they are written."""
+    """Return a snapshot with these vectors, or else with the job's own. Vectors on the host are not copied:
+    they must not change before they are written."""
     vectors = vectors or {name: value.cpu() for name, value in vectors_of(training).items()}
     return Snapshot(training.job, copy(training.progress), training.member.seed, training.layout, vectors)
 
 
 def vectors_of(training: Training) -> dict[str, Tensor]:
-    """The vectors that a checkpoint holds. A job that was gathered from several workers to be exported has no
-    moments."""
+    """Return the vectors that a checkpoint holds. A job that was gathered from several workers for export has
+    no moments."""
     found = {name: getattr(training.state, name) for name in ("master", *MOMENTS)}
     if training.best is not None:
         found["best"] = training.best
@@ -71,18 +70,19 @@ def vectors_of(training: Training) -> dict[str, Tensor]:
 
 class Snapshots:
     def __init__(self, device: torch.device, max_bytes: int | None = None) -> None:
-        """`device` is the one that trains."""
+        """Create an empty pool. `device` is the one that trains."""
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.max_bytes = max_bytes or min(MOST_BYTES, int(psutil.virtual_memory().available * HOST_SHARE))
         self._used_bytes = 0
         self._free: dict[int, list[Tensor]] = {}
-        """Page-locked memory that nobody uses, by its size: locking it takes longer than copying to it."""
+        """Maps a size to unused page-locked memory of that size: locking memory takes longer than copying to
+        it."""
         self._free_bytes = 0
         self._changed = threading.Condition()
 
     def take(self, training: Training) -> Snapshot:
-        """Copy a job's state as it is when the device has done what it was asked for so far."""
+        """Copy a job's state as of the end of the work launched on the device so far."""
         vectors = vectors_of(training)
         memory = self._take_memory(sum(map(_aligned, vectors.values())))
         copies, start = {}, 0
@@ -95,7 +95,7 @@ class Snapshots:
         return replace(snapshot_of(training, copies), memory=memory, copied=copied)
 
     def give_back(self, snapshot: Snapshot) -> None:
-        """Its memory may be used again."""
+        """Release the snapshot's memory for reuse."""
         assert snapshot.memory is not None
         with self._changed:
             self._used_bytes -= len(snapshot.memory)
@@ -104,7 +104,7 @@ class Snapshots:
             self._changed.notify_all()
 
     def reserve(self, size: int) -> None:
-        """Have page-locked memory of this size ready, if there is room for one more."""
+        """Allocate page-locked memory of this size ahead, if there is room for one more."""
         with self._changed:
             if self._stream is None or self._held_bytes + size > self.max_bytes:
                 return
@@ -123,9 +123,9 @@ class Snapshots:
             for name, vector in vectors.items():
                 copies[name].copy_(vector, non_blocking=True)
                 if vector.is_cuda:
-                    # A job may leave, or find better weights, before the copy is made.
+                    # A job may be detached, or find better weights, before the copy is made.
                     vector.record_stream(self._stream)
-            # Whoever waits for it leaves the core to others.
+            # A thread that waits for it yields its core.
             copied = torch.cuda.Event(blocking=True)
             copied.record(self._stream)
         return copied
@@ -157,8 +157,8 @@ class Snapshots:
 
 
 def snapshot_bytes(training: Training, keeps_best: bool = False) -> int:
-    """Of the largest snapshot of the job: with the mean if it may have one, and with its best weights if it
-    `keeps_best`."""
+    """Return the bytes of the largest snapshot of the job: with the mean if it may have one, and with its
+    best weights if it `keeps_best`."""
     found = vectors_of(training)
     later = {"best": keeps_best, "mean": training.mean is not None}
     more = sum(1 for name, comes in later.items() if comes and name not in found)
@@ -170,7 +170,8 @@ def _aligned(vector: Tensor) -> int:
 
 
 def _host_memory(size: int, device: torch.device) -> Tensor:
-    """Page-locked for a GPU; ordinary where the system does not allow so much, and then copies wait."""
+    """Return host memory, page-locked for a GPU. If the system does not allow that much, it is pageable, and
+    copies block."""
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     try:
         with on_device:

@@ -1,5 +1,5 @@
-"""One job's training state: master weights, their mean where a sweep asks for it, moments, accumulated
-gradients and progress.
+"""One job's training state: master weights, their mean if a sweep requests it, moments, accumulated gradients
+and progress.
 
 All parameters of an adapter live in one flat vector, so that a step is a handful of vector operations.
 """
@@ -20,25 +20,25 @@ from weftune.ops.adamw import AdamState, Update
 from weftune.run.training.schedule import Recipe, learning_rate
 
 LITTLE = 1e-6
-"""Added to a norm before dividing by it, as torch does."""
+"""Constant added to a norm before dividing by it, as in torch."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far a job has come; saved in every checkpoint."""
+    """The progress of a job, saved in every checkpoint."""
 
     step: int = 0
     trained_tokens: int = 0
     best_step: int | None = None
     best_loss: float | None = None
     stale: int = 0
-    """Consecutive evaluations without enough improvement over the best."""
+    """Number of consecutive evaluations without enough improvement over the best."""
     evaluated: int = -1
-    """The step of the last evaluation."""
+    """Step of the last evaluation."""
     evaluated_loss: float | None = None
-    """The validation loss of the last evaluation that counts for the job."""
+    """Validation loss of the last evaluation that counts for the job."""
     averaged: int = 0
-    """Steps whose master weights are in the mean; 0: there is none."""
+    """Number of steps whose master weights are in the mean; 0 if there is no mean."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class OpenBatch:
     loss: Tensor
     correct: Tensor
     tokens: int = 0
-    """Rows seen so far, prompt and completion alike."""
+    """Number of rows so far, prompt and completion alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +68,13 @@ class Training:
     state: AdamState
     progress: Progress = field(default_factory=Progress)
     best: Tensor | None = None
-    """The master weights of the best evaluation, where the job keeps them."""
+    """Master weights of the best evaluation, if the job keeps them."""
     mean: Tensor | None = None
-    """The mean of the master weights after the last `progress.averaged` steps, where the recipe asks for it.
-    A sweep's rung judges it."""
+    """Mean of the master weights after the last `progress.averaged` steps, if the recipe requests it. A
+    sweep's rung evaluates it."""
     open: OpenBatch | None = None
     copied: torch.cuda.Event | None = None
-    """The end of a snapshot's copy, which the device may not have reached yet."""
+    """End of a snapshot's copy, which the device may not have reached yet."""
 
     @property
     def job(self) -> str:
@@ -89,8 +89,8 @@ class Training:
         return self.state.gradient
 
     def update(self, norm: float = 0.0) -> Update:
-        """The update of the next step, for a gradient of that norm. The device makes it behind a copy that
-        still reads the state."""
+        """Return the update of the next step, for a gradient of that norm. The device makes it after a copy
+        that still reads the state."""
         if self.copied is not None:
             torch.cuda.current_stream(self.master.device).wait_event(self.copied)
             self.copied = None
@@ -113,7 +113,7 @@ class Training:
         """Add a microbatch's loss and correct predictions to the open global batch."""
         tokens, before = segment.tokens, self.open
         if before is None:
-            # Most batches are one microbatch: with a thousand jobs every launch that is left out counts.
+            # Most batches are one microbatch: with a thousand jobs every saved launch counts.
             self.open = OpenBatch(loss.detach(), correct, tokens)
         else:
             self.open = OpenBatch(
@@ -121,13 +121,13 @@ class Training:
             )
 
     def average(self) -> None:
-        """Take the step that was just made into the mean. This allocates nothing, so it cannot fail."""
+        """Add the step that was just made to the mean. This allocates nothing, so it cannot fail."""
         if self.mean is None:
             return
         progress, step = self.progress, self.progress.step
         first = next((first for first, last in self.recipe.averaged if step <= last), None)
         if first is None:
-            # The last rung is behind it.
+            # The job has passed its last rung.
             self.mean, progress.averaged = None, 0
             return
         before = progress.averaged if step > first else 0
@@ -137,7 +137,7 @@ class Training:
 
     @property
     def judged(self) -> Tensor:
-        """The weights that a rung judges: the mean, or the master weights where there is none."""
+        """Weights that a rung evaluates: the mean, or the master weights if there is no mean."""
         return self.mean if self.mean is not None and self.progress.averaged else self.master
 
     def take_batch(self, gradient: Tensor, loss: Tensor, correct: Tensor, tokens: int) -> None:
@@ -151,8 +151,9 @@ class Training:
         self.open = None
 
     def note_evaluation(self, loss: float, keep_best: bool, min_delta: float, counts: bool = True) -> bool:
-        """Record an evaluation; True if it is the best so far. Its weights are kept if the job keeps the
-        best. One that does not count was asked for by others than the job: a sweep's rung."""
+        """Record an evaluation and return whether it is the best so far. Its weights are kept if the job
+        keeps the best. An evaluation that does not count was requested not by the job but by a sweep's
+        rung."""
         best = self.progress.best_loss
         self.progress.evaluated = self.progress.step
         if not counts:
@@ -178,12 +179,12 @@ def new_training(
     frozen: WeightOf | None = None,
     is_restored: bool = False,
 ) -> Training:
-    """A job at step 0, its weights drawn from its own seed or read from its `init_from`.
+    """Return a job at step 0, its weights drawn from its own seed or read from its `init_from`.
 
-    Where `sites` are those of one stage, `whole_sites` are those of the base, which an `init_from` must fit.
+    If `sites` are those of one stage, `whole_sites` are those of the base, which an `init_from` must fit.
     Numbers are drawn on the device `drawn_on`, which may differ from the device that keeps them: a GPU draws
-    much faster than the host. `frozen` gives the weights of the base at `sites`, from which some kinds start.
-    One that `is_restored` from its checkpoint next is not drawn at all: a start may take long.
+    much faster than the host. `frozen` returns the weights of the base at `sites`, from which some kinds
+    start. If the job `is_restored` from its checkpoint next, nothing is drawn, since that may take long.
     """
     kind = kind_named(member.spec.kind)
     layout = layout_of(member.spec, sites)
@@ -197,7 +198,7 @@ def new_training(
         gradient=torch.zeros_like(master),
         weights=master.to(dtype, copy=True),
     )
-    # Now, when its memory is counted: no Step may run short of it.
+    # Allocated now, when its memory is counted, so that no Step runs out of memory for it.
     mean = torch.zeros_like(master) if recipe.averaged else None
     return Training(member, recipe, layout, state, mean=mean)
 

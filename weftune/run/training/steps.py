@@ -41,20 +41,20 @@ Outcome = StepOutcome | NoStep
 
 
 class StepsUnderway(Protocol):
-    """Steps that have been asked for."""
+    """Steps that have been requested."""
 
     @property
     def due(self) -> Sequence[Due]: ...
 
     @property
     def made(self) -> bool:
-        """Whether they were made at once, so that their outcomes are known."""
+        """Whether the Steps were made at once, so that their outcomes are known."""
 
     def outcomes(self) -> Sequence[Outcome]:
-        """Their outcomes; waits for them."""
+        """Return the outcomes of the Steps; waits for them."""
 
     def seconds(self) -> float:
-        """Seconds of device time, once their outcomes are known."""
+        """Return the seconds of device time, once the outcomes are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class StepsBegun:
     updates: tuple[Update, ...]
     tokens: tuple[int, ...]
     values_J4: Tensor
-    """On the host, once `read` is done: loss, correct predictions, norm, whether the weights are finite."""
+    """Loss, correct predictions, norm and whether the weights are finite, on the host once `read` is done."""
     read: torch.cuda.Event | None
 
     @classmethod
@@ -86,7 +86,8 @@ class StepsBegun:
         sums_J3: Tensor,
         finite_J: Tensor,
     ) -> StepsBegun:
-        """`sums_J3` are loss, correct predictions and norm. Later work on this stream is not waited for."""
+        """Start reading the results. `sums_J3` are loss, correct predictions and norm. Later work on this
+        stream is not waited for."""
         values_J4 = torch.cat([sums_J3, finite_J[:, None].double()], dim=1)
         if not values_J4.is_cuda:
             return cls(due, updates, tokens, values_J4, None)
@@ -95,7 +96,7 @@ class StepsBegun:
         return cls(due, updates, tokens, host_J4, torch.cuda.current_stream().record_event())
 
     def outcomes(self) -> list[Outcome]:
-        """The outcome of every step. Where it is a NoStep, the weights must not be used."""
+        """Return the outcome of every step. If it is a NoStep, the weights must not be used."""
         if self.read is not None:
             self.read.synchronize()
         found: list[Outcome] = []
@@ -110,7 +111,7 @@ class StepsBegun:
 
 
 def take_steps(due: Sequence[Due]) -> list[Outcome]:
-    """Clip, step and close every open batch. Where the outcome is a NoStep, the weights must not be used."""
+    """Clip, step and close every open batch. If the outcome is a NoStep, the weights must not be used."""
     if kernels_at_hand(due[0].training.master):
         return begin_steps(due).outcomes()
     return [_take_alone(one) for one in due]
@@ -130,7 +131,7 @@ def begin_steps(due: Sequence[Due]) -> StepsBegun:
 
 
 def factors(trainings: Sequence[Training], sums_J2: Tensor, norm_J: Tensor) -> Tensor:
-    """The clipping factor of each gradient, in float64 [J]; below 0 where no step can be made."""
+    """Return the clipping factor of each gradient, in float64 [J]; below 0 if no step can be made."""
     clips = [training.recipe.clip or math.inf for training in trainings]
     clip_J = torch.tensor(clips, dtype=norm_J.dtype).to(norm_J.device, non_blocking=True)
     good_J = sums_J2[:, 0].isfinite() & norm_J.isfinite()
@@ -147,14 +148,15 @@ def _take_alone(due: Due) -> Outcome:
 
 
 def batch_sums(trainings: Sequence[Training]) -> list[Sums]:
-    """The sums of the open batches; waits for the device once."""
+    """Return the sums of the open batches; waits for the device once."""
     norm_J = gradient_norms([training.state for training in trainings])
     values = torch.cat([open_sums(trainings), norm_J[:, None]], dim=1).tolist()
     return [Sums(loss=loss, norm=norm, correct=correct) for loss, correct, norm in values]
 
 
 def open_sums(trainings: Sequence[Training]) -> Tensor:
-    """Loss and correct predictions of the open batches, in float64 [J, 2], in a few launches for all."""
+    """Return loss and correct predictions of the open batches, in float64 [J, 2], with a few launches for
+    all."""
     batches = [_open_batch(training) for training in trainings]
     loss_J = torch.stack([batch.loss for batch in batches]).double()
     correct_J = torch.stack([batch.correct for batch in batches]).double()
@@ -162,7 +164,7 @@ def open_sums(trainings: Sequence[Training]) -> Tensor:
 
 
 def why_no_step(training: Training, sums: Sums) -> str | None:
-    """Why the job's next step must not be made, or None."""
+    """Return why the job's next step must not be made, or None."""
     step = training.progress.step + 1
     if not math.isfinite(sums.loss):
         return f"its loss at step {step} is {sums.loss}"
@@ -172,7 +174,7 @@ def why_no_step(training: Training, sums: Sums) -> str | None:
 
 
 def make_updates(updates: Sequence[Update]) -> list[str | None]:
-    """Apply the updates; for each, why its weights must not be used, or None."""
+    """Apply the updates, and return for each why its weights must not be used, or None."""
     if updates and kernels_at_hand(updates[0].state.master):
         finite = update(updates).tolist()
         return [None if good else _spoilt(one) for one, good in zip(updates, finite, strict=True)]
@@ -197,7 +199,7 @@ def close_batch(due: Due, sums: Sums, rate: float) -> StepOutcome:
 
 
 def counted(due: Due, sums: Sums, rate: float, tokens: int) -> StepOutcome:
-    """Count a step of the job. Its master weights are those of this step: no later one has been asked for."""
+    """Count a step of the job. Its master weights are those of this step: no later one has been requested."""
     progress = due.training.progress
     progress.step += 1
     progress.trained_tokens += tokens
@@ -212,7 +214,7 @@ def counted(due: Due, sums: Sums, rate: float, tokens: int) -> StepOutcome:
 
 
 def open_tokens(training: Training) -> int:
-    """Rows in the open batch."""
+    """Return the number of rows in the open batch."""
     return _open_batch(training).tokens
 
 
@@ -222,12 +224,13 @@ def _open_batch(training: Training) -> OpenBatch:
 
 
 def _sums(training: Training) -> Tensor:
-    """Loss and correct predictions of the open batch, in float64 [2]."""
+    """Return loss and correct predictions of the open batch, in float64 [2]."""
     return open_sums([training])[0]
 
 
 def batch_totals(training: Training) -> Tensor:
-    """The same in the dtype of the master weights, as replicas exchange it."""
+    """Return loss and correct predictions of the open batch in the dtype of the master weights, which
+    replicas exchange."""
     return _sums(training).to(training.master.dtype)
 
 

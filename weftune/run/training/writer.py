@@ -1,8 +1,8 @@
-"""Writes what jobs leave on disk while training goes on: a checkpoint from a snapshot, a finished adapter.
+"""Writing of jobs' files while training continues: checkpoints from snapshots, and finished adapters.
 
-What one job is to leave is written in the order in which it was asked for. Threads hash and write different
-jobs' files side by side, so that checksums keep up with the disk. What is said to be on disk is on disk: a
-future is done when everything is synced and has its name.
+The files of one job are written in the order in which they were requested. Threads hash and write different
+jobs' files in parallel, so that checksums keep up with the disk. A future is done only when everything is
+synced to disk and has its final name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from weftune.run.training.snapshot import Snapshot, Snapshots
 T = TypeVar("T")
 LEAST_THREADS, MOST_THREADS = 2, 4
 CORES_PER_THREAD = 4
-"""A hash takes a core, and training needs some too; but of small files most is waiting for the disk."""
+"""Cores per writer thread. A hash takes a core, and training needs some too; but small files mostly wait for
+the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +42,23 @@ class Writer:
     def __init__(
         self, device: torch.device, max_bytes: int | None = None, threads: int | None = None
     ) -> None:
-        """`device` is the one that trains; snapshots take at most `max_bytes`."""
+        """Start the writer. `device` is the one that trains; snapshots take at most `max_bytes`."""
         self.snapshots = Snapshots(device, max_bytes)
         self._threads = ThreadPoolExecutor(threads or default_threads(), thread_name_prefix="writer")
         self._last: dict[str, Future[Any]] = {}
-        """Job → what was asked for last, unless it is done."""
+        """Maps each job to its last request, unless it is done."""
         self._lock = Lock()
         self._failed: deque[tuple[Snapshot, Exception]] = deque()
-        """Checkpoints that could not be written since somebody asked. The trainer asks after every step, when
-        thousands may be under way: so they are not gone through."""
+        """Checkpoints that could not be written since the last query. The trainer queries after every step,
+        when thousands may be in progress, so those are not scanned."""
 
     def run(self, job: str, work: Callable[[], T]) -> Future[T]:
-        """Call `work` when all that was asked for this job before is done."""
+        """Call `work` when all earlier requests of this job are done."""
         before = self._last.get(job)
 
         def in_turn() -> T:
             if before is not None:
-                # It has begun: threads take what was asked for first.
+                # It has begun: threads take requests in order.
                 wait([before])
             return work()
 
@@ -90,8 +91,8 @@ class Writer:
             raise
 
     def unsaved(self) -> list[Unsaved]:
-        """Checkpoints that could not be written, of those that are done since the last call. An error that is
-        not the disk's is raised here."""
+        """Return the checkpoints that could not be written since the last call. An error that is not a disk
+        error is raised here."""
         found = []
         while self._failed:
             snapshot, error = self._failed.popleft()
@@ -99,17 +100,17 @@ class Writer:
         return found
 
     def wait(self, job: str) -> None:
-        """Wait until all that was asked for this job is done."""
+        """Wait until all requests of this job are done."""
         if (last := self._last.get(job)) is not None:
             wait([last])
 
     def forget(self, job: str) -> None:
-        """What was asked for last is not needed any more. If it has not begun, it is left out."""
+        """Cancel the last request of this job, unless it has begun."""
         if (last := self._last.get(job)) is not None:
             last.cancel()
 
     def close(self, at_once: bool = False) -> None:
-        """Wait until everything is written; `at_once`, only what has begun."""
+        """Wait until everything is written; if `at_once`, only for writes that have begun."""
         self._threads.shutdown(wait=True, cancel_futures=at_once)
 
 
@@ -118,7 +119,7 @@ def default_threads() -> int:
 
 
 def disk_error(done: Future[Any]) -> str | None:
-    """Why the disk did not take what was to be written, if so. An error of another kind is raised."""
+    """Return the disk error of a write, or None. An error of another kind is raised."""
     error = None if done.cancelled() else done.exception()
     return None if error is None else _of_the_disk(error)
 

@@ -1,8 +1,8 @@
-"""Agreement of several workers on every Step. The sums of a batch are added up towards the first worker,
+"""Agreement of several workers on every Step. The sums of a batch are accumulated towards the first worker,
 which decides; the others follow its decision.
 
-A worker that runs out of memory, or is to end soon, computes nothing more in the window, but still sends
-whatever the others wait for: zeros, and for every unfinished batch a note that it is abandoned. So all
+A worker that runs out of memory, or must end soon, computes nothing more in the window, but still sends
+everything that the others wait for: zeros, and for every unfinished batch a note that it is abandoned. So all
 workers reach the window's end, and a Step is made by all or by none.
 
 Shapes: T rows of a microbatch, D hidden width, N numbers that replicas exchange for one job.
@@ -39,15 +39,15 @@ from weftune.run.workers.replicas import BEHIND
 from weftune.run.workers.transport import Transport
 
 DEAD = math.nan
-"""Marks the sums and the decision of a job that makes no more Steps."""
+"""Value that marks the sums and the decision of a job that makes no more Steps."""
 ABANDONED = -math.inf
-"""Marks the loss and the decision of a batch that a worker could not finish."""
+"""Value that marks the loss and the decision of a batch that a worker could not finish."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedAction:
     """An action and its time on its worker's device, in seconds of the machine's clock. A Reduce or a Step
-    begins when everything that it waits for has arrived."""
+    starts when everything that it waits for has arrived."""
 
     action: Action
     start: float
@@ -76,16 +76,16 @@ class PartEvaluation:
 
 @dataclass(slots=True)
 class WorkerReport:
-    """What only this worker knows at the end of its list of a window."""
+    """The facts that only this worker knows at the end of its list of a window."""
 
     evaluations: list[PartEvaluation] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     """Jobs that failed here after the first worker's decision, with the reason."""
     times: list[TimedAction] = field(default_factory=list)
     shortage: str = ""
-    """Why this worker could not compute the whole window, if so."""
+    """Reason why this worker could not compute the whole window; empty if it could."""
     copied_bytes: int = 0
-    """Bytes loaded from the host since the worker began, where stages take turns."""
+    """Bytes loaded from the host since the worker began, if stages take turns."""
     waited: float = 0.0
     """Seconds that its device waited for Loads."""
 
@@ -110,7 +110,7 @@ class Agreed:
         self._sums: dict[int, Tensor] = {}
         """Sums of batches over this worker and all stages after it; on the first worker, until it decides."""
         self._beyond: dict[int, Tensor] = {}
-        """Sums of batches over the stages after, where they arrived in another order than here, as with
+        """Sums of batches over the stages after, if they arrived in another order than here, as with
         replicas."""
         self._decisions: dict[int, float] = {}
 
@@ -135,7 +135,8 @@ class Agreed:
         assert not self._decisions, "a decision was announced that no Step took"
 
     def alive(self, plan: MicrobatchPlan) -> MicrobatchPlan:
-        """The whole microbatch: other workers depend on its rows, and those of dead jobs weigh nothing."""
+        """Return the whole microbatch: other workers depend on its rows, and those of dead jobs have no
+        gradient."""
         return plan
 
     def receive(self, action: Recv) -> Tensor:
@@ -156,7 +157,7 @@ class Agreed:
         return iter(())
 
     def evaluated(self, segments: Sequence[Segment], sums: Sequence[EvaluationSums]) -> Iterator[Event]:
-        """The first worker adds up all parts at the window's end."""
+        """Record the sums; the first worker adds all parts at the window's end."""
         for segment, more in zip(segments, sums, strict=True):
             told = PartEvaluation(segment.job, segment.step, more.loss, more.correct, more.tokens)
             self.report.evaluations.append(told)
@@ -173,7 +174,7 @@ class Agreed:
         return False
 
     def save(self, job: str, step: int) -> Iterator[Event]:
-        """An abandoned Step is not saved."""
+        """Request a checkpoint, unless the Step was abandoned."""
         if job not in self._roster.dead and self._roster.trainings[job].progress.step == step:
             yield SaveDue(job, step)
 
@@ -224,7 +225,7 @@ class Agreed:
             self._transport.sums_to_before(torch.cat([sums.new_tensor([at]), sums]))
 
     def _own_sums(self, job: str) -> Tensor:
-        """Loss, correct predictions and the squared norm of the gradient."""
+        """Return loss, correct predictions and the squared norm of the gradient."""
         if job in self._roster.dead:
             return torch.full((3,), DEAD, dtype=torch.float64)
         if self.shortage:
@@ -250,7 +251,7 @@ class Agreed:
             self._ran.append((action, self._timer.stop()))
 
     def _decide(self, job: str, step: int) -> Iterator[Event]:
-        """On the first worker: announce the decision, then make the step or mark the job dead."""
+        """Announce the decision, then make the step or mark the job dead. Runs on the first worker."""
         at, batch = self._batches[job, step]
         loss, correct, squares = self._sums.pop(at).tolist()
         if job in self._roster.dead:
@@ -271,7 +272,7 @@ class Agreed:
             yield Stepped(job, training.progress.step, outcome)
 
     def _obey(self, job: str, step: int) -> None:
-        """On every other worker: follow the first worker's decision."""
+        """Follow the first worker's decision. Runs on every other worker."""
         at, batch = self._batches[job, step]
         while at not in self._decisions:
             number, norm = self._transport.decision_from_before().tolist()

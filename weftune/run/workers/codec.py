@@ -1,7 +1,7 @@
 """Messages between workers as bytes: a JSON header and the raw bytes of tensors, never a pickle.
 
 The header gives the type of every value. A record is looked up by its class name among those that a message
-may hold, so bytes can name nothing else. With a secret, messages that were not signed with it are refused.
+may hold, so bytes can name no other class. With a secret, messages that were not signed with it are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from weftune.errors import UserError
 
 ALIGNMENT = 64
-"""Tensors begin at multiples of this many bytes."""
+"""Alignment of tensors in bytes."""
 DIGEST = hashlib.sha256().digest_size
 
 
@@ -37,7 +37,7 @@ def encode(value: object, secret: bytes = b"") -> bytes:
 
 
 def decode(message: bytes, known: Mapping[str, type], secret: bytes = b"") -> Any:
-    """`known` are the records that a message may hold."""
+    """Decode a message. `known` are the records that a message may hold."""
     if secret:
         digest, message = message[:DIGEST], message[DIGEST:]
         if not hmac.compare_digest(digest, _digest(message, secret)):
@@ -57,16 +57,17 @@ def _digest(body: bytes, secret: bytes) -> bytes:
 
 
 class _Packer:
-    """Turns values into JSON, and collects their tensors."""
+    """A converter of values into JSON that collects their tensors."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
         self.described: list[tuple[str, list[int], int]] = []
-        """For each tensor its dtype, its shape and where its bytes begin."""
+        """Dtype, shape and offset in bytes of each tensor."""
         self._end = 0
 
     def plain(self, value: object) -> object:
-        """A list of a tag and the contents; numbers, strings, booleans and None stand for themselves."""
+        """Return a list of a tag and the contents; numbers, strings, booleans and None are returned
+        unchanged."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, Tensor):
@@ -125,7 +126,7 @@ def _value(plain: Any, tensors: list[Tensor], known: Mapping[str, type]) -> Any:
 
 
 def _record(kind: type, values: list[Any]) -> Any:
-    """A record with every field as sent, without running its constructor."""
+    """Return a record with every field as sent, without running its constructor."""
     made: Any = object.__new__(kind)
     for one, value in zip(fields(kind), values, strict=True):
         object.__setattr__(made, one.name, value)
@@ -134,7 +135,8 @@ def _record(kind: type, values: list[Any]) -> Any:
 
 @cache
 def records_in(kind: Any) -> Mapping[str, type]:
-    """The records that a value of this type may hold, by name, found through its annotations."""
+    """Return a map from name to record type for all records that a value of this type may hold, found through
+    its annotations."""
     found: dict[str, type] = {}
     _gather(kind, found)
     return found

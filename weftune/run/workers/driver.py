@@ -1,8 +1,7 @@
-"""The first worker of a pipeline. To its caller it is an executor like any other; behind it are the other
-workers.
+"""The first worker of a pipeline. Its caller uses it like any other executor; it controls the other workers.
 
-It runs its own stage, forwards every command, and combines what no worker knows alone: checkpoints,
-evaluations, and the adapters of jobs that leave.
+It runs its own stage, forwards every command, and combines the results of all workers: checkpoints,
+evaluations, and the adapters of detached jobs.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class _Pending:
 
     @property
     def writing(self) -> Future[Any] | None:
-        """What this worker is writing of it."""
+        """Write of this worker that is in progress, or None."""
         under_way = self.finished or self.own
         return None if under_way.done() else under_way
 
@@ -94,8 +93,8 @@ class Driver:
         checkpoints: Callable[[str], Path],
         delay: float = 0.0,
     ) -> None:
-        """`loaded` is what this worker has of the base. `checkpoints` says where each job's are, the same for
-        every worker."""
+        """`loaded` is this worker's part of the base. `checkpoints` returns the folder of each job's
+        checkpoints, the same for every worker."""
         self.base = base = base_of(loaded)
         self.staff = staff
         wires = staff.wires
@@ -105,18 +104,18 @@ class Driver:
         self.reports: list[WorkerReport] = []
         """Reports of the last window, in the order of workers."""
         self.peaks: list[int] = []
-        """The peak of bytes in use on each of the other workers."""
+        """Peak bytes in use on each of the other workers."""
         self._transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device, delay)
         self._own, self._agreed = worker_executor(loaded, layout.on(0), self._transport, wires.place.worker)
         self._checkpoints = checkpoints
         self.writer = self._own.writer
         self._pending: dict[tuple[str, int], _Pending] = {}
         self._unsaved: list[Unsaved] = []
-        """Failures that have not been told of yet."""
+        """Failures that have not been reported yet."""
         self._early: dict[tuple[str, int], dict[int, Saved]] = {}
         """Slices that other workers wrote before this one reached its own Save."""
         self._through: dict[int, Through] = {}
-        """Worker → its message that its list of this window is finished."""
+        """Maps each worker to its message that its list of this window is finished."""
         self._awaited: set[tuple[str, int]] = set()
         """Evaluations of this window whose result is not known yet."""
         self._left = False
@@ -126,7 +125,7 @@ class Driver:
 
     @property
     def aboard(self) -> dict[str, Training]:
-        """The first stage's slice of every job, which also holds the job's progress."""
+        """Maps each job to its slice of the first stage, which also holds the job's progress."""
         return self._own.aboard
 
     @property
@@ -139,7 +138,7 @@ class Driver:
 
     @property
     def captures(self) -> int | None:
-        """How many CUDA graphs this worker has captured so far; None where passes are not captured."""
+        """Number of CUDA graphs that this worker has captured so far. None if passes are not captured."""
         return self._own.captures
 
     def unweave(self) -> None:
@@ -155,7 +154,7 @@ class Driver:
         self.staff.command_all(Attach(training.member, training.recipe, checkpoints, resumes))
 
     def detach(self, job: str) -> Training:
-        """The whole job, assembled from the slices of all workers."""
+        """Detach a job and return it as a whole, assembled from the slices of all workers."""
         own = self._own.detach(job)
         self.staff.command_all(Detach(job))
         best = None if own.best is None else own.best.cpu()
@@ -166,7 +165,7 @@ class Driver:
                 parts.append(answer)
             else:
                 self._hear(worker, answer)
-        # Now nobody writes a slice of it any more.
+        # From here on no worker writes a slice of it.
         self.writer.wait(job)
         drop_partial(self._checkpoints(job))
         self._pending = {key: one for key, one in self._pending.items() if key[0] != job}
@@ -175,7 +174,8 @@ class Driver:
         return _whole(own, parts, layout)
 
     def kill(self, job: str) -> None:
-        """The job makes no more steps; the other workers learn of it with the next decision."""
+        """Mark the job dead, so that it makes no more steps; the other workers are notified with the next
+        decision."""
         self._own.kill(job)
 
     def note_evaluation(
@@ -226,7 +226,7 @@ class Driver:
         yield from self._end_window(program)
 
     def _leaves(self, leaving: Leaving) -> bool:
-        """Whether the window ends early; all workers are told at once."""
+        """Return whether the window ends early; if so, notify all workers at once."""
         if leaving.overdue() and not self._left:
             self._left = True
             self.staff.command_all(EndEarly())
@@ -252,11 +252,11 @@ class Driver:
         self._awaited.clear()
         self._early.clear()
         if short and not self._left:
-            # Steps that were made are made everywhere; of all else nothing was kept.
+            # Steps that were made are made everywhere; nothing else was kept.
             raise OutOfMemory("; ".join(short))
 
     def _passed(self, program: Program) -> Iterator[Passed]:
-        """Every microbatch's pass over the base, with its share of the workers' time."""
+        """Yield every microbatch's pass over the base, with its share of the workers' time."""
         forward, backward = (shares(self.reports, kinds) for kinds in (Forward | Evaluate, Backward))
         met = {job: training.layout.met for job, training in self.aboard.items()}
         for action, plan in program.compute():
@@ -270,7 +270,7 @@ class Driver:
             yield Passed(plan, time)
 
     def _late_failures(self) -> Iterator[Event]:
-        """Jobs that failed on another worker after the decision on their step."""
+        """Yield the failures of jobs on another worker after the decision on their step."""
         for report in self.reports[1:]:
             for job, reason in report.failures.items():
                 if job not in self._own.dead:
@@ -296,8 +296,8 @@ class Driver:
     # -- checkpoints -------------------------------------------------------------------------------------
 
     def save(self, job: str, folder: Path) -> None:
-        """At the Program's Save: take a snapshot, and have this worker's slice written while training goes
-        on. The checkpoint is complete when all workers have written theirs."""
+        """Take a snapshot at the Program's Save, and write this worker's slice while training continues. The
+        checkpoint is complete when all workers have written theirs."""
         training = self.aboard[job]
         folder.mkdir(parents=True, exist_ok=True)
         snapshot = self._own.snapshot(job)
@@ -310,7 +310,7 @@ class Driver:
             self._on_saved(worker, early)
 
     def save_now(self, job: str, folder: Path) -> None:
-        """Between windows: the same on all workers."""
+        """Save a checkpoint on all workers. Called between windows."""
         if checkpoint.holds(folder, self.aboard[job].progress):
             return
         self.save(job, folder)
@@ -318,7 +318,7 @@ class Driver:
             self.staff.command(worker, SaveSlice(job))
 
     def unsaved(self) -> list[Unsaved]:
-        """Checkpoints that could not be written, and have not been told of yet."""
+        """Return checkpoints that could not be written and have not been reported yet."""
         while (heard := self.staff.heard()) is not None:
             self._hear(*heard)
         self._advance_saves()
@@ -326,7 +326,7 @@ class Driver:
         return found
 
     def finish_saves(self, job: str) -> None:
-        """Wait until the job's checkpoints are written or cannot be, except those whose evaluation is still
+        """Wait until the job's checkpoints are written or have failed, except those whose evaluation is still
         to come in this window."""
         while True:
             self._advance_saves()
@@ -338,7 +338,8 @@ class Driver:
                 wait([writing])
             elif len(pending.slices) < self.stages - 1:
                 self._hear(*self.staff.wait())
-            # Else this worker's slice has been written since the first line, and nobody else has news of it.
+            # Otherwise this worker's slice has been written since the first line, and there is no other
+            # message to wait for.
 
     def _on_saved(self, worker: int, answer: Saved) -> None:
         key = answer.job, answer.step
@@ -350,7 +351,7 @@ class Driver:
             self._pending[key].slices[worker] = answer.slice
 
     def _advance_saves(self) -> None:
-        """Have complete checkpoints renamed into place, except those whose evaluation is still to come."""
+        """Rename complete checkpoints into place, except those whose evaluation is still to come."""
         for key, pending in list(self._pending.items()):
             if key[0] in self._own.dead:
                 del self._pending[key]
@@ -383,7 +384,7 @@ def open_pipeline(
     deterministic: bool = False,
 ) -> Driver:
     """Load every worker's part of the base, and wait for all. No worker uses more than `most` bytes of its
-    GPU; `deterministic`, the other workers have torch's deterministic kernels, as the caller has."""
+    GPU. If `deterministic`, the other workers use torch's deterministic kernels, as the caller does."""
     for worker in staff.workers:
         part = layout.on(worker % layout.workers)
         staff.command(worker, Begin(spec, part, delay, most, deterministic))
@@ -398,7 +399,8 @@ def open_pipeline(
 
 
 def shares(reports: Sequence[WorkerReport], kinds: type | UnionType) -> dict[int, float]:
-    """Microbatch → seconds of its passes of these kinds, divided by the number of workers."""
+    """Return a map from microbatch to the seconds of its passes of these kinds, divided by the number of
+    workers."""
     seconds: dict[int, float] = {}
     for report in reports:
         for one in report.times:
@@ -409,7 +411,8 @@ def shares(reports: Sequence[WorkerReport], kinds: type | UnionType) -> dict[int
 
 
 def _whole(own: Training, parts: Sequence[HandedOver], layout: VectorLayout) -> Training:
-    """A training state with all parameters. Moments stay on their workers, since the job is not continued."""
+    """Return a training state with all parameters. Moments stay on their workers, since the job is not
+    continued."""
     stored = VectorLayout(tuple(parameter for part in parts for parameter in part.layout.parameters))
     master = layout.slice_of(stored, torch.cat([part.master for part in parts]))
     kept = [part.best for part in parts if part.best is not None]

@@ -19,12 +19,12 @@ from weftune.run.workers.mailbox import PeerLane
 from weftune.run.workers.transport import Lanes
 
 FOREVER = timedelta(days=30)
-"""No timeout: a slow worker is not an error, and a lost one is found by the heartbeat."""
+"""Timeout that never expires: a slow worker is not an error, and a lost one is found by the heartbeat."""
 
 
 LOOPBACK = "127.0.0.1"
 PATIENCE = timedelta(minutes=5)
-"""How long a worker waits for the store, or for another worker to appear."""
+"""Time that a worker waits for the store, or for another worker to appear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class WorkerPlace:
     worker: int
     workers: int
     local_worker: int = 0
-    """Its number among the workers of this machine."""
+    """Number of the worker among those of this machine."""
     local_workers: int = 1
     replicas: int = 1
-    """Copies of the pipeline. The first replica's workers come first; within a replica the order is that of
-    stages."""
+    """Number of copies of the pipeline. The first replica's workers come first; within a replica workers are
+    in the order of stages."""
     ring: bool = False
     """Whether there are more stages than workers, so that the last worker sends to the first."""
 
@@ -56,8 +56,8 @@ class WorkerPlace:
 
 
 def place_here() -> WorkerPlace | None:
-    """The position that torchrun, or our own launcher, has put in the environment; None if this is the only
-    process."""
+    """Return the position that torchrun, or Weftune's launcher, has put in the environment, or None if this
+    is the only process."""
     workers = _number("WORLD_SIZE", 1)
     if workers == 1 or "RANK" not in os.environ:
         return None
@@ -77,17 +77,17 @@ def _number(name: str, otherwise: int) -> int:
 
 
 SECRET = "WEFTUNE_SECRET"
-"""The environment variable with a secret that all machines of a run share."""
+"""Environment variable with a secret that all machines of a run share."""
 
 
 def secret() -> bytes:
-    """The secret that signs commands and answers; empty where there is none."""
+    """Return the secret that signs commands and answers; empty if there is none."""
     return os.environ.get(SECRET, "").encode()
 
 
 def require_secret(place: WorkerPlace) -> None:
-    """Refuse workers on several machines without a secret: there anybody in the network could send messages.
-    On one machine they meet on the loopback."""
+    """Raise UserError for workers on several machines without a secret: any machine in the network could send
+    messages. On one machine they use the loopback."""
     if place.local_workers < place.workers and not secret():
         raise UserError(
             f"The workers of this run are on several machines, and {SECRET} is not set; set it to the same "
@@ -96,7 +96,8 @@ def require_secret(place: WorkerPlace) -> None:
 
 
 def attempt() -> int:
-    """How often torchrun has restarted all workers; our own launcher says so with the command line."""
+    """Return how often torchrun has restarted all workers; Weftune's launcher passes it on the command
+    line."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -105,9 +106,9 @@ class Wires:
     place: WorkerPlace
     lanes: Lanes
     commands: Mapping[int, Any]
-    """Worker → the group in which the first worker sends it commands."""
+    """Maps each worker to the group in which the first worker sends it commands."""
     reports: Mapping[int, Any]
-    """Worker → the group in which it answers the first worker."""
+    """Maps each worker to the group in which it answers the first worker."""
 
 
 def connect(place: WorkerPlace, device: torch.device) -> Wires:
@@ -119,8 +120,8 @@ def connect(place: WorkerPlace, device: torch.device) -> Wires:
 
 
 def store_here(place: WorkerPlace) -> dist.TCPStore:
-    """A connection to the store at the address in the environment, the launcher's or the first worker's own.
-    Every thread that may wait on it needs a connection of its own."""
+    """Return a connection to the store at the address in the environment, the launcher's or the first
+    worker's. Every thread that may wait on it needs a separate connection."""
     launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     return dist.TCPStore(
         os.environ["MASTER_ADDR"],
@@ -133,8 +134,8 @@ def store_here(place: WorkerPlace) -> dist.TCPStore:
 
 
 def loopback_store() -> dist.TCPStore:
-    """A store for processes of this machine. It listens on the loopback address only, so that nobody in the
-    network can read its keys or have a worker declared lost."""
+    """Return a store for processes of this machine. It listens on the loopback address only, so that no other
+    machine can read its keys or have a worker declared lost."""
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -157,7 +158,7 @@ class _Way:
 
 
 def _ways(place: WorkerPlace) -> Iterator[_Way]:
-    """All connections that a run needs, of all workers."""
+    """Yield all connections of a run, of all workers."""
     stages = place.stages
     if place.ring:
         yield _Way("activation", place.workers - 1, 0)
@@ -216,14 +217,13 @@ def _only(lanes: tuple[PeerLane, ...]) -> PeerLane | None:
 
 
 def own_gpus(place: WorkerPlace, device: torch.device) -> bool:
-    """Whether every worker of this machine has a GPU of its own, as NCCL requires."""
+    """Return whether every worker of this machine has a separate GPU, as NCCL requires."""
     return device.type == "cuda" and torch.cuda.device_count() >= place.local_workers
 
 
 def _greet(way: _Way, group: Any, place: WorkerPlace, device: torch.device) -> None:
-    """Send a first message on a connection. NCCL connects two workers at their first message, and whoever
-    comes first waits for the other. With receives posted ahead, neighbours would wait for each other
-    forever."""
+    """Send a first message on a connection. NCCL connects two workers at their first message, and the first
+    of them waits for the other. With receives posted ahead, neighbours would wait for each other forever."""
     if way.purpose in SMALL:
         return
     greeting = torch.zeros(1, device=device)

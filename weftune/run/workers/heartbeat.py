@@ -1,8 +1,8 @@
 """A heartbeat: every worker of a pipeline writes a mark to the store every second and checks the others'
 marks.
 
-A worker that died or hangs writes none. Whoever notices ends its own process at once: nothing still running
-could finish, and the launcher restarts all workers from the last checkpoints.
+A worker that died or hangs writes none. A worker that notices this ends its own process at once: nothing
+still running could finish, and the launcher restarts all workers from the last checkpoints.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOST_AFTER = 7.0
 ABSENT_AFTER = 300.0
 """Seconds after which a worker that never wrote a mark is lost; its machine may be slow to import."""
 LOST = 75
-"""The exit code of a worker that lost another one: a failure that a restart can mend."""
+"""Exit code of a worker that lost another one: a failure that a restart can fix."""
 
 
 class Heartbeat:
@@ -38,22 +38,23 @@ class Heartbeat:
         self._attempt = attempt()
         self._stop = threading.Event()
         self._answered = time.monotonic()
-        """When the store last answered."""
+        """Time at which the store last answered."""
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._watch = threading.Thread(target=self._watch_store, name="store watch", daemon=True)
 
     def start(self) -> None:
-        """Write the first mark before connecting: whoever has connected to all can then miss each of them."""
+        """Write the first mark before connecting, so that a worker that has connected to all others can
+        detect the loss of each."""
         self._store.set(self._key(self._place.worker), "0")
         self._answered = time.monotonic()
         self._thread.start()
         self._watch.start()
 
     def stop(self) -> None:
-        """Mark that this worker ends as it should, so that nobody counts it as lost."""
+        """Mark that this worker ends normally, so that it does not count as lost."""
         self._stop.set()
         self._thread.join(LOST_AFTER)
-        # The launcher may have gone first; then nobody is left to tell.
+        # The launcher may have ended first; then there is no store to write to.
         with suppress(DistStoreError, RuntimeError):
             self._store.set(self._key(self._place.worker), "done")
 
@@ -71,7 +72,7 @@ class Heartbeat:
             try:
                 self._store.set(self._key(self._place.worker), str(number))
                 for worker in others:
-                    # A worker that has yet to start has left none.
+                    # A worker that has not started yet has written no mark.
                     if self._store.check([self._key(worker)]):
                         mark = self._store.get(self._key(worker))
                         if mark != marks.get(worker) or mark == b"done":

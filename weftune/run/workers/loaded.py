@@ -27,14 +27,14 @@ def load_part(spec: BaseSpec, device: torch.device, part: OnWorker) -> Base | St
 
 
 def base_of(loaded: Base | StreamedBase) -> Base:
-    """The base behind a loaded part."""
+    """Return the base of a loaded part."""
     return loaded.whole if isinstance(loaded, StreamedBase) else loaded
 
 
 def worker_executor(
     loaded: Base | StreamedBase, part: OnWorker, transport: Transport, worker: int
 ) -> tuple[Executor, Agreed]:
-    """The executor of the worker with this number, and its side of the agreement with the others."""
+    """Return the executor of the worker with this number, and its side of the agreement with the others."""
     sides: list[Agreed] = []
 
     def agrees(roster: Roster, adapters: AdapterState, timer: ActionTimer) -> Agreed:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 AHEAD = 2
-"""How many receives are posted beyond the one that is waited for."""
+"""Number of receives posted beyond the one that is waited for."""
 
 
 class PeerLost(RuntimeError):
@@ -25,14 +25,14 @@ class PeerLost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class PeerLane:
-    """One direction between two workers, with a process group of its own, so that nothing else delays it."""
+    """One direction between two workers, with a separate process group, so that nothing else delays it."""
 
     group: Any
     peer: int
 
 
 class Inbox:
-    """Receives tensors from one worker, in order, with a few receives posted ahead."""
+    """The tensors from one worker, in order, with a few receives posted ahead."""
 
     def __init__(self, lane: PeerLane, dtype: torch.dtype, device: torch.device) -> None:
         self._lane = lane
@@ -68,7 +68,7 @@ class Inbox:
 
 
 class Outbox:
-    """Sends tensors to one worker. A thread sends them in order, so that the sender never waits for its
+    """The tensors to one worker. A thread sends them in order, so that the sender never waits for its
     peer."""
 
     def __init__(self, lane: PeerLane, delay: float = 0.0) -> None:
@@ -122,7 +122,7 @@ class Outbox:
 
 
 class DirectOutbox:
-    """Sends tensors to a worker with a GPU of its own: the library orders them after the compute."""
+    """The tensors to a worker with a separate GPU: the library orders them after the compute."""
 
     def __init__(self, lane: PeerLane) -> None:
         self._lane = lane
@@ -143,6 +143,6 @@ class DirectOutbox:
 
 
 def outbox_for(lane: PeerLane, device: torch.device, delay: float = 0.0) -> Outbox | DirectOutbox:
-    """An outbox for a lane; `delay` makes every message take so many seconds more."""
+    """Return an outbox for a lane; `delay` is added to the seconds of every message."""
     direct = device.type == "cuda" and dist.get_backend(lane.group) == "nccl"
     return DirectOutbox(lane) if direct else Outbox(lane, delay)

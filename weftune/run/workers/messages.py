@@ -39,7 +39,7 @@ class Begin:
     part: OnWorker
     delay: float = 0.0
     most: int | None = None
-    """Bytes that the worker may use of its GPU, if not all."""
+    """Bytes that the worker may use of its GPU. None means all."""
     deterministic: bool = False
     """Whether the worker runs torch's deterministic kernels."""
 
@@ -74,22 +74,22 @@ class KeepBest:
 
 @dataclass(frozen=True, slots=True)
 class ShowMean:
-    """Let passes read the mean of this job's last weights."""
+    """Make passes read the mean of this job's last weights."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class ShowMaster:
-    """Let passes read this job's own weights again."""
+    """Make passes read this job's own weights again."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class SaveSlice:
-    """Write a slice of a checkpoint. Only workers of the first replica are told, since the others hold the
-    same."""
+    """Write a slice of a checkpoint. Sent only to workers of the first replica, since the others hold the
+    same weights."""
 
     job: str
 
@@ -120,7 +120,7 @@ class Saved:
     step: int
     slice: Slice | None
     error: str = ""
-    """Why the slice could not be written."""
+    """Reason why the slice could not be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +163,9 @@ class Orders:
         self._commands, self._reports = wires.commands[worker], wires.reports[worker]
         self._heard: queue.Queue[Command | PeerLost | Forged] = queue.Queue()
         self._one_at_a_time = threading.Lock()
-        """For answers, which threads that write slices send too."""
+        """Lock for answers, which threads that write slices send too."""
         self.overdue = threading.Event()
-        """Whether the running Program is to end early."""
+        """Set if the running Program is to end early."""
         threading.Thread(target=self._listen, daemon=True).start()
 
     def take(self) -> Command:
@@ -186,7 +186,7 @@ class Orders:
                 self.overdue.set()
                 continue
             if isinstance(command, RunProgram):
-                # The one before is through on all workers.
+                # The previous Program is finished on all workers.
                 self.overdue.clear()
             self._heard.put(command)
 
@@ -196,8 +196,8 @@ class Orders:
 
 
 class Staff:
-    """The first worker's side. A thread for every other worker receives its answers, so that nobody waits for
-    them."""
+    """The first worker's side. One thread per other worker receives its answers, so that neither side waits
+    for them."""
 
     def __init__(self, wires: Wires) -> None:
         self.wires = wires
@@ -225,7 +225,7 @@ class Staff:
             listener.join()
 
     def heard(self, seconds: float = 0.0) -> tuple[int, Answer] | None:
-        """The next answer, if there is one within this time."""
+        """Return the next answer, or None if there is none within this time."""
         try:
             return self._checked(*self._heard.get(seconds > 0, seconds or None))
         except queue.Empty:
@@ -244,8 +244,8 @@ class Staff:
             pass
 
     def _hear_next(self, worker: int) -> bool:
-        """Whether there are more to come. A function of its own, so that nobody holds the last answer, with
-        the weights in it, while waiting for the next."""
+        """Receive one answer and return whether there are more to come. It is a separate function, so that
+        the last answer, with its weights, is not held while waiting for the next."""
         answer: Answer | PeerLost | Forged
         try:
             answer = receive_message(self.wires.reports[worker], worker)
@@ -256,7 +256,7 @@ class Staff:
 
 
 KNOWN = {**records_in(Command), **records_in(Answer), **records_in(Union[*KINDS.values()])}
-"""The records that a message may hold."""
+"""Maps names to the records that a message may hold."""
 
 
 def send_message(message: Command | Answer, group: Any, peer: int) -> None:

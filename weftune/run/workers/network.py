@@ -1,7 +1,7 @@
 """The network interface that reaches the other workers of a pipeline, for the libraries that must bind one.
 
-By default gloo and NCCL use the interface of the machine's own name: often the loopback, although others are
-on other machines, or a public one, although all are on this machine.
+The default of gloo and NCCL is the interface of the machine's own name: often the loopback, although other
+workers are on other machines, or a public one, although all are on this machine.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import psutil
 from weftune.run.workers.groups import WorkerPlace
 
 LIBRARIES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""The environment variable that tells each library its interface; what the user has set stays."""
+"""Environment variables with each library's interface; a value set by the user is kept."""
 
 
 def bind_interface(place: WorkerPlace) -> None:
-    """Tell the libraries which interface reaches the others. Where all are on this machine, gloo listens on
-    the loopback only; NCCL needs no network there."""
+    """Set the interface that reaches the other workers for the libraries. If all are on this machine, gloo
+    listens on the loopback only; NCCL needs no network then."""
     alone = place.local_workers == place.workers
     found = loopback() if alone else interface_towards(os.environ["MASTER_ADDR"])
     if found is not None:
@@ -32,21 +32,21 @@ def loopback() -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """The interface through which `host` is reached; on the host itself, the one that has its address.
+    """Return the interface through which `host` is reached; on the host itself, the one that has its address.
 
-    None where that cannot be said: `host` is unknown, or is the loopback and there are several others.
+    None if that is not known: `host` is unknown, or is the loopback and there are several others.
     """
     own = _address_towards(host)
     held = _addresses()
     outward = [name for name, addresses in held.items() if not all(map(_is_loopback, addresses))]
     if own is None or _is_loopback(own):
-        # A machine whose own name is its loopback address; others may know it by one that is not.
+        # The machine's own name is its loopback address; others may know it by another address.
         return outward[0] if len(outward) == 1 else None
     return next((name for name in outward if own in held[name]), None)
 
 
 def _addresses() -> dict[str, set[str]]:
-    """Interface → its addresses."""
+    """Return a map from each interface to its addresses."""
     return {
         name: {address.address for address in addresses if address.family is socket.AF_INET}
         for name, addresses in psutil.net_if_addrs().items()
@@ -56,7 +56,7 @@ def _addresses() -> dict[str, set[str]]:
 def _address_towards(host: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            # Nothing is sent: a datagram socket that is connected merely knows its own address.
+            # Nothing is sent: connecting a datagram socket only determines its own address.
             probe.connect((host, 9))
         except OSError:
             return None

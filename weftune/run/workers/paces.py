@@ -18,7 +18,7 @@ from weftune.run.workers.agreed import TimedAction, WorkerReport
 
 REMEMBERED = 200
 BACKWARD_GUESS = 1.5
-"""Time of a backward divided by that of a forward, until one was measured."""
+"""Ratio of a backward's time to a forward's, until one was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,11 @@ class _Stage:
 
 class Paces:
     def __init__(self, layers: Sequence[int]) -> None:
-        """`layers`: of each stage; times are guessed from them until some are measured."""
+        """`layers` is the number of layers of each stage; times are guessed from it until some are
+        measured."""
         self._stages = [_Stage(count) for count in layers]
         self.loads: LoadPace | None = None
-        """Times of Loads, where stages are streamed: predicted, not measured."""
+        """Times of Loads if stages are streamed: predicted, not measured."""
 
     @property
     def measured(self) -> bool:
@@ -92,24 +93,24 @@ class Paces:
         return tuple(stage.pace() for stage in self._stages) if self.measured else self.guesses()
 
     def guesses(self) -> tuple[StagePace, ...]:
-        """By the number of layers alone."""
+        """Return paces guessed from the number of layers alone."""
         return tuple(stage.guess() for stage in self._stages)
 
     def predicted_seconds(self, program: Program) -> float | None:
-        """The simulated time of a window in seconds; None while nothing has been measured."""
+        """Return the simulated time of a window in seconds, or None while nothing has been measured."""
         return mean(one.makespan for one in self.varied(program)) if self.measured else None
 
     def timeline(self, program: Program) -> Timeline:
-        """The simulated timeline of a window in which every pass takes its predicted time."""
+        """Return the simulated timeline of a window in which every pass takes its predicted time."""
         return timeline_foreseen(program, self.stages(), self.loads)
 
     def varied(self, program: Program) -> list[Timeline]:
-        """A few timelines of the same window whose passes vary as measured ones did."""
+        """Return a few timelines of the same window whose passes vary as measured ones did."""
         return timelines_varied(program, self.stages(), self.loads)
 
 
 def line_through(passes: Sequence[MeasuredPace]) -> Line:
-    """A least-squares line whose two parameters are not negative."""
+    """Return a least-squares line whose two parameters are not negative."""
     rows = np.array([one.rows for one in passes], dtype=float)
     seconds = np.array([one.seconds for one in passes], dtype=float)
     through_origin = Line(0.0, float(rows @ seconds / max(rows @ rows, 1.0)))

@@ -1,7 +1,7 @@
 """Exchange of gradients between the replicas of a stage, summed for each job's batch.
 
-Every replica adds in the same order, so that all hold the same bits, and so do two runs. Sending never waits:
-gradients are on their way while the workers compute on.
+Every replica adds in the same order, so that all hold the same bits, and so do two runs. Sending never
+blocks: gradients are transferred while the workers continue to compute.
 
 Shapes: N numbers of a message: a stage's slice of the gradient, then loss and correct predictions.
 """
@@ -18,14 +18,14 @@ from weftune.plan.program.program import Program, Reduce
 from weftune.run.workers.mailbox import Inbox, PeerLane, outbox_for
 
 BEHIND = 2
-"""How many numbers follow the gradient in a message."""
+"""Number of values after the gradient in a message."""
 
 StepKey = tuple[str, int]
 """A job and its step."""
 
 
 class _Replica:
-    """Receives from one other replica's worker, in the order of that worker's list."""
+    """The messages from one other replica's worker, in the order of that worker's list."""
 
     def __init__(self, lane: PeerLane, dtype: torch.dtype, device: torch.device) -> None:
         self.worker = lane.peer
@@ -44,8 +44,8 @@ class _Replica:
         return key in self._came or key in self._coming
 
     def take(self, key: StepKey) -> Tensor:
-        """The message of a job's batch. The other replica may finish jobs in another order: earlier messages
-        are kept."""
+        """Return the message of a job's batch. The other replica may finish jobs in another order: earlier
+        messages are kept."""
         while key not in self._came:
             self._came[self._coming.popleft()] = self._inbox.take()
         return self._came.pop(key)
@@ -68,7 +68,7 @@ class Exchange:
         self._own: dict[StepKey, Tensor] = {}
 
     def expect(self, program: Program, sizes: Mapping[str, int]) -> None:
-        """Post receives ahead. `sizes`: the parameters of every job's slice."""
+        """Post receives ahead. `sizes` maps each job to the parameters of its slice."""
         for other in self._others:
             other.expect(program, sizes)
 
@@ -79,7 +79,7 @@ class Exchange:
             outbox.send(message_N)
 
     def sum(self, key: StepKey, worker: int) -> Tensor:
-        """The sum over all replicas in their order; waits for the last of them."""
+        """Return the sum over all replicas in their order; waits for the last of them."""
         parts_N = {other.worker: other.take(key) for other in self._others if other.contributes(key)}
         if key in self._own:
             parts_N[worker] = self._own.pop(key)

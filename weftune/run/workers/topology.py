@@ -17,13 +17,14 @@ STAGES = 4
 
 
 def crossed_gpus(count: int) -> tuple[int, ...]:
-    """The number of each worker's GPU."""
+    """Return the number of each worker's GPU."""
     addresses = [_address(number) for number in range(count)]
     return cross_mapped([None if address is None else root_of(address) for address in addresses])
 
 
 def cross_mapped(roots: Sequence[str | None]) -> tuple[int, ...]:
-    """GPUs in the order of workers, chosen by root complex; unchanged where one of them is not known."""
+    """Return GPUs in the order of workers, chosen by root complex; unchanged if a root complex is not
+    known."""
     known = [root for root in roots if root is not None]
     names = list(dict.fromkeys(known))
     if len(known) < len(roots) or len(names) < 2:
@@ -34,13 +35,14 @@ def cross_mapped(roots: Sequence[str | None]) -> tuple[int, ...]:
 
 
 def root_of(address: str, devices: Path = PCI) -> str | None:
-    """The root complex above a PCI device, by its path in the kernel's tree; None where that does not say."""
+    """Return the root complex above a PCI device from its path in the kernel's tree, or None if it is not
+    found there."""
     place = (devices / address).resolve()
     return next((part for part in place.parts if re.fullmatch(r"pci[0-9a-f]{4,}:[0-9a-f]{2}", part)), None)
 
 
 def _address(number: int) -> str | None:
-    """The PCI address as the kernel writes it; not every version of torch has it."""
+    """Return the PCI address as the kernel writes it, or None: not every version of torch has it."""
     gpu = torch.cuda.get_device_properties(number)
     numbers = [getattr(gpu, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     if None in numbers:

@@ -26,7 +26,7 @@ from weftune.plan.program.timeline import Event, Lane, Timeline
 from weftune.run.workers.agreed import WorkerReport
 
 KEPT = 200_000
-"""How many actions are kept; of a longer run, the last ones."""
+"""Maximum number of actions kept; in a longer run, the last ones."""
 
 
 class Trace:
@@ -61,7 +61,7 @@ class Trace:
 
 
 def timeline_of(reports: Sequence[WorkerReport]) -> Timeline:
-    """The measured timeline in the simulator's terms: a worker is busy in its passes and its Steps."""
+    """Return the measured timeline in the simulator's terms: a worker is busy in its passes and its Steps."""
     passes = [
         Event(worker, Lane.compute, one.action, one.start, one.stop)
         for worker, report in enumerate(reports)

@@ -1,5 +1,5 @@
 """Messages between neighbours of a pipeline while a Program runs: hidden states and gradients, moved while
-the device computes, and the sums and decisions that workers agree on steps with. Receives are posted ahead in
+the device computes, and the sums and decisions by which workers agree on Steps. Receives are posted ahead in
 the order of the Program, which fixes their shapes.
 
 Shapes: T rows of a microbatch, D hidden width.
@@ -19,14 +19,14 @@ from weftune.run.workers.mailbox import DirectOutbox, Inbox, Outbox, PeerLane, o
 from weftune.run.workers.replicas import Exchange
 
 DECISION = 2
-"""Numbers in a decision: which batch of the Program, and the norm of its gradient."""
+"""Number of values in a decision: the batch's index in the Program, and the norm of its gradient."""
 SUMS = 4
-"""Numbers in the sums of a batch: which batch, then loss, correct predictions and the squared norm."""
+"""Number of values in the sums of a batch: its index, then loss, correct predictions and the squared norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """A worker's connections; None where it has no neighbour on that side."""
+    """A worker's connections. None means that it has no neighbour on that side."""
 
     activation_in: PeerLane | None
     activation_out: PeerLane | None
@@ -36,7 +36,8 @@ class Lanes:
     """Sums of a batch over the stages after."""
     sums_out: PeerLane | None
     decision_in: PeerLane | None
-    """The first worker's decision on a step: from the stage before; a replica's first has it directly."""
+    """Decision of the first worker on a Step: from the stage before, or directly for the first worker of a
+    replica."""
     decisions_out: tuple[PeerLane, ...]
     shares_in: tuple[PeerLane, ...] = ()
     """Gradient and sums of a batch from the same stage of the other replicas, in their order."""
@@ -49,7 +50,7 @@ class Transport:
     def __init__(
         self, lanes: Lanes, width: int, dtype: torch.dtype, device: torch.device, delay: float = 0.0
     ) -> None:
-        """`delay` makes every message take so many seconds more: a slow link, for tests and benchmarks."""
+        """`delay` is added to the seconds of every message: a slow link, for tests and benchmarks."""
         self._width, self._dtype, self._device = width, dtype, device
         cpu = torch.device("cpu")
         self._activation_in = _inbox(lanes.activation_in, dtype, device)
@@ -63,7 +64,8 @@ class Transport:
         self.exchange = Exchange(lanes.shares_in, lanes.shares_out, master_dtype(dtype), device, delay)
 
     def expect(self, program: Program, worker: int, sizes: Mapping[str, int]) -> None:
-        """Post the receives of a worker's list ahead. `sizes`: the parameters of every job's slice here."""
+        """Post the receives of a worker's list ahead. `sizes` maps each job to the parameters of its slice
+        here."""
         actions = program.devices[worker]
         self.exchange.expect(program, sizes)
         rows = [microbatch.rows for microbatch in program.microbatches]
@@ -88,11 +90,11 @@ class Transport:
         outbox.send(tensor_TD)
 
     def zeros(self, rows: int) -> Tensor:
-        """Zeros in the shape of hidden states or gradients that were never computed."""
+        """Return zeros in the shape of hidden states or gradients that were never computed."""
         return torch.zeros(rows, self._width, dtype=self._dtype, device=self._device)
 
     def sums_from_next(self) -> Tensor:
-        """The next sums of a batch over all stages after."""
+        """Return the next sums of a batch over all stages after."""
         assert self._sums_in is not None, "the last stage, and other replicas than the first, hear of no sums"
         return self._sums_in.take()
 
@@ -101,7 +103,7 @@ class Transport:
         self._sums_out.send(sums)
 
     def decision_from_before(self) -> Tensor:
-        """The first worker's next decision, passed on at once."""
+        """Return the first worker's next decision, after passing it on."""
         assert self._decision_in is not None, "the first worker decides by itself"
         decision = self._decision_in.take()
         self.pass_decision_on(decision)

@@ -1,4 +1,5 @@
-"""Every worker of a pipeline but the first: it loads its part of the base and obeys, command by command."""
+"""Every worker of a pipeline except the first: it loads its part of the base and executes commands one by
+one."""
 
 from __future__ import annotations
 
@@ -124,7 +125,7 @@ class Worker:
         self._checkpoints[job] = attach.checkpoints
 
     def _run(self, run: RunProgram) -> None:
-        # The peak of this window, as the first worker tells its own; not that of loading.
+        # The peak of this window, as the first worker reports its own; not that of loading.
         begin_peak(self.base.device)
         fetch = delivered(run.program, run.microbatches)
         for event in self.executor.run(run.program, fetch, overdue=self.orders.overdue.is_set):
@@ -134,18 +135,18 @@ class Worker:
         self.orders.answer(Through(self.agreed.report, peak_bytes(self.base.device)))
 
     def _save(self, job: str) -> None:
-        """Take a snapshot. The first worker is told when the slice is written, or why it cannot be."""
+        """Take a snapshot. The first worker is notified when the slice is written, or why it cannot be."""
         self.executor.writer.write(self.executor.snapshot(job), partial(self._write, self._checkpoints[job]))
 
     def _write(self, folder: Path, snapshot: Snapshot) -> None:
-        """In the writer's thread."""
+        """Write a slice in the writer's thread, and report it."""
         job, step = snapshot.job, snapshot.progress.step
         try:
             self.orders.answer(Saved(job, step, write_slice(folder, snapshot, self.place.worker)))
         except OSError as error:
             self.orders.answer(Saved(job, step, None, error.strerror or str(error)))
         except Exception as error:
-            # Nobody else would hear of it, and the first worker would wait.
+            # Otherwise it would not be reported, and the first worker would wait.
             self.orders.answer(Saved(job, step, None, f"{type(error).__name__}: {error}"))
             raise
 
@@ -154,7 +155,7 @@ class Worker:
         self.executor.writer.wait(job)
         del self._checkpoints[job]
         if self.place.replica > 0:
-            # The first replica's workers hold the same, and hand it over.
+            # The first replica's workers hold the same weights and return them.
             return
         best = None if training.best is None else training.best.cpu()
         self.orders.answer(HandedOver(job, training.layout, training.master.cpu(), best))
