@@ -201,8 +201,19 @@ def _watched(target: Target, trees: Trees) -> trial.Known:
     if known.failed:
         print(output.read_text(), "left out, since they fail without any change:", *known.failed, sep="\n")
     trial.preload(known.imported)
+    _refuse_failing(target, known, tree, output)
     trees.fill()
     return known
+
+
+def _refuse_failing(target: Target, known: trial.Known, tree: Path, output: Path) -> None:
+    """Run the tests of the unchanged modules once more, as those of a mutant are run: a test that fails so
+    would count every mutant as found."""
+    module = target.modules[0]
+    child = trial.start(lambda: trial.attempt(tree, target.tests, known, module, line=0), output)
+    _, status = os.waitpid(child, 0)
+    if status:
+        sys.exit(f"{output.read_text()}\n{target.tests} fail without any change when run as for a mutant")
 
 
 def _tried(

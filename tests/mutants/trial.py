@@ -150,8 +150,15 @@ def attempt(tree: Path, tests: Sequence[str], known: Known, module: str, line: i
 
 
 def preload(modules: Iterable[str]) -> None:
-    """Import here what every process would import for itself."""
+    """Import here what every process would import for itself. Triton decides at its first import whether
+    kernels can be interpreted, as tests/conftest.py says."""
     importlib.import_module("tests.conftest")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        _import_all(modules)
+
+
+def _import_all(modules: Iterable[str]) -> None:
     for name in modules:
         if name.partition(".")[0] in ("__main__", "__mp_main__", "conftest", "_pytest", "pytest", "xdist"):
             continue
