@@ -24,13 +24,13 @@ from weftune.plan.program.layout import Layout, StageLayers, one_device
 from weftune.plan.program.program import Backward, Step
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
-from weftune.run.events import Failed, OutOfMemory, Stepped
+from weftune.run.events import Evaluated, Failed, OutOfMemory, Stepped
 from weftune.run.stream import adapter_steps, offloaded_optimizer
 from weftune.run.stream.buffers import PieceLanes
 from weftune.run.stream.offloaded_optimizer import OffloadedOptimizer
 from weftune.run.training import checkpoint
 from weftune.run.training.state import OpenBatch, new_training
-from weftune.run.training.steps import Due
+from weftune.run.training.steps import Due, NoStep
 
 OFFLOADED = one_device(LAYERS, optimizer_offloaded=True)
 LAYOUTS = (one_device(LAYERS), OFFLOADED)
@@ -77,6 +77,9 @@ def compare(executor, wanted):
     assert isinstance(executor.adapters, OffloadedOptimizer)
     events, masters = windows(executor, jobs, lambda courses: plan_window(courses, one_device(), CAPACITY))
     assert len(events) > 8
+    heard = [(type(event), event.job, event.step) for event in events]
+    for at, (kind, job, step) in enumerate(heard):
+        assert kind is not Evaluated or step == 0 or (Stepped, job, step) in heard[:at]
     assert sorted(events, key=str) == sorted(wanted[0], key=str)
     for name, master in wanted[1].items():
         assert torch.equal(masters[name], master), name
@@ -300,6 +303,19 @@ def test_a_job_whose_loss_is_nan_fails_alone_and_keeps_the_state_of_its_last_ste
         assert torch.equal(masters[name], master), name
 
 
+def test_a_job_whose_weights_are_not_finite_after_its_step_fails_alone():
+    executor = executor_of()
+    jobs = make_jobs(executor.base)[:2]
+    take_aboard(executor, jobs)
+    for training in executor.aboard.values():
+        training.gradient.fill_(1.0)
+        training.open = open_batch()
+    executor.aboard["b"].master[-1] = math.inf
+    made, failed = executor.adapters.step([Due(executor.aboard[name], 6) for name in "ab"]).outcomes()
+    assert failed == NoStep("its weights after step 1 are not finite")
+    assert made.grad_norm > 0
+
+
 @pytest.mark.parametrize("when", ["killed", "leaves"])
 def test_a_job_that_goes_while_its_step_is_not_made_takes_all_of_it_along(when):
     executor, other = executor_of(), executor_of()
@@ -311,11 +327,12 @@ def test_a_job_that_goes_while_its_step_is_not_made_takes_all_of_it_along(when):
             generator = torch.Generator().manual_seed(job.spec.seed)
             training.gradient.copy_(torch.randn(training.gradient.shape, generator=generator))
             training.open = open_batch()
-    executor.adapters.step([Due(executor.aboard[job.name], 6) for job in jobs])
+    underway = executor.adapters.step([Due(executor.aboard[job.name], 6) for job in jobs])
     other.adapters.step([Due(other.aboard[job.name], 6) for job in jobs]).outcomes()
     if when == "killed":
         executor.kill("a")
-        assert not executor.aboard["a"].state.weights.any()
+        underway.outcomes()
+        assert not executor.aboard["a"].state.weights.any(), "its step was made before, and nothing follows"
         return
     for job in jobs:
         left, want = executor.detach(job.name), other.aboard[job.name]
