@@ -82,7 +82,7 @@ def test_the_report_shows_the_last_window_as_foreseen_and_as_measured(place):
     ]
     assert passes[0] == passes[1] > 0
     page = (output / "report.html").read_text()
-    assert page.index("<h3>Foreseen</h3>") < page.index("<h3>Measured</h3>")
+    assert page.index("<h3>Predicted</h3>") < page.index("<h3>Measured</h3>")
 
 
 @pytest.mark.slow

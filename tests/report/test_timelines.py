@@ -56,7 +56,7 @@ def test_a_kind_that_nobody_knows_is_refused(timelines, tmp_path):
 
 def test_both_charts_have_one_scale_and_a_row_for_every_worker(timelines):
     charts = timeline_charts(timelines)
-    assert [chart.title for chart in charts] == ["Prediction", "Measured"]
+    assert [chart.title for chart in charts] == ["Predicted", "Measured"]
     for chart in charts:
         assert chart.data["seconds"] == timelines.measured.seconds
         assert [lane["name"] for lane in chart.data["lanes"]] == ["worker 0", "worker 1"]
@@ -94,6 +94,6 @@ def test_the_page_shows_them_and_names_from_outside_stay_text(timelines, tmp_pat
     bars = (replace(timelines.measured.bars[0], text="<img src=x>"), *timelines.measured.bars[1:])
     write_timelines(tmp_path, replace(timelines, measured=replace(timelines.measured, bars=bars)))
     page = write_report(tmp_path).read_text()
-    assert page.index("<h3>Foreseen</h3>") < page.index("<h3>Measured</h3>")
+    assert page.index("<h3>Predicted</h3>") < page.index("<h3>Measured</h3>")
     assert "bubbles foreseen" in page
     assert "<img src=x>" not in page

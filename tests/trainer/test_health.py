@@ -115,12 +115,12 @@ def test_the_loss_of_the_base_is_measured_once_although_the_run_is_resumed(base,
 
 @pytest.mark.parametrize("keep", ["last", "best"])
 def test_the_loss_in_the_status_is_that_of_the_adapter_that_is_kept(base, tmp_path, keep):
-    """At this learning rate the second half undoes the first."""
+    """At this learning rate no step improves on the base, whose loss is the best one."""
     rough = job(
         "rough",
         steps=8,
         keep=keep,
-        learning_rate=0.3,
+        learning_rate=30.0,
         schedule="constant",
         eval={"fraction": 0.25, "every": 1},
     )

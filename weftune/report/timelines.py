@@ -117,7 +117,7 @@ def timeline_charts(timelines: Timelines) -> tuple[TimelineChart, ...]:
     longest = max(one.seconds for one in both)
     workers = len(timelines.measured.bubbles)
     return (
-        _chart("foreseen", "Prediction", timelines.foreseen, longest, workers),
+        _chart("foreseen", "Predicted", timelines.foreseen, longest, workers),
         _chart("measured", "Measured", timelines.measured, longest, workers),
     )
 
