@@ -23,6 +23,10 @@ def test_rooms_floors_and_names_keep_within_bounds():
     assert not found.names_twice, found.names_twice
 
 
+def test_no_docstring_begins_in_the_middle_of_a_sentence():
+    assert survey().fragments == ()
+
+
 def test_a_circle_is_found():
     assert [set(one) for one in circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})] == [
         {"a", "b", "c"}

@@ -98,7 +98,7 @@ def test_torn_files_are_a_sentence(tmp_path: Path) -> None:
     folder = model_folder(tmp_path)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(BaseModelError, match="model.safetensors is damaged or cut off"):
+    with pytest.raises(BaseModelError, match=r"model\.safetensors is damaged or cut off"):
         load_base(BaseSpec(model=str(folder)), CPU)
     (folder / "config.json").write_text("{")
     with pytest.raises(BaseModelError, match="cannot be loaded"):
