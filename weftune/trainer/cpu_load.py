@@ -31,7 +31,9 @@ class CpuLoad:
 class SlowRun:
     """A comparison of windows with their plan, which warns once if the run is slow."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_profile: bool) -> None:
+        """`has_profile` says whether the plan rests on a profile of this machine instead of a data sheet."""
+        self._has_profile = has_profile
         self._load: CpuLoad | None = CpuLoad()
         self._planned = self._seconds = 0.0
 
@@ -44,15 +46,20 @@ class SlowRun:
         if self._seconds < LEAST_SECONDS:
             return ""
         others, cores = self._load.others(), psutil.cpu_count() or 1
-        sentence = slow_sentence(self._planned, self._seconds, others, cores, torch.get_num_threads())
+        threads = torch.get_num_threads()
+        sentence = slow_sentence(self._planned, self._seconds, others, cores, threads, self._has_profile)
         self._load, self._planned, self._seconds = None if sentence else CpuLoad(), 0.0, 0.0
         return sentence
 
 
-def slow_sentence(planned: float, seconds: float, others: float, cores: int, threads: int) -> str:
+def slow_sentence(
+    planned: float, seconds: float, others: float, cores: int, threads: int, has_profile: bool
+) -> str:
     """Return the warning that the run is slow, and why; "" if it is not.
 
-    `others` is the number of `cores` that other processes keep busy; this run wants `threads` of them.
+    `others` is the number of `cores` that other processes keep busy; this run wants `threads` of them. If the
+    cores are free, only a plan that rests on a profile of the machine can tell that something is wrong: few
+    runs reach the speed of a data sheet.
     """
     if seconds < SLOW * planned:
         return ""
@@ -62,9 +69,11 @@ def slow_sentence(planned: float, seconds: float, others: float, cores: int, thr
             f"{what}: other processes keep {others:.1f} of the {cores} cores busy, and this run wants "
             f"{threads}; end them, or wait until they have ended"
         )
+    if not has_profile:
+        return ""
     return (
-        f"{what}, although other processes keep only {others:.1f} of the {cores} cores busy; plan with what "
-        "this machine reaches: weftune doctor --profile"
+        f"{what}, although other processes keep only {others:.1f} of the {cores} cores busy; measure again "
+        "what this machine reaches: weftune doctor --profile"
     )
 
 

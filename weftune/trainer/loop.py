@@ -113,7 +113,9 @@ class Loop:
         self._endings: dict[str, Ending] = {}
         self.result_writer = ResultWriter(engine, tokenizer, store, journal)
         self.windows = Windows(engine, self.learned, self.jobs)
-        self._slow_run = SlowRun() if engine.base.device.type == "cpu" else None
+        self._slow_run = (
+            SlowRun(has_profile=engine.choice.cost is not None) if engine.base.device.type == "cpu" else None
+        )
         self._planned_cost = engine.known if engine.known.measured else cpu_sheet_cost(engine.choice.shape)
         """Time model of `weftune plan`: from a profile of this machine, else from its data sheet."""
         self._timed = TimedWindow()
