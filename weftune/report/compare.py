@@ -149,7 +149,7 @@ def differing_keys(jobs: Sequence[JobRecord]) -> tuple[str, ...]:
 
 
 def flat_spec(job: JobRecord) -> dict[str, Any]:
-    return {key: value for key, value in _flatten("", job.spec) if key != "name"}
+    return {key: value for key, value in flattened("", job.spec) if key != "name"}
 
 
 def value_text(value: Any) -> str:
@@ -165,10 +165,11 @@ def value_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _flatten(prefix: str, mapping: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def flattened(prefix: str, mapping: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of every leaf, each key behind `prefix`."""
     for key, value in mapping.items():
-        if isinstance(value, dict) and value:
-            yield from _flatten(f"{prefix}{key}.", value)
+        if isinstance(value, Mapping) and value:
+            yield from flattened(f"{prefix}{key}.", value)
         else:
             yield f"{prefix}{key}", value
 

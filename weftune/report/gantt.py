@@ -120,10 +120,6 @@ def _device_rows(timeline: Timeline, kinds: Sequence[str]) -> list[tuple[str, ..
     ]
 
 
-def _share_text(share: float) -> str:
-    return f"{share:.1%}" if share else ""
-
-
 # -- data for the script --------------------------------------------------------------------------------
 
 

@@ -144,33 +144,26 @@ def _start_tokens(spec: JobSpec, tokenizer: Any, shape: ModelShape) -> tuple[int
     return tokens
 
 
-def lay_out_for_base(plan: MicrobatchPlan, jobs: Mapping[str, PreparedJob]) -> Microbatch:
-    """Lay out planned held-out samples for the base alone: their rows pass through no adapter."""
+def lay_out(
+    plan: MicrobatchPlan, held_out: bool, jobs: Mapping[str, PreparedJob], *, base_alone: bool = False
+) -> Microbatch:
+    """Return the planned samples as tensors. With `base_alone`, held-out samples pass through no adapter."""
     parts = []
     for segment in plan.segments:
-        samples = jobs[segment.job].base_samples
-        assert samples is not None, f"{segment.job} has no samples for the base alone"
-        parts += [
-            Part(segment.job, segment.step, samples, placed.sample, placed.offset)
-            for placed in segment.samples
-        ]
-    microbatch = collate(parts)
-    return replace(microbatch, segments=tuple(replace(one, adapter=None) for one in microbatch.segments))
-
-
-def lay_out(plan: MicrobatchPlan, held_out: bool, jobs: Mapping[str, PreparedJob]) -> Microbatch:
-    """Return the planned samples as tensors."""
-    parts = []
-    for segment in plan.segments:
-        data = jobs[segment.job].data
-        samples = data.evaluation if held_out else data.train
-        assert samples is not None
+        job = jobs[segment.job]
+        evaluated = job.base_samples if base_alone else job.data.evaluation
+        samples = evaluated if held_out else job.data.train
+        assert samples is not None, f"{segment.job} has no such samples"
         before = samples.before, samples.first_position
         parts += [
             Part(segment.job, segment.step, samples, placed.sample, placed.offset, *before)
             for placed in segment.samples
         ]
-    return collate(parts)
+    microbatch = collate(parts)
+    if not base_alone:
+        return microbatch
+    segments = tuple(replace(segment, adapter=None) for segment in microbatch.segments)
+    return replace(microbatch, segments=segments)
 
 
 def _named(job: str, mistake: Mistake) -> Mistake:

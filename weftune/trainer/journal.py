@@ -117,16 +117,16 @@ class Journal:
         )
         if event.step == 0 and job.base_samples is None:
             self.store.score_base(event.job, event.loss)
-        self.standing(job, progress)
+        self.kept_loss(job, progress)
         self._aside(self.store.write_status_soon)
         self.show(event.job, eval_loss=event.loss)
 
-    def standing(self, job: PreparedJob, progress: Progress) -> None:
+    def kept_loss(self, job: PreparedJob, progress: Progress) -> None:
         """Record the validation loss of the adapter that a job would keep now, and the best one so far."""
         kept = progress.best_loss if job.spec.keep == "best" else progress.evaluated_loss
         self.store.evaluate_job(job.name, kept, progress.best_step, progress.best_loss)
 
-    def base(self, event: Evaluated, job: str) -> None:
+    def base_evaluation(self, event: Evaluated, job: str) -> None:
         """Record an evaluation of the base alone on the held-out samples of `job`."""
         self._metrics(
             {

@@ -40,7 +40,7 @@ from weftune.run.training.writer import Unsaved
 from weftune.trainer.cpu_load import SlowRun
 from weftune.trainer.engine import Engine
 from weftune.trainer.health import base_warning, collapse_warning
-from weftune.trainer.job import PreparedJob, lay_out, lay_out_for_base
+from weftune.trainer.job import PreparedJob, lay_out
 from weftune.trainer.journal import Journal, Window
 from weftune.trainer.result_writer import Ending, ResultWriter
 from weftune.trainer.sweeps.sweeps import Sweeps
@@ -263,7 +263,7 @@ class Loop:
             return
         progress = training.progress
         self.store.advance_job(spec.name, progress.step, job.recipe.steps, progress.trained_tokens)
-        self.journal.standing(job, progress)
+        self.journal.kept_loss(job, progress)
         try:
             if written is None:
                 self.result_writer.write_job_file(job)
@@ -373,17 +373,17 @@ class Loop:
     def _score_base(self, unscored: Mapping[str, list[str]], stop: Callable[[], bool]) -> None:
         """Evaluate the base alone on held-out samples, once for all jobs that share them."""
         same_samples = {names[0]: names for names in unscored.values()}
-        program = self.windows.of_base(same_samples)
+        program = self.windows.base_evaluation(same_samples)
 
         def fetch(plan: MicrobatchPlan, held_out: bool) -> Microbatch:
-            return lay_out_for_base(plan, self.jobs)
+            return lay_out(plan, held_out, self.jobs, base_alone=True)
 
         try:
             for event in self.executor.run(program, fetch, stop):
                 match event:
                     case Evaluated(job):
                         for name in same_samples[job]:
-                            self.journal.base(event, name)
+                            self.journal.base_evaluation(event, name)
                     case Failed(job, reason):
                         self._endings[job] = Ending(State.FAILED, reason)
         except OutOfMemory:

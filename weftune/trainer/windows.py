@@ -81,7 +81,7 @@ class Windows:
         program, gone = ahead.planned.result().program, ahead.cursors.keys() - cursors.keys()
         return program.without(*gone) if gone else program
 
-    def of_base(self, names: Collection[str]) -> Program:
+    def base_evaluation(self, names: Collection[str]) -> Program:
         """Return a window that only evaluates the base alone, on the held-out samples of these jobs."""
         room, cursors = self._room(), self._cursors()
         courses = [self._jobs[name].base_course(cursors[name]) for name in names]

@@ -10,6 +10,7 @@ from typing import Any
 
 from weftune.jobs.sweeps.record import SweepRecord, TrialRecord
 from weftune.jobs.sweeps.rungs import Decision, quota, worth
+from weftune.report.compare import flattened
 
 METRIC_NAMES = {"eval_loss": "validation loss", "eval_mean_token_accuracy": "validation accuracy"}
 _ENDED = ("finished", "left", "failed")
@@ -90,15 +91,7 @@ def trained_share(record: SweepRecord) -> float | None:
 
 def flat_values(trial: TrialRecord) -> dict[str, Any]:
     """Return dotted key → value; `adapter: {rank: 8}` and `adapter.rank: 8` are the same."""
-    return dict(_leaves("", trial.values))
-
-
-def _leaves(above: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(f"{above}{key}.", value)
-        else:
-            yield f"{above}{key}", value
+    return dict(flattened("", trial.values))
 
 
 def swept_keys(record: SweepRecord) -> tuple[str, ...]:
