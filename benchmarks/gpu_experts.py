@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.apply import Lora
 from weftune.adapters.lora.experts import LoraExperts
 from weftune.adapters.lora.spec import LoraSpec
@@ -82,7 +82,7 @@ def layer_of(size: Size, jobs: int, tokens: int, rank: int, place: BenchPlace) -
     for job in range(jobs):
         weights = torch.randn(layout.size, device=place.device, dtype=place.dtype) * 0.01
         totals = torch.zeros(layout.size, device=place.device)
-        bank.attach(Member(str(job), spec, job), layout.views(weights), layout.views(totals))
+        bank.attach(JobAdapter(str(job), spec, job), layout.views(weights), layout.views(totals))
     scores_TE = torch.randn(tokens, size.experts, device=place.device)
     weights_Tk, chosen_Tk = scores_TE.softmax(dim=-1).topk(size.active, dim=-1)
     owner_T = torch.arange(tokens, device=place.device) * jobs // tokens

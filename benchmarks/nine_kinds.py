@@ -29,7 +29,7 @@ from benchmarks.cpu_quickstart import JOBS as QUICKSTART
 from benchmarks.cpu_quickstart import padded
 from benchmarks.folder import read_lines
 from weftune.adapters.folder import WEIGHTS
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.kinds import KINDS
 from weftune.adapters.registry import kind_named
 from weftune.base.load import load_base, load_plain, load_tokenizer
@@ -97,11 +97,11 @@ def share_of_mixed(programs: Sequence[Program]) -> float:
 
 def write_start(folder: Path, base: Base, job: PreparedJob) -> Path:
     """The adapter that the job starts from, as PEFT takes it."""
-    adapter = job.spec.adapter
-    member = Member(job.name, adapter, job.spec.seed)
-    begun = new_training(member, job.recipe, base.shape.sites, base.dtype, CPU, frozen=base.weight_reader())
-    kind = kind_named(adapter.kind)
-    kind.save(folder, adapter, begun.layout.views(begun.master), base.shape.sites, DEMO)
+    spec = job.spec.adapter
+    adapter = JobAdapter(job.name, spec, job.spec.seed)
+    begun = new_training(adapter, job.recipe, base.shape.sites, base.dtype, CPU, frozen=base.weight_reader())
+    kind = kind_named(spec.kind)
+    kind.save(folder, spec, begun.layout.views(begun.master), base.shape.sites, DEMO)
     return folder
 
 

@@ -28,7 +28,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.bubbles import Found, bars, table, told
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.base.load import inspect, load_config
 from weftune.base.place import place as place_of
@@ -240,9 +240,9 @@ def run_case(pipeline: Driver, setting: Setting, case: Case, cut: Cut) -> Found:
     names = [f"job{number}" for number in range(case.jobs)]
     base = pipeline.base
     for number, name in enumerate(names):
-        member = Member(name, LoraSpec(rank=RANKS[number % len(RANKS)]), number)
+        adapter = JobAdapter(name, LoraSpec(rank=RANKS[number % len(RANKS)]), number)
         recipe = Recipe(steps=1000)
-        training = new_training(member, recipe, base.shape.sites, base.dtype, base.device, base.whole_sites)
+        training = new_training(adapter, recipe, base.shape.sites, base.dtype, base.device, base.whole_sites)
         pipeline.attach(training)
     # A stage whose neighbours wait half of the time is not as fast as one beside busy ones.
     pipeline.paces = Paces([held.stop - held.start for held in cut.held])

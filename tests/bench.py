@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.families import VOCABULARY, tiny
 from tests.oracle import Sample, Trained
 from weftune import JobSpec, Options, Result
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import A, weight_names
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
@@ -98,7 +98,7 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
 def start(model: Base, job: JobSpec) -> dict[str, torch.Tensor]:
     """The weights a job begins with, under PEFT's names."""
     training = new_training(
-        Member(job.name, job.adapter, job.seed), Recipe(1), model.shape.sites, model.dtype, CPU
+        JobAdapter(job.name, job.adapter, job.seed), Recipe(1), model.shape.sites, model.dtype, CPU
     )
     named = {}
     for (site, name), value in training.layout.views(training.master).items():

@@ -21,7 +21,7 @@ from tests.cases import slow_but, some_of
 from tests.families import MIXTURES, tiny
 from tests.interpreter import interpret
 from weftune import JobSpec
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.config import read_spec
 from weftune.adapters.lora.spec import A, LoraSpec
 from weftune.adapters.registry import kind_named
@@ -176,7 +176,7 @@ def gradients(base, microbatch, spoilt, route=Route.segmented, **asked):
         drawn = torch.randn(layout.size, generator=torch.Generator().manual_seed(ord(job))) * 0.2
         weights = drawn.fill_(torch.nan) if job == spoilt else drawn
         total = torch.zeros(layout.size, dtype=master_dtype(base.dtype), device=base.device)
-        banks.attach(Member(job, lora, seed=0), layout, weights.to(base.device, base.dtype), total)
+        banks.attach(JobAdapter(job, lora, seed=0), layout, weights.to(base.device, base.dtype), total)
     try:
         with banks.bound(microbatch, route, training=True):
             h_TD = base.hidden(replace(microbatch))

@@ -204,8 +204,8 @@ def test_a_checkpoint_taken_among_windows_goes_on_in_the_other_layout(base, want
     executor.unweave()
     other = executor_of(base, not first, graphs=False)
     for job in jobs:
-        member = aboard.Member(job.name, job.spec.adapter, job.spec.seed)
-        training = new_training(member, job.recipe, base.shape.sites, base.dtype, other.home)
+        adapter = aboard.JobAdapter(job.name, job.spec.adapter, job.spec.seed)
+        training = new_training(adapter, job.recipe, base.shape.sites, base.dtype, other.home)
         assert checkpoint.restore(tmp_path / job.name, training)
         assert training.progress.step == 4
         other.attach(training)

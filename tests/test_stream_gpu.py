@@ -12,7 +12,7 @@ from tests import bench
 from tests.cases import some_of
 from tests.run import aboard
 from tests.test_gpu import ready
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.base.host.pinned import host_bytes
 from weftune.base.host.source import CHUNK_BYTES, Staging
 from weftune.base.host.streamed import load_streamed
@@ -77,8 +77,8 @@ def trained(executor, base, plan, jobs=None):
 
 
 def attach(executor, job):
-    base, member = executor.base, Member(job.name, job.spec.adapter, job.spec.seed)
-    executor.attach(new_training(member, job.recipe, base.shape.sites, base.dtype, executor.home))
+    base, adapter = executor.base, JobAdapter(job.name, job.spec.adapter, job.spec.seed)
+    executor.attach(new_training(adapter, job.recipe, base.shape.sites, base.dtype, executor.home))
 
 
 @pytest.fixture(scope="module")

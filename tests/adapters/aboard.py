@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.base.packs import packed
 from weftune.adapters.banks import Banks
-from weftune.adapters.kind import Member, NewAdapter
+from weftune.adapters.kind import JobAdapter, NewAdapter
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import kind_named
 from weftune.base.model import Base
@@ -28,14 +28,14 @@ def weights_of(base: Base, job: str, spec: LoraSpec, seed: int = 0) -> Tensor:
     kind = kind_named(spec.kind)
     layout = kind.layout(spec, base.shape.sites)
     flat = torch.zeros(layout.size, dtype=base.dtype)
-    kind.initialise(NewAdapter(Member(job, spec, seed), layout.views(flat)), base.shape.sites)
+    kind.initialise(NewAdapter(JobAdapter(job, spec, seed), layout.views(flat)), base.shape.sites)
     return flat
 
 
 def attach(banks: Banks, base: Base, job: str, spec: LoraSpec, weights: Tensor) -> None:
     layout = kind_named(spec.kind).layout(spec, base.shape.sites)
     gradient = torch.zeros(layout.size, dtype=master_dtype(base.dtype))
-    banks.attach(Member(job, spec, seed=0), layout, weights, gradient)
+    banks.attach(JobAdapter(job, spec, seed=0), layout, weights, gradient)
 
 
 def banks_with(base: Base, specs: Mapping[str, LoraSpec]) -> Banks:

@@ -15,7 +15,7 @@ from tests.bench import base as tiny_base
 from tests.families import FAMILIES, tiny
 from weftune.adapters.banks import Banks
 from weftune.adapters.form import Scratch, SiteTensors
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import kind_named
 from weftune.adapters.woven import WovenBank
@@ -298,9 +298,9 @@ def seat(bank: WovenBank, sites: Sequence[SiteShape], slot: int, rank: int) -> N
     spec = LoraSpec(rank=rank)
     layout = LORA.layout(spec, sites)
     views = layout.views(torch.zeros(layout.size))
-    member, scratch = Member(f"job{slot}", spec, 0), Scratch(torch.zeros(()))
-    parts = [LORA.woven(member, SiteTensors(site, views, views, scratch)) for site in sites]
-    bank.attach(member.job, slot, parts)
+    adapter, scratch = JobAdapter(f"job{slot}", spec, 0), Scratch(torch.zeros(()))
+    parts = [LORA.woven(adapter, SiteTensors(site, views, views, scratch)) for site in sites]
+    bank.attach(adapter.job, slot, parts)
 
 
 def test_tables_are_sent_once_however_many_jobs_come_and_go(llama, monkeypatch: pytest.MonkeyPatch) -> None:

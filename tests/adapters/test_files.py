@@ -18,7 +18,7 @@ from tests.base.packs import base_of
 from tests.families import FAMILIES, tiny
 from tests.oracle import lora_config, write_start
 from weftune.adapters.folder import no_weights
-from weftune.adapters.kind import Member, NewAdapter
+from weftune.adapters.kind import JobAdapter, NewAdapter
 from weftune.adapters.lora.files import read_adapter, read_start
 from weftune.adapters.lora.spec import LoraSpec, weight_names
 from weftune.adapters.registry import kind_named, kind_of
@@ -265,8 +265,8 @@ def test_a_start_is_copied_and_a_new_adapter_is_drawn_from_its_seed(start):
             assert 0.9 * bound < value.abs().max() <= bound
     flat = torch.zeros(LORA.layout(SPEC, base.shape.sites).size)
     views = LORA.layout(SPEC, base.shape.sites).views(flat)
-    member = Member("a", replace(SPEC, init_from=str(start)), 0)
-    LORA.initialise(NewAdapter(member, views), base.shape.sites)
+    adapter = JobAdapter("a", replace(SPEC, init_from=str(start)), 0)
+    LORA.initialise(NewAdapter(adapter, views), base.shape.sites)
     saved = load_file(start / "adapter_model.safetensors")
     assert torch.equal(views["model.layers.0.self_attn.q_proj", "b_rN"], saved[NAME].T)
 

@@ -11,7 +11,7 @@ from tests.base.packs import random_samples
 from tests.bench import base as tiny_base
 from tests.interpreter import interpret
 from weftune.adapters.banks import Banks
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import kind_named
 from weftune.adapters.woven import WovenBank
@@ -48,9 +48,9 @@ def gradients(base, banks, microbatch, route):
     return logits_TV.detach(), {job: aboard.gradient.clone() for job, aboard in banks.aboard.items()}
 
 
-def alone(family, member, weights, tokens_L):
+def alone(family, adapter, weights, tokens_L):
     flat = weights.clone().requires_grad_()
-    logits_LV = plain_model(family, member, flat, weights.dtype)(input_ids=tokens_L[None]).logits[0]
+    logits_LV = plain_model(family, adapter, flat, weights.dtype)(input_ids=tokens_L[None]).logits[0]
     logits_LV.pow(2).mean(dim=1).sum().backward()
     return logits_LV.detach(), flat.grad
 
@@ -68,7 +68,7 @@ def test_kinds_that_add_and_kinds_that_scale_share_a_site_on_every_route(family,
     microbatch = together([*specs], samples)
     logits_TV, found = gradients(base, banks, microbatch, route)
     for job, got, tokens in zip(specs, logits_TV.split(microbatch.sample_lengths), samples, strict=True):
-        want, gradient = alone(family, Member(job, specs[job], 0), weights[job], tokens)
+        want, gradient = alone(family, JobAdapter(job, specs[job], 0), weights[job], tokens)
         torch.testing.assert_close(got, want, rtol=EXACT, atol=EXACT)
         assert (found[job] - gradient).norm() <= EXACT * gradient.norm()
         assert gradient.norm() > 1e-2
@@ -127,7 +127,7 @@ def test_sites_that_share_their_input_are_scaled_each_by_itself():
     with banks.bound(microbatch, Route.tiled, training=False), torch.no_grad():
         got = banks.linear(names[0])(x_TK, residual_TN)
     for job, segment in zip(specs, microbatch.segments, strict=True):
-        modules = plain_model("qwen2", Member(job, specs[job], 0), weights[job])
+        modules = plain_model("qwen2", JobAdapter(job, specs[job], 0), weights[job])
         want = torch.cat([modules.get_submodule(name)(x_TK[segment.rows]) for name in names], dim=1)
         torch.testing.assert_close(
             got[segment.rows], residual_TN[segment.rows] + want, rtol=EXACT, atol=EXACT
@@ -172,10 +172,10 @@ def test_beside_other_kinds_the_error_is_at_most_twice_that_of_plain_torch_in_th
     with banks.bound(microbatch, Route.tiled, training=False), torch.no_grad():
         got = banks.linear(name)(x_TK, None)
     for job, segment in zip(specs, microbatch.segments, strict=True):
-        member, x_LK = Member(job, specs[job], 0), x_TK[segment.rows]
-        plain = plain_model("qwen2", member, weights[job], dtype).get_submodule(name)(x_LK)
+        adapter, x_LK = JobAdapter(job, specs[job], 0), x_TK[segment.rows]
+        plain = plain_model("qwen2", adapter, weights[job], dtype).get_submodule(name)(x_LK)
         exact = tiny_base("qwen2", dtype).model.double().state_dict()
-        model = plain_model("qwen2", member, weights[job].double())
+        model = plain_model("qwen2", adapter, weights[job].double())
         model.load_state_dict(exact)
         want = model.get_submodule(name)(x_LK.double())
         error = (got[segment.rows].double() - want).norm()
@@ -208,5 +208,5 @@ def test_what_all_sites_share_is_refused_where_not_all_sites_are_or_where_it_wou
     layout = kind_named("tied").layout(TiedSpec(), sites)
     views = layout.views(weights)
     with pytest.raises(AdapterError, match="kept in host memory"):
-        banks.attach(Member("a", TiedSpec(), 0), layout, weights, weights.clone(), views, views)
+        banks.attach(JobAdapter("a", TiedSpec(), 0), layout, weights, weights.clone(), views, views)
     assert not banks.aboard

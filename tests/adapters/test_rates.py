@@ -10,7 +10,7 @@ import torch
 from tests import bench
 from tests.adapters.toys import GateSpec, plain_model, toys  # noqa: F401 (a fixture)
 from tests.run import aboard
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.run.events import Stepped
 from weftune.run.training.state import new_training
 
@@ -23,8 +23,8 @@ EXACT = 1e-8
 def test_a_kind_with_two_learning_rates_trains_beside_lora_as_torchs_adamw_with_two_groups():
     base, rows = bench.base("llama"), bench.samples(12, seed=1)
     job, other = aboard.ready(base, "gate", steps=STEPS), aboard.ready(base, "lora", steps=STEPS, seed=2)
-    member = Member("gate", SPEC, 0)
-    training = new_training(member, job.recipe, base.shape.sites, base.dtype, base.device)
+    adapter = JobAdapter("gate", SPEC, 0)
+    training = new_training(adapter, job.recipe, base.shape.sites, base.dtype, base.device)
     training.master.mul_(0.2).add_(0.8)
     training.state.weights.copy_(training.master)
     start = training.master.clone()
@@ -32,13 +32,13 @@ def test_a_kind_with_two_learning_rates_trains_beside_lora_as_torchs_adamw_with_
     executor.attach(training)
     events = aboard.events(executor, aboard.program([job, other], STEPS), [job, other])
     losses = [event.outcome.loss for event in events if isinstance(event, Stepped) and event.job == "gate"]
-    wanted, final = plain_run(training.layout, member, job.recipe, start, bench.batches(rows, 3, 1, STEPS))
+    wanted, final = plain_run(training.layout, adapter, job.recipe, start, bench.batches(rows, 3, 1, STEPS))
     assert losses == pytest.approx(wanted, rel=EXACT)
     assert (training.master - final).norm() <= EXACT * final.norm()
     assert (final - start).norm() > 1e-2
 
 
-def plain_run(layout, member, recipe, start, batches):
+def plain_run(layout, adapter, recipe, start, batches):
     leaves = [view.clone().requires_grad_() for view in layout.views(start).values()]
     groups = [
         {"params": [leaf], "lr": recipe.learning_rate * shape.rate}
@@ -48,7 +48,7 @@ def plain_run(layout, member, recipe, start, batches):
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda past: 1 - past / recipe.steps)
     losses = []
     for batch in batches:
-        model = plain_model("llama", member, torch.cat([leaf.flatten() for leaf in leaves]))
+        model = plain_model("llama", adapter, torch.cat([leaf.flatten() for leaf in leaves]))
         total, supervised = torch.zeros((), dtype=torch.float64), 0
         for tokens, mask in batch:
             logprobs = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)

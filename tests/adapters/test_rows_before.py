@@ -12,7 +12,7 @@ from tests.adapters.toys import PromptSpec, plain_model, toys  # noqa: F401 (a f
 from tests.families import tiny
 from tests.run.aboard import ready
 from weftune.adapters.banks import Banks
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import kind_named
 from weftune.core.batch import IGNORED
@@ -58,17 +58,17 @@ def test_virtual_tokens_before_each_sample_learn_what_plain_torch_teaches_them(f
         logprobs_TV = logits_TV[rows].log_softmax(-1)
         logprobs_TV.gather(1, microbatch.targets_T[rows][:, None]).sum().backward()
     for job, spec in SPECS.items():
-        want = plain_gradient(family, Member(job, spec, 0), weights[job], data[job])
+        want = plain_gradient(family, JobAdapter(job, spec, 0), weights[job], data[job])
         found = banks.aboard[job].gradient
         assert want.norm() > 1e-3
         assert (found - want).norm() <= EXACT * want.norm()
 
 
-def plain_gradient(family, member, weights, data):
+def plain_gradient(family, adapter, weights, data):
     flat = weights.clone().requires_grad_()
-    prompt = member.spec.kind == "prompt"
-    model = tiny(family).requires_grad_(False) if prompt else plain_model(family, member, flat)
-    rows_ID = flat.view(member.spec.rows, -1) if prompt else flat.new_zeros(0, 32)
+    prompt = adapter.spec.kind == "prompt"
+    model = tiny(family).requires_grad_(False) if prompt else plain_model(family, adapter, flat)
+    rows_ID = flat.view(adapter.spec.rows, -1) if prompt else flat.new_zeros(0, 32)
     for index in (0, 1):
         tokens = torch.from_numpy(data.tokens(index).astype(np.int64))
         embedded = model.get_input_embeddings()(tokens)

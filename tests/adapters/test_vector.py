@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from weftune.adapters.kind import Member, NewAdapter
+from weftune.adapters.kind import JobAdapter, NewAdapter
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import kind_named
 from weftune.adapters.vector import ParameterShape, VectorLayout
@@ -70,5 +70,5 @@ def test_an_adapter_without_a_site_here_has_nothing_to_draw():
     """A stage may have none of the layers that a job adapts."""
     lora = kind_named("lora")
     empty = VectorLayout(())
-    lora.initialise(NewAdapter(Member("a", LoraSpec(), seed=1), empty.views(torch.empty(0))), ())
+    lora.initialise(NewAdapter(JobAdapter("a", LoraSpec(), seed=1), empty.views(torch.empty(0))), ())
     assert empty.views(torch.empty(0)) == {}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.families import tiny
 from weftune.adapters import registry
-from weftune.adapters.kind import Member, NewAdapter
+from weftune.adapters.kind import JobAdapter, NewAdapter
 from weftune.adapters.lora.spec import A, B
 from weftune.adapters.plain import JobAt, JobPart, PlainBank
 from weftune.adapters.target import ROWS
@@ -44,7 +44,7 @@ class ToyKind:
 
     def initialise(self, new: NewAdapter, sites: Any) -> None:
         for value in new.parameters.values():
-            value.normal_(generator=torch.Generator().manual_seed(new.member.seed))
+            value.normal_(generator=torch.Generator().manual_seed(new.adapter.seed))
 
     def before_step(self, *_: Any) -> None: ...
 
@@ -91,14 +91,14 @@ class Gate(ToyKind):
         return PlainBank(sites, self._part)
 
     def _part(self, at: JobAt) -> JobPart:
-        if not self.adapts(at.member.spec, at.site.name):
+        if not self.adapts(at.adapter.spec, at.site.name):
             return JobPart()
         u_N = at.trained("u")
         return JobPart(
             add=lambda x_LK: u_N.expand(len(x_LK), -1),
             g_in_K=at.trained("g_in"),
             g_out_N=at.trained("g_out"),
-            scales_bias=at.member.spec.scales_bias,
+            scales_bias=at.adapter.spec.scales_bias,
         )
 
 
@@ -136,7 +136,7 @@ class Tied(ToyKind):
         return PlainBank(sites, self._part)
 
     def _part(self, at: JobAt) -> JobPart:
-        if not self.adapts(at.member.spec, at.site.name):
+        if not self.adapts(at.adapter.spec, at.site.name):
             return JobPart()
         a_rK = at.constant("a")[:, : at.site.in_features]
         b_rN = at.constant("b")[:, : at.site.out_features]
@@ -180,21 +180,23 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 # -- the oracle: one job alone, in plain torch ---------------------------------------------------------------
 
 
-def plain_model(family: str, member: Member, flat: Tensor, dtype: torch.dtype = torch.float64) -> nn.Module:
+def plain_model(
+    family: str, adapter: JobAdapter, flat: Tensor, dtype: torch.dtype = torch.float64
+) -> nn.Module:
     """A model of the family with the job's formula at its sites; `flat` gets the gradients."""
     model = tiny(family, dtype).requires_grad_(False)
-    kind = registry.kind_named(member.spec.kind)
+    kind = registry.kind_named(adapter.spec.kind)
     modules = linears(model)
     sites = [site_shape(name, module) for name, module in modules.items()]
-    views = kind.layout(member.spec, sites).views(flat)
-    constants = kind.constants(member.spec, sites, flat)
+    views = kind.layout(adapter.spec, sites).views(flat)
+    constants = kind.constants(adapter.spec, sites, flat)
     for site in sites:
-        if kind.adapts(member.spec, site.name):
+        if kind.adapts(adapter.spec, site.name):
             module = modules[site.name]
             weight = module.weight.T if site.fan_in_fan_out else module.weight
             own = {name: value for (where, name), value in views.items() if where in (site.name, SHARED)}
-            formula = FORMULAS[member.spec.kind]
-            module.forward = partial(formula, member.spec, site, weight, module.bias, {**own, **constants})
+            formula = FORMULAS[adapter.spec.kind]
+            module.forward = partial(formula, adapter.spec, site, weight, module.bias, {**own, **constants})
     return model
 
 

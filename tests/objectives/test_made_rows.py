@@ -13,7 +13,7 @@ from tests import bench
 from tests.adapters.toys import plain_model
 from tests.base.packs import packed
 from tests.run import aboard
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.core.batch import IGNORED, Microbatch, Segment
 from weftune.objectives.objective import BatchFacts, HeldOutSums, Needs, SampleScores
 from weftune.ops.lora.routes import Route
@@ -140,7 +140,7 @@ def _logits(model, tokens_L):
 
 def plain_run(base, job, start):
     """The same in plain torch, with torch's own clipping and AdamW."""
-    member = Member(job.name, job.spec.adapter, job.spec.seed)
+    adapter = JobAdapter(job.name, job.spec.adapter, job.spec.seed)
     flat = start.clone().requires_grad_()
     recipe = job.recipe
     optimizer = torch.optim.AdamW([flat], lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
@@ -149,7 +149,7 @@ def plain_run(base, job, start):
     assert recipe.schedule == "linear"
     assert recipe.warmup == 0
     for _ in range(STEPS):
-        model = plain_model("llama", member, flat)
+        model = plain_model("llama", adapter, flat)
         with torch.no_grad():
             rows = [greedy(partial(_logits, model), prompt) for prompt in PROMPTS]
         total = torch.zeros((), dtype=torch.float64)
@@ -165,5 +165,5 @@ def plain_run(base, job, start):
         optimizer.step()
         schedule.step()
         losses.append(loss.item())
-    assert new_training(member, recipe, base.shape.sites, base.dtype, base.device).layout.size == len(flat)
+    assert new_training(adapter, recipe, base.shape.sites, base.dtype, base.device).layout.size == len(flat)
     return losses, flat.detach()

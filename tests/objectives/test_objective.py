@@ -12,7 +12,7 @@ from tests.adapters.toys import plain_model
 from tests.bench import base as tiny_base
 from tests.families import tiny
 from tests.objectives.toys import AboveTheMean, Preference, Value, global_batch, microbatch, plain_sums
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import kind_named
 from weftune.core.batch import IGNORED, OWN
@@ -59,7 +59,7 @@ class Aboard:
 
     def plain(self, job):
         flat = self.weights[job].clone().requires_grad_()
-        return plain_model("llama", Member(job, SPEC, 0), flat), flat
+        return plain_model("llama", JobAdapter(job, SPEC, 0), flat), flat
 
     def gradient(self, job):
         return self.banks.aboard[job].gradient

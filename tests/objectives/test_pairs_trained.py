@@ -14,7 +14,7 @@ from tests.adapters.toys import plain_model
 from tests.families import tiny
 from tests.objectives.toys import Preference
 from tests.run import aboard
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.core.batch import IGNORED
 from weftune.plan.pack.segments import pack_segments
 from weftune.plan.program.layout import one_device
@@ -77,13 +77,13 @@ def plain_run(job, start):
     flat = start["pairs"].clone().requires_grad_()
     optimizer = torch.optim.AdamW([flat], lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda past: 1 - past / recipe.steps)
-    bare = tiny("llama"), plain_model("llama", Member("other", spec, 0), start["other"])
+    bare = tiny("llama"), plain_model("llama", JobAdapter("other", spec, 0), start["other"])
     losses = []
     for step in range(STEPS):
         chosen = [placed.sample for placed in job.course(step, 1, False).batches[0].samples]
         with torch.no_grad():
             base_B, other_B = (sums(model, job.data.train, chosen) for model in bare)
-        own_B = sums(plain_model("llama", Member("pairs", spec, 0), flat), job.data.train, chosen)
+        own_B = sums(plain_model("llama", JobAdapter("pairs", spec, 0), flat), job.data.train, chosen)
         margin_B = own_B - 0.75 * base_B - 0.25 * other_B
         loss = -logsigmoid(0.3 * (margin_B[0::2] - margin_B[1::2])).mean()
         optimizer.zero_grad()

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests import bench
 from weftune import JobSpec
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.base.model import Base
 from weftune.core.paths import cache_folder
 from weftune.ops.lora.routes import Route
@@ -28,8 +28,8 @@ def ready(base: Base, name: str, **keys: Any) -> PreparedJob:
 
 
 def training(base: Base, job: PreparedJob) -> Training:
-    member = Member(job.name, job.spec.adapter, job.spec.seed)
-    return new_training(member, job.recipe, base.shape.sites, base.dtype, base.device)
+    adapter = JobAdapter(job.name, job.spec.adapter, job.spec.seed)
+    return new_training(adapter, job.recipe, base.shape.sites, base.dtype, base.device)
 
 
 def executor(base: Base, jobs: Sequence[PreparedJob], route: Route = Route.segmented) -> Executor:

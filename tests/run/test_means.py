@@ -25,7 +25,7 @@ from tests.run.workers.test_agreed import (
     pipeline_program,
     whole_base,
 )
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.base.load import inspect
 from weftune.base.spec import BaseSpec
 from weftune.plan.layout.cut import cut_layers
@@ -238,8 +238,8 @@ def driven(wires, folder, checkpoints, until):
     pipeline = open_pipeline(staff, spec, bench.CPU, layout, lambda job: checkpoints)
     base = pipeline.base
     (job, *_) = averaged(make_jobs(whole_base("llama", torch.float64)))
-    member = Member(job.name, job.spec.adapter, job.spec.seed)
-    training = new_training(member, job.recipe, base.shape.sites, base.dtype, base.device, base.whole_sites)
+    adapter = JobAdapter(job.name, job.spec.adapter, job.spec.seed)
+    training = new_training(adapter, job.recipe, base.shape.sites, base.dtype, base.device, base.whole_sites)
     checkpoint.restore(checkpoints, training)
     pipeline.attach(training)
     while training.progress.step < until:

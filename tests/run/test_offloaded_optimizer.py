@@ -385,9 +385,9 @@ def test_a_checkpoint_goes_on_wherever_the_optimizer_is(before, after, tmp_path)
     to_the_end(executor, jobs)
     resumed = executor_of(after)
     for job in jobs:
-        member = aboard.Member(job.name, job.spec.adapter, job.spec.seed)
+        adapter = aboard.JobAdapter(job.name, job.spec.adapter, job.spec.seed)
         base = resumed.base
-        training = new_training(member, job.recipe, base.shape.sites, base.dtype, resumed.home)
+        training = new_training(adapter, job.recipe, base.shape.sites, base.dtype, resumed.home)
         assert checkpoint.restore(tmp_path / job.name, training)
         resumed.attach(training)
     to_the_end(resumed, jobs)

@@ -14,7 +14,7 @@ from tests.run import aboard
 from tests.run.models import deep
 from tests.run.processes import run_workers
 from tests.run.workers.test_agreed import CAPACITY, PACE, whole_base
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.base.load import inspect
 from weftune.base.spec import BaseSpec
 from weftune.plan.layout.cut import cut_layers
@@ -49,8 +49,8 @@ def windows(wires, folder, on_event):
     ]
     base = pipeline.base
     for job in jobs:
-        member = Member(job.name, job.spec.adapter, job.spec.seed)
-        made = new_training(member, job.recipe, base.shape.sites, base.dtype, base.device, base.whole_sites)
+        adapter = JobAdapter(job.name, job.spec.adapter, job.spec.seed)
+        made = new_training(adapter, job.recipe, base.shape.sites, base.dtype, base.device, base.whole_sites)
         pipeline.attach(made)
     by_name, seen = {job.name: job for job in jobs}, []
     for step in range(STEPS):

@@ -55,9 +55,9 @@ def evaluated_jobs(base):
 def take_aboard(executor, jobs):
     base = executor.base
     for job in jobs:
-        member = aboard.Member(job.name, job.spec.adapter, job.spec.seed)
+        adapter = aboard.JobAdapter(job.name, job.spec.adapter, job.spec.seed)
         home = getattr(executor, "home", base.device)
-        executor.attach(new_training(member, job.recipe, base.shape.sites, base.dtype, home))
+        executor.attach(new_training(adapter, job.recipe, base.shape.sites, base.dtype, home))
 
 
 def run(executor, program, jobs):

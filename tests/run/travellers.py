@@ -5,7 +5,7 @@ from dataclasses import fields
 import torch
 
 from tests.bench import CPU
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.vector import ParameterShape, VectorLayout
 from weftune.ops.adamw import AdamState, update
@@ -46,7 +46,7 @@ def new(name, sizes=SIZES, outside="nowhere", seed=0, dtype=torch.float32, weigh
     moments = (torch.zeros_like(master) for _ in range(3))
     recipe = Recipe(steps=9, learning_rate=1e-2, weight_decay=0.1, clip=0.5, betas=(0.8, 0.95), eps=1e-4)
     state = AdamState(master, *moments, master.to(weights or WEIGHTS[dtype]))
-    return Training(Member(name, LoraSpec(), seed), recipe, layout, state)
+    return Training(JobAdapter(name, LoraSpec(), seed), recipe, layout, state)
 
 
 def steps_for(stages=4, make=update, dtype=torch.bfloat16):

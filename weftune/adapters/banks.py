@@ -25,8 +25,8 @@ from weftune.adapters.form import Scratch, SiteTensors, WovenPart
 from weftune.adapters.kind import (
     ExpertBank,
     Frozen,
+    JobAdapter,
     Kind,
-    Member,
     Parameters,
     Pass,
     SiteBank,
@@ -71,7 +71,7 @@ attached."""
 class Aboard:
     """An attached job and its flat vectors: the weights that passes read, and the accumulated gradient."""
 
-    member: Member
+    adapter: JobAdapter
     layout: VectorLayout
     slot: int
     weights: Tensor
@@ -236,7 +236,7 @@ class Banks:
 
     def attach(
         self,
-        member: Member,
+        adapter: JobAdapter,
         layout: VectorLayout,
         weights: Tensor,
         gradient: Tensor,
@@ -248,8 +248,8 @@ class Banks:
         If those vectors are not on the device, `read` and `totals` are their parameters that are.
         """
         assert weights.dtype == self._like.dtype
-        self._refuse_shared(member, layout, travels=read is not None)
-        kind, spec, slot = kind_named(member.spec.kind), member.spec, self._free_slot()
+        self._refuse_shared(adapter, layout, travels=read is not None)
+        kind, spec, slot = kind_named(adapter.spec.kind), adapter.spec, self._free_slot()
         groups: tuple[SiteGroup | ExpertGroup, ...]
         groups = (*self._linear_groups(kind, spec), *self._expert_groups(kind, layout))
         totals = totals or layout.views(gradient)
@@ -258,15 +258,15 @@ class Banks:
         before = views.get((SHARED, ROWS)) if kind.rows_before(spec) else None
         assert before is None or self._embedding is not None, "rows before a sample go in at the embedding"
         prefixes = _prefixes(layout, views)
-        woven = self._woven_parts(kind, member, groups, views, totals)
+        woven = self._woven_parts(kind, adapter, groups, views, totals)
         at_experts = [group for group in groups if isinstance(group, ExpertGroup)]
         tokens = trained_tokens(spec, views, totals)
         assert tokens is None or self._embedding is not None, "rows of a job's own go in at the embedding"
         if self._free:
             heappop(self._free)
         self._attached += 1
-        self.aboard[member.job] = Aboard(
-            member=member,
+        self.aboard[adapter.job] = Aboard(
+            adapter=adapter,
             layout=layout,
             slot=slot,
             weights=weights,
@@ -286,27 +286,27 @@ class Banks:
         )
         for group in groups:
             if isinstance(group, ExpertGroup):
-                group.banks[kind.name].attach(member, views, totals)
+                group.banks[kind.name].attach(adapter, views, totals)
             else:
-                group.banks[kind.name].attach(member, views)
+                group.banks[kind.name].attach(adapter, views)
         for linears, parts in woven or ():
             linears.woven = linears.woven or WovenBank(linears.sites, self.slots)
-            linears.woven.attach(member.job, slot, parts)
+            linears.woven.attach(adapter.job, slot, parts)
 
     def _woven_parts(
         self,
         kind: Kind,
-        member: Member,
+        adapter: JobAdapter,
         groups: Sequence[SiteGroup | ExpertGroup],
         views: Parameters,
         totals: Parameters,
     ) -> list[tuple[SiteGroup, list[WovenPart | None]]] | None:
         """Return the job's adapter at each group of linears in the tiled kernels' form, or None."""
-        if not (self._weaves and kind.weaves(member.spec)):
+        if not (self._weaves and kind.weaves(adapter.spec)):
             return None
         scratch = Scratch(self._like)
         found = [
-            (group, [kind.woven(member, SiteTensors(site, views, totals, scratch)) for site in group.sites])
+            (group, [kind.woven(adapter, SiteTensors(site, views, totals, scratch)) for site in group.sites])
             for group in groups
             if isinstance(group, SiteGroup)
         ]
@@ -331,7 +331,7 @@ class Banks:
                 group.banks[kind.name] = kind.expert_bank(group.sites)
         return groups
 
-    def _refuse_shared(self, member: Member, layout: VectorLayout, travels: bool) -> None:
+    def _refuse_shared(self, adapter: JobAdapter, layout: VectorLayout, travels: bool) -> None:
         """Refuse parameters shared by all sites if not all sites are here: their gradient is a sum over all
         sites. Rows before a sample get their gradient at the embedding alone, and so do rows of the embedding
         unless the head uses them, too."""
@@ -348,19 +348,18 @@ class Banks:
             what = "parameters that all layers share"
             if in_both:
                 what = "trainable_token_indices, whose rows the embedding of this base shares with its head"
-            raise AdapterError(
-                f"job {member.job}: a {member.spec.kind} adapter has {what}, which cannot be trained {where}"
-            )
+            job, kind = adapter.job, adapter.spec.kind
+            raise AdapterError(f"job {job}: a {kind} adapter has {what}, which cannot be trained {where}")
 
     def detach(self, job: str) -> None:
         aboard = self.aboard.pop(job)
         heappush(self._free, aboard.slot)
         for group in aboard.groups:
-            group.banks[aboard.member.spec.kind].detach(job)
+            group.banks[aboard.adapter.spec.kind].detach(job)
             if aboard.woven and isinstance(group, SiteGroup) and group.woven is not None:
                 group.woven.detach(job)
         if self._constants:
-            read = {_constants_of(one.member.spec) for one in self.aboard.values()}
+            read = {_constants_of(one.adapter.spec) for one in self.aboard.values()}
             self._constants = {key: found for key, found in self._constants.items() if key in read}
 
     def _constants_for(self, spec: Any) -> Parameters:
@@ -425,7 +424,7 @@ class Banks:
     def _totals(self, microbatch: Microbatch) -> dict[str, Parameters]:
         """Return the accumulators of each job's gradients."""
         found = map(self._through, microbatch.segments)
-        return {aboard.member.job: aboard.totals for aboard in found if aboard is not None}
+        return {aboard.adapter.job: aboard.totals for aboard in found if aboard is not None}
 
     def seats(self, microbatch: Microbatch) -> list[Seat]:
         """Return the slots of the rows, as the tiled kernels need them: rows of a slot are contiguous.
@@ -439,7 +438,7 @@ class Banks:
         for segment in microbatch.segments:
             if (aboard := self._through(segment)) is None:
                 continue
-            key = step_key(aboard.member.seed, segment.step)
+            key = step_key(aboard.adapter.seed, segment.step)
             if seats and (seats[-1].slot, seats[-1].stop) == (aboard.slot, segment.start):
                 seats[-1] = replace(seats[-1], stop=segment.stop)
             else:
@@ -540,7 +539,7 @@ class Banks:
             if bound is None or aboard is None:
                 continue
             if aboard.rows_before is not None:
-                total = bound.totals[aboard.member.job][SHARED, ROWS]
+                total = bound.totals[aboard.adapter.job][SHARED, ROWS]
                 rows_ID = accumulated(aboard.rows_before, total, bound.anchor)
                 h = _with_rows_before(h, rows_ID, bound.microbatch, segment)
             if aboard.tokens is not None and self._embedding is not None:
@@ -567,7 +566,7 @@ class Banks:
         for segment, _ in self.keys_before(bound.microbatch):
             aboard = self._through(segment)
             assert aboard is not None
-            prefix, totals = aboard.prefixes[layer], bound.totals[aboard.member.job]
+            prefix, totals = aboard.prefixes[layer], bound.totals[aboard.adapter.job]
             keys = accumulated(prefix.keys, totals[prefix.site, KEYS], bound.anchor)
             values = accumulated(prefix.values, totals[prefix.site, VALUES], bound.anchor)
             found.append((keys, values))

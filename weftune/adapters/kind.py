@@ -32,7 +32,7 @@ WeightOf = Callable[[str], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class JobAdapter:
     """A job as its kind sees it: its adapter spec and the seed of its random numbers."""
 
     job: str
@@ -48,7 +48,7 @@ class Member:
 class NewAdapter:
     """A new adapter: the parameters to initialise, and what a kind may initialise them from."""
 
-    member: Member
+    adapter: JobAdapter
     parameters: Parameters
     """Parameters of all its sites, or of those that one stage has, on any device."""
     drawn_on: torch.device | None = None
@@ -62,7 +62,7 @@ class NewAdapter:
 
     def key(self, site: str, name: str) -> int:
         """Return the key of a parameter's random numbers, from the job's seed and its site and name."""
-        return parameter_key(self.member.seed, site, name)
+        return parameter_key(self.adapter.seed, site, name)
 
     def weight_at(self, site: str) -> Tensor:
         """Return the base's own weight [N, K]."""
@@ -127,7 +127,7 @@ class SiteParts:
 class SiteBank(Protocol):
     """The parameters of all attached adapters of one kind at a group of sites that share their input."""
 
-    def attach(self, member: Member, weights: Parameters) -> None:
+    def attach(self, adapter: JobAdapter, weights: Parameters) -> None:
         """Attach a job; `weights` are what passes read: trained parameters and the kind's constants."""
 
     def detach(self, job: str) -> None: ...
@@ -145,7 +145,7 @@ class ExpertBank(Protocol):
 
     tiled: bool
 
-    def attach(self, member: Member, weights: Parameters, totals: Parameters) -> None:
+    def attach(self, adapter: JobAdapter, weights: Parameters, totals: Parameters) -> None:
         """Attach a job; `weights` are what passes read, and `totals` the accumulators of its gradients."""
 
     def detach(self, job: str) -> None: ...
@@ -194,7 +194,7 @@ class Kind(Protocol):
         `sites` are those of the whole base.
         """
 
-    def before_step(self, member: Member, step: int, masters: Callable[[], Parameters]) -> None:
+    def before_step(self, adapter: JobAdapter, step: int, masters: Callable[[], Parameters]) -> None:
         """Change the master weights, if necessary, before the job takes a step with the accumulated
         gradients. For kinds with phases."""
 
@@ -208,7 +208,7 @@ class Kind(Protocol):
         """Whether passes with such an adapter can be captured although it does not weave: at linears it only
         changes outputs, with an `ops.site.RowChange`."""
 
-    def woven(self, member: Member, at: SiteTensors) -> WovenPart | None:
+    def woven(self, adapter: JobAdapter, at: SiteTensors) -> WovenPart | None:
         """Return the adapter in that form at one site, or None if it has none there. Called only for kinds
         that weave."""
 

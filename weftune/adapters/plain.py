@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weftune.adapters.kind import Frozen, Member, Parameters, Pass, SiteParts
+from weftune.adapters.kind import Frozen, JobAdapter, Parameters, Pass, SiteParts
 from weftune.adapters.vector import SHARED
 from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
@@ -24,7 +24,7 @@ from weftune.ops.site import RowScale, with_rows
 class JobAt:
     """A job at one site in one pass: its rows, and its weights as autograd sees them."""
 
-    member: Member
+    adapter: JobAdapter
     site: SiteShape
     segment: Segment
     bound: Pass
@@ -47,7 +47,7 @@ class JobAt:
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
         """Accumulate the gradient of a parameter of this site."""
-        self.bound.totals[self.member.job][self.site.name, name].add_(gradient)
+        self.bound.totals[self.adapter.job][self.site.name, name].add_(gradient)
 
     def constant(self, name: str) -> Tensor:
         """Return one of the kind's constants."""
@@ -61,20 +61,20 @@ class JobAt:
 
     @property
     def drops(self) -> bool:
-        return self.bound.training and self.member.spec.dropout > 0.0
+        return self.bound.training and self.adapter.spec.dropout > 0.0
 
     def dropped(self, x_LK: Tensor) -> Tensor:
         """Apply the job's dropout to x, in training only."""
-        probability = self.member.spec.dropout
+        probability = self.adapter.spec.dropout
         if not self.drops:
             return x_LK
         index_L = self.bound.microbatch.token_index_T[self.segment.rows]
-        own = key(self.member.seed, self.segment.step, self.site.name)
+        own = key(self.adapter.seed, self.segment.step, self.site.name)
         kept = kept_TK(own, index_L, x_LK.shape[1], probability)
         return torch.where(kept, x_LK, 0.0) / (1.0 - probability)
 
     def _trained(self, site: str, name: str) -> Tensor:
-        total = self.bound.totals[self.member.job][site, name]
+        total = self.bound.totals[self.adapter.job][site, name]
         return accumulated(self.weights[site, name], total, self.bound.anchor)
 
 
@@ -96,11 +96,11 @@ class PlainBank:
     def __init__(self, sites: Sequence[SiteShape], part: Callable[[JobAt], JobPart]) -> None:
         self._sites = {site.name: site for site in sites}
         self._part = part
-        self._aboard: dict[str, tuple[Member, Parameters]] = {}
+        self._aboard: dict[str, tuple[JobAdapter, Parameters]] = {}
         self._known: dict[tuple[str, str], Tensor] = {}
 
-    def attach(self, member: Member, weights: Parameters) -> None:
-        self._aboard[member.job] = member, weights
+    def attach(self, adapter: JobAdapter, weights: Parameters) -> None:
+        self._aboard[adapter.job] = adapter, weights
 
     def detach(self, job: str) -> None:
         del self._aboard[job]
@@ -111,16 +111,16 @@ class PlainBank:
     def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
         added, g_in, g_out, behind = [], [], [], []
         for segment in self.segments(bound):
-            member, weights = self._aboard[segment.through or ""]
-            at = JobAt(member, self._sites[site], segment, bound, weights, frozen, self._known)
+            adapter, weights = self._aboard[segment.through or ""]
+            at = JobAt(adapter, self._sites[site], segment, bound, weights, frozen, self._known)
             part = self._part(at)
             others = part.add is part.g_in_K is part.g_out_N is None
-            assert others or member.job not in bound.gathered, "only outputs are changed in gathered rows"
+            assert others or adapter.job not in bound.gathered, "only outputs are changed in gathered rows"
             start, stop = segment.start, segment.stop
             if part.add is not None:
                 added.append((segment.rows, part.add))
             if part.after is not None:
-                behind.append((bound.gathered.get(member.job, segment.rows), part.after))
+                behind.append((bound.gathered.get(adapter.job, segment.rows), part.after))
             if part.g_in_K is not None:
                 g_in.append(RowScale(start, stop, part.g_in_K))
             if part.g_out_N is not None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from weftune.adapters.files import read_tensors, write_folder
 from weftune.adapters.folder import CONFIG, damage_told, read_config, refuse_slow
 from weftune.adapters.form import SiteTensors, WovenPart
-from weftune.adapters.kind import ExpertBank, Member, NewAdapter, Parameters
+from weftune.adapters.kind import ExpertBank, JobAdapter, NewAdapter, Parameters
 from weftune.adapters.kinds import KINDS
 from weftune.adapters.own_config import OwnConfig
 from weftune.adapters.plain import JobAt, JobPart, PlainBank
@@ -118,7 +118,7 @@ class PlainKind:
     def constants(self, spec: Any, sites: Sequence[SiteShape], like: Tensor) -> Mapping[str, Tensor]:
         return {}
 
-    def before_step(self, member: Member, step: int, masters: Callable[[], Parameters]) -> None:
+    def before_step(self, adapter: JobAdapter, step: int, masters: Callable[[], Parameters]) -> None:
         """Do nothing: only the step itself changes the weights."""
 
     def bank(self, sites: Sequence[SiteShape]) -> PlainBank:
@@ -130,20 +130,20 @@ class PlainKind:
     def gathers(self, spec: Any) -> bool:
         return False
 
-    def woven(self, member: Member, at: SiteTensors) -> WovenPart | None:
+    def woven(self, adapter: JobAdapter, at: SiteTensors) -> WovenPart | None:
         raise AssertionError(f"a {self.name} adapter is not woven in")
 
     def _part(self, at: JobAt) -> JobPart:
-        return self.part(at) if self.adapts(at.member.spec, at.site.name) else JobPart()
+        return self.part(at) if self.adapts(at.adapter.spec, at.site.name) else JobPart()
 
     def expert_bank(self, sites: Sequence[SiteShape]) -> ExpertBank:
         raise AssertionError(f"a {self.name} adapter has no parameters at experts")
 
     def initialise(self, new: NewAdapter, sites: Sequence[SiteShape]) -> None:
-        if new.member.spec.init_from is None:
+        if new.adapter.spec.init_from is None:
             self.start(new)
             return
-        found = self.read_start(new.member.spec, sites)
+        found = self.read_start(new.adapter.spec, sites)
         for place, value in new.parameters.items():
             value.copy_(found[place])
 

@@ -65,7 +65,7 @@ def trained_tokens(spec: Any, weights: Parameters, totals: Parameters) -> Traine
 
 def fill_tokens(new: NewAdapter) -> None:
     """Initialise trained token rows with the base's own embeddings."""
-    ids = new.member.spec.trained_tokens
+    ids = new.adapter.spec.trained_tokens
     for (site, name), value in new.parameters.items():
         if name == TOKENS:
             weight_VD = new.weight_at(site)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.kinds import AdapterSpec
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
@@ -70,7 +70,7 @@ class JobsAboard:
         self.losses[job] = []
         base, home = self.base, self.executor.home
         training = new_training(
-            Member(job, adapter, seed),
+            JobAdapter(job, adapter, seed),
             RECIPE,
             base.shape.sites,
             base.dtype,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
@@ -231,8 +231,8 @@ class _Bench:
         names = [f"job{number}" for number in range(case.jobs)]
         spec = LoraSpec(rank=case.rank, alpha=float(case.rank))
         for name in names:
-            member = Member(name, spec, seed=0)
-            training = new_training(member, RECIPE, self.base.shape.sites, self.base.dtype, self.base.device)
+            adapter = JobAdapter(name, spec, seed=0)
+            training = new_training(adapter, RECIPE, self.base.shape.sites, self.base.dtype, self.base.device)
             self.executor.attach(training)
         try:
             yield names

@@ -38,7 +38,7 @@ class ResidentAdapters:
     def attach(self, training: Training) -> None:
         with self._adapted.on_stream():
             state = training.state
-            self._adapted.banks.attach(training.member, training.layout, state.weights, state.gradient)
+            self._adapted.banks.attach(training.adapter, training.layout, state.weights, state.gradient)
         self._roster.trainings[training.job] = training
 
     def detach(self, job: str) -> Training:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weftune.adapters.folder import CONFIG
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.kinds import AdapterSpec
 from weftune.adapters.start import source_of
 from weftune.core.batch import Microbatch
@@ -248,13 +248,13 @@ class Loop:
         spec = job.spec
         found = checkpoint.survey(self.result_writer.checkpoints(spec.name))
         has_begun = found.progress is not None
-        adapter = self._adapter_to_start(spec, has_begun)
-        member = Member(spec.name, adapter, spec.seed, job.recipe.steps, job.start_tokens)
+        adapter_spec = self._adapter_to_start(spec, has_begun)
+        adapter = JobAdapter(spec.name, adapter_spec, spec.seed, job.recipe.steps, job.start_tokens)
         try:
-            training = self._new_training(job, member, is_restored=has_begun)
+            training = self._new_training(job, adapter, is_restored=has_begun)
             restored = checkpoint.restore(self.result_writer.checkpoints(spec.name), training)
             if has_begun and not restored:
-                training = self._new_training(job, member)
+                training = self._new_training(job, adapter)
         except UserError as error:
             self.journal.move(spec.name, State.FAILED, str(error))
             return
@@ -281,9 +281,9 @@ class Loop:
         self.journal.move(spec.name, State.RUNNING)
         self.result_writer.prepare(job, snapshot_bytes(training, keeps_best=spec.keep == "best"))
 
-    def _new_training(self, job: PreparedJob, member: Member, is_restored: bool = False) -> Training:
+    def _new_training(self, job: PreparedJob, adapter: JobAdapter, is_restored: bool = False) -> Training:
         return new_training(
-            member,
+            adapter,
             job.recipe,
             self.base.shape.sites,
             self.base.dtype,

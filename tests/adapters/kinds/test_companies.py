@@ -19,7 +19,7 @@ from torch import Tensor
 from tests import bench, oracle
 from tests.run import aboard
 from weftune.adapters.ia3.apply import Ia3
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.kinds import KINDS
 from weftune.adapters.plain import JobAt, JobPart
 from weftune.adapters.vector import VectorLayout
@@ -113,9 +113,9 @@ def ready(base: Base, samples: int, seed: int, **keys: Any) -> PreparedJob:
 
 
 def at_start(base: Base, job: PreparedJob) -> Training:
-    member = Member(job.name, job.spec.adapter, job.spec.seed, job.recipe.steps)
+    adapter = JobAdapter(job.name, job.spec.adapter, job.spec.seed, job.recipe.steps)
     sites, frozen = base.shape.sites, base.weight_reader()
-    return new_training(member, job.recipe, sites, base.dtype, base.device, frozen=frozen)
+    return new_training(adapter, job.recipe, sites, base.dtype, base.device, frozen=frozen)
 
 
 def train(base: Base, jobs: Sequence[PreparedJob], capacity: int) -> dict[str, oracle.Trained]:

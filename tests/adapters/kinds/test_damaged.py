@@ -11,7 +11,7 @@ import torch
 from tests import bench
 from tests.adapters.kinds import cases
 from weftune.adapters.folder import CONFIG
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.registry import kind_named, kind_of
 from weftune.errors import AdapterError
 from weftune.run.training.schedule import Recipe
@@ -31,7 +31,7 @@ def folder(request, base, tmp_path):
     """A new adapter of the kind, as it is saved."""
     adapter = cases.job(request.param, "llama").adapter
     begun = new_training(
-        Member("a", adapter, 0),
+        JobAdapter("a", adapter, 0),
         Recipe(1),
         base.shape.sites,
         base.dtype,

@@ -15,7 +15,7 @@ from tests.families import tiny
 from tests.outputs import assert_same_results
 from weftune import Options
 from weftune.adapters.folder import read_config
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import A, B
 from weftune.adapters.pissa.apply import Decomposed, principal, randomised
 from weftune.adapters.pissa.spec import FIRST_A, FIRST_B
@@ -40,9 +40,9 @@ def one(kind, family, **more):
 
 
 def begun(base, spec):
-    member = Member(spec.name, spec.adapter, spec.seed)
+    adapter = JobAdapter(spec.name, spec.adapter, spec.seed)
     return new_training(
-        member, Recipe(1), base.shape.sites, base.dtype, torch.device("cpu"), frozen=base.weight_reader()
+        adapter, Recipe(1), base.shape.sites, base.dtype, torch.device("cpu"), frozen=base.weight_reader()
     )
 
 

@@ -10,7 +10,7 @@ from tests import bench, oracle
 from tests.adapters.kinds.cases import STEPS, WITHOUT_PEFT, job, samples
 from tests.families import tiny
 from weftune.adapters.bottleneck.spec import DOWN, DOWN_BIAS, UP, UP_BIAS
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.registry import kind_named
 from weftune.errors import AdapterError
 from weftune.run.training.schedule import Recipe
@@ -39,8 +39,8 @@ def test_beside_the_others_a_bottleneck_equals_plain_torch(family, tmp_path):
     base, jobs = bench.base(family), [job(kind, family) for kind in (*WITHOUT_PEFT, "lora", "ia3")]
     bench.train(base, tmp_path / "out", jobs, capacity=512)
     for one in jobs[: len(WITHOUT_PEFT)]:
-        member = Member(one.name, one.adapter, one.seed)
-        begun = new_training(member, Recipe(1), base.shape.sites, base.dtype, torch.device("cpu"))
+        adapter = JobAdapter(one.name, one.adapter, one.seed)
+        begun = new_training(adapter, Recipe(1), base.shape.sites, base.dtype, torch.device("cpu"))
         kind, start = kind_named("bottleneck"), begun.layout.views(begun.master)
         model = tiny(family, torch.float64).requires_grad_(False)
         for site in dict.fromkeys(site for site, _ in start):

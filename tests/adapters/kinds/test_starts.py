@@ -9,7 +9,7 @@ import torch
 
 from tests import bench
 from weftune.adapters.bottleneck.spec import DOWN, BottleneckSpec
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.prefix.spec import PrefixSpec
 from weftune.adapters.registry import kind_named
 from weftune.adapters.vera.spec import VeraSpec
@@ -42,8 +42,8 @@ def test_vera_jobs_that_differ_in_what_they_train_share_their_matrices():
 
 def started(spec, family="llama"):
     base = bench.base(family)
-    member = Member("a", spec, seed=3)
-    training = new_training(member, Recipe(1), base.shape.sites, base.dtype, bench.CPU)
+    adapter = JobAdapter("a", spec, seed=3)
+    training = new_training(adapter, Recipe(1), base.shape.sites, base.dtype, bench.CPU)
     return training.layout.views(training.master)
 
 

@@ -27,7 +27,7 @@ from tests.run.test_streamed import windows
 from tests.run.workers.test_agreed import CAPACITY, whole_base
 from weftune import JobSpec, Options
 from weftune.adapters.banks import Banks
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import kind_named, kind_of
 from weftune.base.host.streamed import stream_model
@@ -239,10 +239,10 @@ def ready_aboard(executor, family):
     own = {"rank": 3, "trainable_token_indices": TOKENS}
     jobs = [ready(executor.base, "tokens", adapter=own, data=data), ready(executor.base, "plain", data=data)]
     for one in jobs:
-        member = Member(one.name, one.spec.adapter, one.spec.seed)
+        adapter = JobAdapter(one.name, one.spec.adapter, one.spec.seed)
         base, home = executor.base, getattr(executor, "home", executor.base.device)
         frozen = base.weight_reader()
-        executor.attach(new_training(member, one.recipe, base.shape.sites, base.dtype, home, frozen=frozen))
+        executor.attach(new_training(adapter, one.recipe, base.shape.sites, base.dtype, home, frozen=frozen))
     return jobs
 
 

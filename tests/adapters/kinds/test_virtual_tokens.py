@@ -18,7 +18,7 @@ from tests.run.models import LAYERS, deep
 from tests.run.test_streamed import take_aboard, windows
 from tests.run.workers.test_agreed import CAPACITY, whole_base
 from weftune import JobSpec
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.registry import kind_named
 from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
@@ -162,11 +162,11 @@ TEXT = "w5 w11 w90"
 
 def started(base, **keys):
     """The virtual tokens of a job that has not made a step."""
-    adapter = {"kind": "prompt", "num_virtual_tokens": 7, **keys}
-    made = ready(base, "prompt", adapter=adapter, data=bench.rows(samples("prompt")))
-    member = Member("prompt", made.spec.adapter, made.spec.seed, start_tokens=made.start_tokens)
+    spec = {"kind": "prompt", "num_virtual_tokens": 7, **keys}
+    made = ready(base, "prompt", adapter=spec, data=bench.rows(samples("prompt")))
+    adapter = JobAdapter("prompt", made.spec.adapter, made.spec.seed, start_tokens=made.start_tokens)
     training = new_training(
-        member, made.recipe, base.shape.sites, base.dtype, base.device, frozen=base.weight_reader()
+        adapter, made.recipe, base.shape.sites, base.dtype, base.device, frozen=base.weight_reader()
     )
     return training.master.view(7, -1)
 

@@ -13,7 +13,7 @@ from tests.base.packs import random_samples
 from weftune.adapters.banks import Banks
 from weftune.adapters.dora.spec import MAGNITUDE, DoraSpec
 from weftune.adapters.ia3.spec import Ia3Spec
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.kinds import AdapterSpec
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import kind_named
@@ -76,7 +76,7 @@ def passed(
         layout = kind_named(spec.kind).layout(spec, base.shape.sites)
         weights = draw(base, spec, number).to(device, torch.bfloat16).to(base.dtype)
         gradient = torch.zeros(layout.size, dtype=master_dtype(base.dtype), device=device)
-        banks.attach(Member(job, spec, seed=0), layout, weights, gradient)
+        banks.attach(JobAdapter(job, spec, seed=0), layout, weights, gradient)
     microbatch = together(jobs, random_samples(lengths[: len(jobs)]))
     microbatch = replace(microbatch, token_index_T=microbatch.token_index_T.to(device))
     stem, width = "model.layers.1", base.shape.hidden

@@ -16,7 +16,7 @@ from tests.interpreter import interpret
 from tests.run.passes.test_layers import one_layer
 from weftune.adapters import banks as all_banks
 from weftune.adapters.bottleneck.spec import BottleneckSpec
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.kinds import AdapterSpec
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.pissa.spec import PissaSpec
@@ -73,7 +73,7 @@ class Aboard:
         weights = 0.3 * torch.randn(layout.size, generator=generator, dtype=self.base.dtype)
         self.gradients[job] = torch.zeros(layout.size)
         weights = weights * torch.nan if sick else weights
-        self.adapted.banks.attach(Member(job, spec, 0), layout, weights, self.gradients[job])
+        self.adapted.banks.attach(JobAdapter(job, spec, 0), layout, weights, self.gradients[job])
 
     def plain(self, microbatch: Microbatch) -> dict[str, Tensor]:
         laid = lay(microbatch, microbatch.rows, bench.CPU)

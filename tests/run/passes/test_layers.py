@@ -17,7 +17,7 @@ from tests.families import VOCABULARY, config, randomised, tiny
 from tests.interpreter import interpret
 from tests.run import aboard
 from weftune.adapters import banks
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import kind_named
 from weftune.base.attention import pack
@@ -210,7 +210,9 @@ def test_the_forward_does_not_keep_what_is_recomputed(recompute, kept, monkeypat
     adapted = AdaptedBase(base, Route.tiled)
     adapted.layers.recompute = recompute
     layout = kind_named(spec.kind).layout(spec, base.shape.sites)
-    adapted.banks.attach(Member("job", spec, 0), layout, torch.ones(layout.size), torch.zeros(layout.size))
+    adapted.banks.attach(
+        JobAdapter("job", spec, 0), layout, torch.ones(layout.size), torch.zeros(layout.size)
+    )
     laid = lay(together(["job"], random_samples((LENGTH,))), LENGTH, bench.CPU)
     membership = RowsHere(laid).membership(adapted)
     with adapted.banks.bound(laid.microbatch, Route.tiled, True, membership.rows):

@@ -12,7 +12,7 @@ from tests.interpreter import interpret
 from tests.run import aboard
 from weftune.adapters import banks
 from weftune.adapters.banks import Banks
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.registry import kind_named
 from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
@@ -97,7 +97,7 @@ class StagedJobs:
     def join(self, name, rank):
         job = ready(self.base.whole, name, adapter={"rank": rank})
         made = aboard.training(self.base.whole, job)
-        self.banks.attach(made.member, made.layout, made.state.weights, made.state.gradient)
+        self.banks.attach(made.adapter, made.layout, made.state.weights, made.state.gradient)
 
     def laid(self, length=LENGTH, name="a"):
         job = ready(self.base.whole, name, length, batch_size=1)
@@ -153,7 +153,9 @@ def test_a_kind_without_kernels_is_passed_plainly_and_others_are_served_by_what_
     captures = jobs.graphs.captures
     spec = GateSpec(("v_proj",))
     adapter = kind_named("gate").layout(spec, jobs.base.whole.shape.sites)
-    jobs.banks.attach(Member("gate", spec, 0), adapter, torch.ones(adapter.size), torch.zeros(adapter.size))
+    jobs.banks.attach(
+        JobAdapter("gate", spec, 0), adapter, torch.ones(adapter.size), torch.zeros(adapter.size)
+    )
     for _ in range(3):
         mixed = jobs.round(jobs.laid(), jobs.laid(name="gate"))
         assert mixed == [True, False] * len(ROUND)
@@ -255,8 +257,8 @@ def trained(cut, pool):
     executor = streamed_executor(streamed(cut), Route.tiled, pool=pool)
     base = executor.base
     job = ready(base, "a", steps=2, batch_size=2, adapter=ADAPTER)
-    member = aboard.Member(job.name, job.spec.adapter, job.spec.seed)
-    executor.attach(new_training(member, job.recipe, base.shape.sites, base.dtype, executor.home))
+    adapter = aboard.JobAdapter(job.name, job.spec.adapter, job.spec.seed)
+    executor.attach(new_training(adapter, job.recipe, base.shape.sites, base.dtype, executor.home))
     program = plan_window([job.course(0, 2, False)], cut, LENGTH)
     assert len(program.microbatches) == 2 * 2
     events = [event for event in aboard.events(executor, program, [job]) if isinstance(event, Stepped)]

@@ -8,7 +8,7 @@ import torch
 from tests.run import aboard
 from tests.run.models import deep
 from tests.run.workers.test_agreed import whole_base
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import cut_base
 from weftune.core.shapes import LayerRange
@@ -28,8 +28,8 @@ def job():
 def slice_training(ready, start, stop):
     """A job's part on the layers from `start` to `stop`, with values that tell where they belong."""
     base = cut_base(deep("llama", torch.float64), BaseSpec(model="tiny"), CPU, LayerRange(start, stop, 4))
-    member = Member(ready.name, ready.spec.adapter, ready.spec.seed)
-    return new_training(member, ready.recipe, base.shape.sites, base.dtype, CPU, base.whole_sites)
+    adapter = JobAdapter(ready.name, ready.spec.adapter, ready.spec.seed)
+    return new_training(adapter, ready.recipe, base.shape.sites, base.dtype, CPU, base.whole_sites)
 
 
 def stepped(training, step=5):

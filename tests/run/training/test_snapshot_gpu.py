@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import bench
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.core.shapes import SiteShape
 from weftune.run.training.schedule import Recipe
@@ -28,8 +28,8 @@ def training():
         SiteShape(f"model.layers.{layer}.mlp.up_proj", in_features=4096, out_features=14336)
         for layer in range(140)
     )
-    member = Member("a", LoraSpec(rank=16), seed=1)
-    return new_training(member, Recipe(steps=100, learning_rate=1e-3), sites, torch.bfloat16, GPU)
+    adapter = JobAdapter("a", LoraSpec(rank=16), seed=1)
+    return new_training(adapter, Recipe(steps=100, learning_rate=1e-3), sites, torch.bfloat16, GPU)
 
 
 def step(training):

@@ -34,7 +34,7 @@ class Bottleneck(PlainKind):
     name = "bottleneck"
 
     def part(self, at: JobAt) -> JobPart:
-        return JobPart(after=NarrowLayer(at, at.member.spec.activation))
+        return JobPart(after=NarrowLayer(at, at.adapter.spec.activation))
 
     def gathers(self, spec: BottleneckSpec) -> bool:
         return True

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from weftune.adapters.diff.spec import ALPHA, GROUP, DiffSpec, W
 from weftune.adapters.files import read_tensors, write_folder
-from weftune.adapters.kind import Member, NewAdapter, Parameters
+from weftune.adapters.kind import JobAdapter, NewAdapter, Parameters
 from weftune.adapters.plain import JobAt, JobPart
 from weftune.adapters.plain_kind import PREFIX, MergeAt, PlainKind
 from weftune.core.shapes import SiteShape
@@ -40,21 +40,21 @@ class Diff(PlainKind):
     name = "diff"
 
     def part(self, at: JobAt) -> JobPart:
-        spec: DiffSpec = at.member.spec
+        spec: DiffSpec = at.adapter.spec
         values = _gated(at.weights, at.site.name)
         if not at.bound.training:
             delta_NK = settled(values, spec.kept_at(values.w_NK.numel())).to(values.w_NK.dtype)
             return JobPart(add=lambda x_LK: x_LK @ delta_NK.T)
-        totals = _gated(at.bound.totals[at.member.job], at.site.name)
-        drawn = self._drawn(at) if at.segment.step <= spec.relaxed_steps(at.member.steps) else None
+        totals = _gated(at.bound.totals[at.adapter.job], at.site.name)
+        drawn = self._drawn(at) if at.segment.step <= spec.relaxed_steps(at.adapter.steps) else None
         return JobPart(add=lambda x_LK: difference_product(x_LK, values, totals, drawn, at.bound.anchor))
 
     def _drawn(self, at: JobAt) -> DrawnGates:
         def own(what: str) -> int:
-            return key(at.member.seed, at.segment.step, f"{at.site.name}.{what}")
+            return key(at.adapter.seed, at.segment.step, f"{at.site.name}.{what}")
 
         index_L = at.bound.microbatch.token_index_T[at.segment.rows]
-        return DrawnGates(own(ALPHA), own(GROUP), at.member.spec.l0_weight, (index_L == 0).any())
+        return DrawnGates(own(ALPHA), own(GROUP), at.adapter.spec.l0_weight, (index_L == 0).any())
 
     def start(self, new: NewAdapter) -> None:
         for (_, name), value in new.parameters.items():
@@ -63,9 +63,9 @@ class Diff(PlainKind):
     def rate(self, spec: DiffSpec, name: str) -> float:
         return 1.0 if name == W else spec.mask_lr_ratio
 
-    def before_step(self, member: Member, step: int, masters: Callable[[], Parameters]) -> None:
-        spec: DiffSpec = member.spec
-        if step != spec.relaxed_steps(member.steps):
+    def before_step(self, adapter: JobAdapter, step: int, masters: Callable[[], Parameters]) -> None:
+        spec: DiffSpec = adapter.spec
+        if step != spec.relaxed_steps(adapter.steps):
             return
         if torch.cuda.is_available():
             # Copies to host memory may still be under way.

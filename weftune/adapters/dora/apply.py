@@ -18,7 +18,7 @@ from torch import Tensor
 from weftune.adapters.dora.spec import MAGNITUDE, DoraSpec
 from weftune.adapters.folder import read_config
 from weftune.adapters.form import SiteTensors, WovenPart
-from weftune.adapters.kind import Member, NewAdapter
+from weftune.adapters.kind import JobAdapter, NewAdapter
 from weftune.adapters.lora.apply import draw, low_rank
 from weftune.adapters.lora.config import checked_spec
 from weftune.adapters.lora.files import peft_config
@@ -37,7 +37,7 @@ class Dora(PlainKind):
     name = "dora"
 
     def part(self, at: JobAt) -> JobPart:
-        spec: DoraSpec = at.member.spec
+        spec: DoraSpec = at.adapter.spec
         scale = spec.scale_at(at.site.name)
         a_rK, b_rN = at.trained(A), at.trained(B)
         length_N = _row_lengths(at, scale, a_rK.detach(), b_rN.detach())
@@ -57,13 +57,13 @@ class Dora(PlainKind):
         ranks = (spec.rank, *spec.rank_pattern.values())
         return spec.dropout == 0.0 and max(ranks) <= DIRECT_RANKS
 
-    def woven(self, member: Member, at: SiteTensors) -> WovenPart | None:
+    def woven(self, adapter: JobAdapter, at: SiteTensors) -> WovenPart | None:
         if (at.site.name, MAGNITUDE) not in at.weights:
             return None
         value_N = at.weight(MAGNITUDE)
         inverse_N = torch.zeros(len(value_N), dtype=torch.float32, device=value_N.device)
         g_out = SiteScale(value_N, at.total(MAGNITUDE), inverse_N)
-        return WovenPart(low_rank=low_rank(member.spec, at), g_out=g_out)
+        return WovenPart(low_rank=low_rank(adapter.spec, at), g_out=g_out)
 
     def start(self, new: NewAdapter) -> None:
         """Initialise A, B and m. B is zero at first, so the lengths are those of W itself."""

@@ -11,7 +11,7 @@ from weftune.adapters.files import is_transposed, peft, target_modules
 from weftune.adapters.folder import target_fields
 from weftune.adapters.form import SiteTensors, WovenPart
 from weftune.adapters.ia3.spec import SCALE, Ia3Spec
-from weftune.adapters.kind import Member, NewAdapter
+from weftune.adapters.kind import JobAdapter, NewAdapter
 from weftune.adapters.plain import JobAt, JobPart
 from weftune.adapters.plain_kind import PREFIX, MergeAt, PlainKind
 from weftune.adapters.target import ends_with
@@ -24,18 +24,18 @@ class Ia3(PlainKind):
 
     def part(self, at: JobAt) -> JobPart:
         scale = at.trained(SCALE)
-        if at.member.spec.is_feedforward(at.site.name):
+        if at.adapter.spec.is_feedforward(at.site.name):
             return JobPart(g_in_K=scale)
         return JobPart(g_out_N=scale, scales_bias=True)
 
     def weaves(self, spec: Ia3Spec) -> bool:
         return True
 
-    def woven(self, member: Member, at: SiteTensors) -> WovenPart | None:
+    def woven(self, adapter: JobAdapter, at: SiteTensors) -> WovenPart | None:
         if (at.site.name, SCALE) not in at.weights:
             return None
         scale = SiteScale(at.weight(SCALE), at.total(SCALE), scales_bias=True)
-        feedforward = member.spec.is_feedforward(at.site.name)
+        feedforward = adapter.spec.is_feedforward(at.site.name)
         return WovenPart(g_in=scale) if feedforward else WovenPart(g_out=scale)
 
     def start(self, new: NewAdapter) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from weftune.adapters.form import SiteTensors, WovenPart
-from weftune.adapters.kind import Frozen, Member, NewAdapter, Parameters, Pass, SiteParts
+from weftune.adapters.kind import Frozen, JobAdapter, NewAdapter, Parameters, Pass, SiteParts
 from weftune.adapters.lora.experts import LoraExperts, flattened, stacked
 from weftune.adapters.lora.export import merge, write_portable
 from weftune.adapters.lora.files import read_start, read_tokens, write_adapter
@@ -33,12 +33,12 @@ from weftune.ops.lora.table import Entry
 class LoraBank:
     def __init__(self, sites: Sequence[SiteShape]) -> None:
         self._sites = [site.name for site in sites]
-        self._aboard: dict[str, tuple[Member, Mapping[str, Factors]]] = {}
-        """Job → its member and its A and B at every site that it adapts."""
+        self._aboard: dict[str, tuple[JobAdapter, Mapping[str, Factors]]] = {}
+        """Job → its adapter and its A and B at every site that it adapts."""
 
-    def attach(self, member: Member, weights: Parameters) -> None:
+    def attach(self, adapter: JobAdapter, weights: Parameters) -> None:
         names = [site for site in self._sites if (site, A) in weights]
-        self._aboard[member.job] = member, _factors(weights, names)
+        self._aboard[adapter.job] = adapter, _factors(weights, names)
 
     def detach(self, job: str) -> None:
         del self._aboard[job]
@@ -49,8 +49,8 @@ class LoraBank:
     def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
         found = [(segment, *self._aboard[segment.through or ""]) for segment in self.segments(bound)]
         blocks = tuple(
-            _block(member, weights[site], site, segment, bound)
-            for segment, member, weights in found
+            _block(adapter, weights[site], site, segment, bound)
+            for segment, adapter, weights in found
             if site in weights
         )
         if not blocks:
@@ -59,10 +59,10 @@ class LoraBank:
         return SiteParts(add=partial(add_lora, blocks=together, route=bound.route))
 
 
-def _block(member: Member, weights: Factors, site: str, segment: Segment, bound: Pass) -> Block:
-    spec: LoraSpec = member.spec
+def _block(adapter: JobAdapter, weights: Factors, site: str, segment: Segment, bound: Pass) -> Block:
+    spec: LoraSpec = adapter.spec
     drops = bound.training and spec.dropout > 0.0
-    totals = bound.totals[member.job]
+    totals = bound.totals[adapter.job]
     return Block(
         start=segment.start,
         stop=segment.stop,
@@ -70,7 +70,7 @@ def _block(member: Member, weights: Factors, site: str, segment: Segment, bound:
         gradient=Factors(totals[site, A], totals[site, B]),
         scale=spec.scale_at(site),
         dropout=spec.dropout if drops else 0.0,
-        key=key(member.seed, segment.step, site) if drops else 0,
+        key=key(adapter.seed, segment.step, site) if drops else 0,
     )
 
 
@@ -148,8 +148,8 @@ class Lora:
             read_start(spec, sites)
 
     def initialise(self, new: NewAdapter, sites: Sequence[SiteShape]) -> None:
-        """Fill A and B as PEFT draws them, or from the member's `init_from` folder."""
-        spec = new.member.spec
+        """Fill A and B as PEFT draws them, or from the adapter's `init_from` folder."""
+        spec = new.adapter.spec
         if spec.init_from is not None:
             start = read_start(spec, sites)
             for (site, name), value in new.parameters.items():
@@ -162,7 +162,7 @@ class Lora:
         draw(new)
         fill_tokens(new)
 
-    def before_step(self, member: Member, step: int, masters: Callable[[], Parameters]) -> None:
+    def before_step(self, adapter: JobAdapter, step: int, masters: Callable[[], Parameters]) -> None:
         """Do nothing: only the step itself changes the weights."""
 
     def bank(self, sites: Sequence[SiteShape]) -> LoraBank:
@@ -174,10 +174,10 @@ class Lora:
     def gathers(self, spec: LoraSpec) -> bool:
         return False
 
-    def woven(self, member: Member, at: SiteTensors) -> WovenPart | None:
+    def woven(self, adapter: JobAdapter, at: SiteTensors) -> WovenPart | None:
         if (at.site.name, A) not in at.weights:
             return None
-        return WovenPart(low_rank=low_rank(member.spec, at))
+        return WovenPart(low_rank=low_rank(adapter.spec, at))
 
     def expert_bank(self, sites: Sequence[SiteShape]) -> LoraExperts:
         return LoraExperts(sites)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weftune.adapters.kind import Member, Parameters, Pass
+from weftune.adapters.kind import JobAdapter, Parameters, Pass
 from weftune.adapters.lora.spec import A, B
 from weftune.core.shapes import SiteShape
 from weftune.ops.accumulate import accumulated
@@ -41,7 +41,7 @@ LEAST_SEATS = 8
 
 @dataclass(frozen=True, slots=True)
 class _ExpertSeat:
-    member: Member
+    adapter: JobAdapter
     number: int
     """Index in the kernels' tables."""
     weights: Parameters
@@ -52,7 +52,7 @@ class _ExpertSeat:
             return None
         a_ErK, b_ErN = (self.weights[site, name] for name in (A, B))
         da_ErK, db_ErN = (self.totals[site, name] for name in (A, B))
-        return Entry(a_ErK, b_ErN, da_ErK, db_ErN, self.member.spec.scale_at(site), dropout=0.0)
+        return Entry(a_ErK, b_ErN, da_ErK, db_ErN, self.adapter.spec.scale_at(site), dropout=0.0)
 
 
 class LoraExperts:
@@ -68,14 +68,14 @@ class LoraExperts:
         """Site → table, until a job is attached or detached."""
         self._numbers: dict[tuple[str | None, ...], Tensor] = {}
 
-    def attach(self, member: Member, weights: Parameters, totals: Parameters) -> None:
+    def attach(self, adapter: JobAdapter, weights: Parameters, totals: Parameters) -> None:
         """Attach a job. Jobs with adapters at these experts are numbered separately."""
         taken = {seat.number for seat in self._seats.values()}
         number = next(number for number in range(len(taken) + 1) if number not in taken)
-        self._seats[member.job] = _ExpertSeat(member, number, weights, totals)
+        self._seats[adapter.job] = _ExpertSeat(adapter, number, weights, totals)
         # Both only grow, so that detaching a job does not cause kernels to be compiled.
         self._room = max(self._room, 1 << number.bit_length())
-        self._rank = max(self._rank, *(member.spec.rank_at(site) for site in self._sites))
+        self._rank = max(self._rank, *(adapter.spec.rank_at(site) for site in self._sites))
         self._forget()
 
     def detach(self, job: str) -> None:
@@ -93,11 +93,11 @@ class LoraExperts:
             seat = self._seats.get(segment.through or "")
             if seat is None or (site, A) not in seat.weights:
                 continue
-            totals = bound.totals[seat.member.job]
+            totals = bound.totals[seat.adapter.job]
             a_ErK, b_ErN = (
                 accumulated(seat.weights[site, name], totals[site, name], bound.anchor) for name in (A, B)
             )
-            yield ExpertPart(segment.start, segment.stop, a_ErK, b_ErN, seat.member.spec.scale_at(site))
+            yield ExpertPart(segment.start, segment.stop, a_ErK, b_ErN, seat.adapter.spec.scale_at(site))
 
     def numbers(self, jobs: tuple[str | None, ...], device: torch.device) -> Tensor:
         if jobs not in self._numbers:

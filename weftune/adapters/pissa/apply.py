@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from weftune.adapters.kind import Member, NewAdapter, Parameters
+from weftune.adapters.kind import JobAdapter, NewAdapter, Parameters
 from weftune.adapters.lora.export import merge, write_portable
 from weftune.adapters.lora.files import read_start, read_tokens, write_adapter
 from weftune.adapters.lora.spec import A, B
@@ -38,7 +38,7 @@ class Pissa(PlainKind):
     name = "pissa"
 
     def part(self, at: JobAt) -> JobPart:
-        scale = at.member.spec.scale_at(at.site.name)
+        scale = at.adapter.spec.scale_at(at.site.name)
         a_rK, b_rN = at.trained(A), at.trained(B)
         first_a_rK, first_b_rN = at.untrained(FIRST_A), at.untrained(FIRST_B)
 
@@ -53,8 +53,8 @@ class Pissa(PlainKind):
         for site in [site for site, name in new.parameters if name == FIRST_A]:
             like_rK = new.parameters[site, FIRST_A]
             weight_NK = new.weight_at(site).to(device=new.drawn_on or like_rK.device, dtype=like_rK.dtype)
-            decomposed = decompose(site, weight_NK, len(like_rK), new.member)
-            a_rK, b_rN = principal(decomposed, len(like_rK), new.member.spec.scale_at(site))
+            decomposed = decompose(site, weight_NK, len(like_rK), new.adapter)
+            a_rK, b_rN = principal(decomposed, len(like_rK), new.adapter.spec.scale_at(site))
             for name, value in ((A, a_rK), (FIRST_A, a_rK), (B, b_rN), (FIRST_B, b_rN)):
                 new.parameters[site, name].copy_(value)
 
@@ -104,17 +104,17 @@ class Decomposed:
     right_RK: Tensor
 
 
-def decompose(site: str, weight_NK: Tensor, rank: int, member: Member) -> Decomposed:
+def decompose(site: str, weight_NK: Tensor, rank: int, adapter: JobAdapter) -> Decomposed:
     """Compute at least the first `rank` singular values of a site's weight, as the job's spec requests."""
     if rank > min(weight_NK.shape):
         raise AdapterError(
             f"adapter.rank is {rank}, but {site} has only {min(weight_NK.shape)} singular values to start "
             "from; choose a smaller rank, or other targets"
         )
-    iterations = member.spec.svd_iterations
+    iterations = adapter.spec.svd_iterations
     if iterations is None:
         return Decomposed(*torch.linalg.svd(weight_NK, full_matrices=False))
-    return randomised(weight_NK, rank, iterations, parameter_key(member.seed, site, FIRST_A))
+    return randomised(weight_NK, rank, iterations, parameter_key(adapter.seed, site, FIRST_A))
 
 
 def randomised(weight_NK: Tensor, rank: int, iterations: int, key: int) -> Decomposed:

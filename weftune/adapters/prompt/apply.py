@@ -29,7 +29,7 @@ class Prompt(PlainKind):
             fill_normal(value, new.key(*place))
 
     def initialise(self, new: NewAdapter, sites: Sequence[SiteShape]) -> None:
-        spec: PromptSpec = new.member.spec
+        spec: PromptSpec = new.adapter.spec
         if spec.init == "random" or spec.init_from is not None:
             PlainKind.initialise(self, new, sites)
             return
@@ -37,7 +37,7 @@ class Prompt(PlainKind):
         assert path is not None, "the first layer is among the sites of a whole base"
         for place, value in new.parameters.items():
             weight_VD, scale = new.weight_at(path), new.weight_at(f"{path}.{EMBED_SCALE}")
-            ids = _repeated(new.member.start_tokens, len(value))
+            ids = _repeated(new.adapter.start_tokens, len(value))
             if spec.init == "vocabulary":
                 ids = draw_integers(len(value), len(weight_VD), new.key(*place))
             value.copy_(weight_VD[ids.to(weight_VD.device)] * scale.to(weight_VD))

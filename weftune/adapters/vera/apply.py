@@ -15,7 +15,7 @@ from torch import Tensor
 from weftune.adapters.files import is_transposed, layers_to_transform, peft, target_modules
 from weftune.adapters.folder import target_fields
 from weftune.adapters.form import SiteTensors, WovenPart
-from weftune.adapters.kind import Member, NewAdapter
+from weftune.adapters.kind import JobAdapter, NewAdapter
 from weftune.adapters.plain import JobAt, JobPart
 from weftune.adapters.plain_kind import PREFIX, MergeAt, PlainKind
 from weftune.adapters.vector import SHARED
@@ -39,11 +39,11 @@ class Vera(PlainKind):
     def weaves(self, spec: VeraSpec) -> bool:
         return True
 
-    def woven(self, member: Member, at: SiteTensors) -> WovenPart | None:
+    def woven(self, adapter: JobAdapter, at: SiteTensors) -> WovenPart | None:
         """Return LoRA with A = d ⊙ one constant and B = e ⊙ the other, recomputed at every site."""
         if (at.site.name, D) not in at.weights:
             return None
-        d_r, e_N, spec = at.weight(D), at.weight(E), member.spec
+        d_r, e_N, spec = at.weight(D), at.weight(E), adapter.spec
         name, dtype = at.site.name.rpartition(".")[2], d_r.dtype
         shapes = {A: (spec.rank, at.site.in_features), B: (spec.rank, at.site.out_features)}
         a_rK, b_rN = (at.scratch.zeros((name, one), shape, dtype) for one, shape in shapes.items())
@@ -58,7 +58,7 @@ class Vera(PlainKind):
 
     def start(self, new: NewAdapter) -> None:
         for (_, name), value in new.parameters.items():
-            value.fill_(new.member.spec.d_initial if name == D else 0.0)
+            value.fill_(new.adapter.spec.d_initial if name == D else 0.0)
 
     def constants_key(self, spec: VeraSpec) -> Hashable:
         return spec.rank, spec.projection_prng_key, spec.targets, spec.layers

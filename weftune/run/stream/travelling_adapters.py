@@ -50,7 +50,7 @@ class TravellingAdapters:
             self.steps.fit(training.job)
             state = training.state
             self._adapted.banks.attach(
-                training.member, training.layout, state.weights, state.gradient, *traveller.parameters()
+                training.adapter, training.layout, state.weights, state.gradient, *traveller.parameters()
             )
         self._roster.trainings[training.job] = training
 

@@ -54,7 +54,7 @@ def snapshot_of(training: Training, vectors: Mapping[str, Tensor] | None = None)
     """Return a snapshot with these vectors, or else with the job's own. Vectors on the host are not copied:
     they must not change before they are written."""
     vectors = vectors or {name: value.cpu() for name, value in vectors_of(training).items()}
-    return Snapshot(training.job, copy(training.progress), training.member.seed, training.layout, vectors)
+    return Snapshot(training.job, copy(training.progress), training.adapter.seed, training.layout, vectors)
 
 
 def vectors_of(training: Training) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from weftune.adapters.kind import Member, NewAdapter, WeightOf
+from weftune.adapters.kind import JobAdapter, NewAdapter, WeightOf
 from weftune.adapters.registry import kind_named, layout_of
 from weftune.adapters.vector import VectorLayout
 from weftune.core.batch import Segment
@@ -62,7 +62,7 @@ class StepOutcome:
 
 @dataclass(slots=True)
 class Training:
-    member: Member
+    adapter: JobAdapter
     recipe: Recipe
     layout: VectorLayout
     state: AdamState
@@ -78,7 +78,7 @@ class Training:
 
     @property
     def job(self) -> str:
-        return self.member.job
+        return self.adapter.job
 
     @property
     def master(self) -> Tensor:
@@ -95,8 +95,8 @@ class Training:
             torch.cuda.current_stream(self.master.device).wait_event(self.copied)
             self.copied = None
         step = self.progress.step + 1
-        kind = kind_named(self.member.spec.kind)
-        kind.before_step(self.member, step, lambda: self.layout.views(self.master))
+        kind = kind_named(self.adapter.spec.kind)
+        kind.before_step(self.adapter, step, lambda: self.layout.views(self.master))
         clip = self.recipe.clip
         return Update(
             state=self.state,
@@ -169,7 +169,7 @@ class Training:
 
 
 def new_training(
-    member: Member,
+    adapter: JobAdapter,
     recipe: Recipe,
     sites: tuple[SiteShape, ...],
     dtype: torch.dtype,
@@ -186,11 +186,11 @@ def new_training(
     much faster than the host. `frozen` returns the weights of the base at `sites`, from which some kinds
     start. If the job `is_restored` from its checkpoint next, nothing is drawn, since that may take long.
     """
-    kind = kind_named(member.spec.kind)
-    layout = layout_of(member.spec, sites)
+    kind = kind_named(adapter.spec.kind)
+    layout = layout_of(adapter.spec, sites)
     master = torch.zeros(layout.size, dtype=master_dtype(dtype), device=device)
     if not is_restored:
-        kind.initialise(NewAdapter(member, layout.views(master), drawn_on, frozen), whole_sites or sites)
+        kind.initialise(NewAdapter(adapter, layout.views(master), drawn_on, frozen), whole_sites or sites)
     state = AdamState(
         master=master,
         exp_avg=torch.zeros_like(master),
@@ -200,7 +200,7 @@ def new_training(
     )
     # Allocated now, when its memory is counted, so that no Step runs out of memory for it.
     mean = torch.zeros_like(master) if recipe.averaged else None
-    return Training(member, recipe, layout, state, mean=mean)
+    return Training(adapter, recipe, layout, state, mean=mean)
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -151,7 +151,7 @@ class Driver:
         drop_partial(checkpoints)
         self._own.attach(training)
         resumes = checkpoint.newest_progress(checkpoints) is not None
-        self.staff.command_all(Attach(training.member, training.recipe, checkpoints, resumes))
+        self.staff.command_all(Attach(training.adapter, training.recipe, checkpoints, resumes))
 
     def detach(self, job: str) -> Training:
         """Detach a job and return it as a whole, assembled from the slices of all workers."""
@@ -170,7 +170,7 @@ class Driver:
         drop_partial(self._checkpoints(job))
         self._pending = {key: one for key, one in self._pending.items() if key[0] != job}
         self._early = {key: one for key, one in self._early.items() if key[0] != job}
-        layout = kind_named(own.member.spec.kind).layout(own.member.spec, self.base.whole_sites)
+        layout = kind_named(own.adapter.spec.kind).layout(own.adapter.spec, self.base.whole_sites)
         return _whole(own, parts, layout)
 
     def kill(self, job: str) -> None:
@@ -304,7 +304,7 @@ class Driver:
         key = job, snapshot.progress.step
         own = self.writer.write(snapshot, partial(write_slice, folder, worker=0))
         self._pending[key] = _Pending(
-            folder, snapshot.progress, training.member.seed, training.best is not None, own
+            folder, snapshot.progress, training.adapter.seed, training.best is not None, own
         )
         for worker, early in self._early.pop(key, {}).items():
             self._on_saved(worker, early)
@@ -419,4 +419,4 @@ def _whole(own: Training, parts: Sequence[HandedOver], layout: VectorLayout) -> 
     best = layout.slice_of(stored, torch.cat(kept)) if len(kept) == len(parts) else None
     nothing = master.new_zeros(0)
     state = AdamState(master=master, exp_avg=nothing, exp_avg_sq=nothing, gradient=nothing, weights=nothing)
-    return Training(own.member, own.recipe, layout, state, own.progress, best)
+    return Training(own.adapter, own.recipe, layout, state, own.progress, best)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import JobAdapter
 from weftune.adapters.kinds import KINDS
 from weftune.adapters.vector import VectorLayout
 from weftune.base.spec import BaseSpec
@@ -46,7 +46,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    member: Member
+    adapter: JobAdapter
     recipe: Recipe
     checkpoints: Path
     resumes: bool

@@ -104,11 +104,11 @@ class Worker:
                     raise AssertionError(f"a worker does not know {other}")
 
     def _attach(self, attach: Attach) -> None:
-        base, job = self.base, attach.member.job
+        base, job = self.base, attach.adapter.job
         sites = base.shape.sites
         home = self.executor.home
         training = new_training(
-            attach.member,
+            attach.adapter,
             attach.recipe,
             sites,
             base.dtype,
