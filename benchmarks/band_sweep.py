@@ -22,7 +22,7 @@ import torch
 from weftune.bench.gpu_step import ranks_of
 from weftune.bench.result import arguments, finish
 from weftune.ops.lora import table as slot_table
-from weftune.ops.lora import weave as weaving
+from weftune.ops.lora import tiling
 from weftune.ops.lora.choice import Shape
 from weftune.ops.lora.choice_trial import HEAD_START, Site, made_up_site
 from weftune.ops.lora.fused import fused_dx, fused_y
@@ -38,7 +38,7 @@ from weftune.ops.lora.tiled_kernels import (
     room_for_da,
     room_for_db,
 )
-from weftune.ops.lora.weave import KernelLaunch, Order, Weave, rank_block, tiling
+from weftune.ops.lora.tiling import KernelLaunch, ProductPlan, SiteCall, choose_tiling, rank_block
 
 LAYERS = 32
 ROWS = 1024
@@ -57,52 +57,52 @@ class Kernel:
     """A launcher, the field of the tiling that it is launched by, and what to put there."""
 
     field: str
-    step: Callable[[Site, Weave], Step]
+    step: Callable[[Site, SiteCall], Step]
     launches: tuple[KernelLaunch, ...]
 
 
-def of_down(site: Site, weave: Weave) -> Step:
-    return lambda: down(site.x_TK, weave)
+def of_down(site: Site, call: SiteCall) -> Step:
+    return lambda: down(site.x_TK, call)
 
 
-def of_ds(site: Site, weave: Weave) -> Step:
-    return lambda: ds(site.dy_TN, weave)
+def of_ds(site: Site, call: SiteCall) -> Step:
+    return lambda: ds(site.dy_TN, call)
 
 
-def of_ds_db(site: Site, weave: Weave) -> Step:
-    weave = replace(weave, tiling=replace(weave.tiling, one_read=True))
-    s_TPR = down(site.x_TK, weave)
-    return lambda: ds_db(site.dy_TN, s_TPR, weave)
+def of_ds_db(site: Site, call: SiteCall) -> Step:
+    call = replace(call, tiling=replace(call.tiling, one_read=True))
+    s_TPR = down(site.x_TK, call)
+    return lambda: ds_db(site.dy_TN, s_TPR, call)
 
 
-def of_db(site: Site, weave: Weave) -> Step:
-    s_TPR, partial = down(site.x_TK, weave), room_for_db(site.dy_TN, weave)
-    return lambda: db(site.dy_TN, s_TPR, partial, weave)
+def of_db(site: Site, call: SiteCall) -> Step:
+    s_TPR, partial = down(site.x_TK, call), room_for_db(site.dy_TN, call)
+    return lambda: db(site.dy_TN, s_TPR, partial, call)
 
 
-def of_da(site: Site, weave: Weave) -> Step:
-    ds_TPR, partial = ds(site.dy_TN, weave), room_for_da(site.x_TK, weave)
-    return lambda: da(site.x_TK, ds_TPR, partial, weave)
+def of_da(site: Site, call: SiteCall) -> Step:
+    ds_TPR, partial = ds(site.dy_TN, call), room_for_da(site.x_TK, call)
+    return lambda: da(site.x_TK, ds_TPR, partial, call)
 
 
-def of_large_y(site: Site, weave: Weave) -> Step:
-    s_TPR, y_TN = down(site.x_TK, weave), torch.empty_like(site.dy_TN)
-    return lambda: large_y(s_TPR, y_TN, weave)
+def of_large_y(site: Site, call: SiteCall) -> Step:
+    s_TPR, y_TN = down(site.x_TK, call), torch.empty_like(site.dy_TN)
+    return lambda: large_y(s_TPR, y_TN, call)
 
 
-def of_large_dx(site: Site, weave: Weave) -> Step:
-    ds_TPR, dx_TK = ds(site.dy_TN, weave), torch.empty_like(site.x_TK)
-    return lambda: large_dx(ds_TPR, dx_TK, weave)
+def of_large_dx(site: Site, call: SiteCall) -> Step:
+    ds_TPR, dx_TK = ds(site.dy_TN, call), torch.empty_like(site.x_TK)
+    return lambda: large_dx(ds_TPR, dx_TK, call)
 
 
-def of_y(site: Site, weave: Weave) -> Step:
-    s_TPR = down(site.x_TK, weave)
-    return lambda: fused_y(site.x_TK, site.weight_NK, None, None, s_TPR, None, weave)
+def of_y(site: Site, call: SiteCall) -> Step:
+    s_TPR = down(site.x_TK, call)
+    return lambda: fused_y(site.x_TK, site.weight_NK, None, None, s_TPR, None, call)
 
 
-def of_dx(site: Site, weave: Weave) -> Step:
-    ds_TPR = ds(site.dy_TN, weave)
-    return lambda: fused_dx(site.dy_TN, site.weight_NK, ds_TPR, weave)
+def of_dx(site: Site, call: SiteCall) -> Step:
+    ds_TPR = ds(site.dy_TN, call)
+    return lambda: fused_dx(site.dy_TN, site.weight_NK, ds_TPR, call)
 
 
 def launches(*tried: tuple[int, ...]) -> tuple[KernelLaunch, ...]:
@@ -171,21 +171,21 @@ def site_of(
     return site
 
 
-def weave_of(site: Site, field: str, launch: KernelLaunch | None) -> Weave:
-    chosen = tiling(site.rows, site.group, site.x_TK.shape[1], site.x_TK.dtype)
+def call_of(site: Site, field: str, launch: KernelLaunch | None) -> SiteCall:
+    chosen = choose_tiling(site.rows, site.group, site.x_TK.shape[1], site.x_TK.dtype)
     chosen = chosen if launch is None else replace(chosen, **{field: launch})
-    return Weave(site.group, site.rows, True, chosen, Order.fused)
+    return SiteCall(site.group, site.rows, True, chosen, ProductPlan.fused)
 
 
 def steps_of(kernel: Kernel, site: Site) -> Iterator[tuple[str, Callable[[], Step]]]:
     """(words, what prepares the step) of the launch that training takes, and of the others."""
-    taken = weave_of(site, kernel.field, None)
+    taken = call_of(site, kernel.field, None)
     own: KernelLaunch = getattr(taken.tiling, kernel.field)
     yield f"*{words(own)}", lambda: kernel.step(site, taken)
     for launch in kernel.launches:
         if launch != own and taken.sites % launch.together == 0:
-            weave = weave_of(site, kernel.field, launch)
-            yield words(launch), lambda weave=weave: kernel.step(site, weave)
+            call = call_of(site, kernel.field, launch)
+            yield words(launch), lambda call=call: kernel.step(site, call)
 
 
 def words(launch: KernelLaunch) -> str:
@@ -271,7 +271,7 @@ def main() -> None:
         parser.error(f"{min(unknown)} is none of {', '.join((*KERNELS, *GROUPS))}")
     if not torch.cuda.is_available():
         parser.error("no CUDA device that torch can use")
-    slot_table.BAND = weaving.BAND = asked.band
+    slot_table.BAND = tiling.BAND = asked.band
     found = sweep(asked.ranks, kernels, groups)
     print(f"\nranks {asked.ranks}, bands of {asked.band}, {LAYERS} layers:\n{whole(found)}")
     finish({"ranks": asked.ranks, "band": asked.band, "microseconds": found}, asked.json)

@@ -27,8 +27,8 @@ from weftune.bench.table import aligned, number
 from weftune.bench.timing import BenchPlace, Repeats, here, measure, repeated
 from weftune.bench.where import spent, traced
 from weftune.core.shapes import SiteShape
-from weftune.ops.lora.experts import ExpertSite, Owners, woven_experts
-from weftune.ops.lora.weave import Order
+from weftune.ops.lora.experts import ExpertSite, Owners, lora_experts
+from weftune.ops.lora.tiling import ProductPlan
 from weftune.ops.triton.at_hand import kernels_at_hand
 
 
@@ -48,7 +48,7 @@ class Layer:
         forward = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
         self._backward(partial(forward, self.module))
 
-    def woven(self, order: Order, adapted: bool) -> None:
+    def lora(self, order: ProductPlan, adapted: bool) -> None:
         device, anchor = self.x_TD.device, torch.zeros((), device=self.x_TD.device, requires_grad=True)
         sites = [
             ExpertSite(self.weight(site), self.bank.group(site.name, device) if adapted else None)
@@ -57,7 +57,7 @@ class Layer:
         numbers_J = self.bank.numbers(self.owners.jobs, device) if adapted else None
 
         def forward(x_TD: Tensor, chosen_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-            return woven_experts(x_TD, chosen_Tk, weights_Tk, anchor, sites, self.owners, numbers_J, order)
+            return lora_experts(x_TD, chosen_Tk, weights_Tk, anchor, sites, self.owners, numbers_J, order)
 
         self._backward(forward)
 
@@ -116,9 +116,9 @@ def main() -> None:
     layer = layer_of(replace(size, layers=1), asked.jobs, tokens, asked.rank, place)
     steps: dict[str, Callable[[], None]] = {"transformers, frozen": layer.plain}
     if kernels_at_hand(layer.x_TD):
-        for order, product in ((Order.fused, "our product"), (Order.wide, "the library's")):
-            steps[f"kernels, frozen, {product}"] = partial(layer.woven, order, adapted=False)
-            steps[f"kernels, {asked.jobs} adapters, {product}"] = partial(layer.woven, order, adapted=True)
+        for order, product in ((ProductPlan.fused, "our product"), (ProductPlan.wide, "the library's")):
+            steps[f"kernels, frozen, {product}"] = partial(layer.lora, order, adapted=False)
+            steps[f"kernels, {asked.jobs} adapters, {product}"] = partial(layer.lora, order, adapted=True)
     found = {name: measure(repeated(step), place, pace).seconds or 0.0 for name, step in steps.items()}
     print(f"{size.name}: {asked.jobs} jobs of rank {asked.rank}, {tokens} tokens, one layer's experts\n")
     frozen = found["transformers, frozen"]

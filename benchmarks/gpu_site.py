@@ -37,7 +37,7 @@ from weftune.ops.lora.tiled_kernels import (
     up,
 )
 from weftune.ops.lora.tiled_kernels import ds as ds_alone
-from weftune.ops.lora.weave import Order, RowSpan, orders_for
+from weftune.ops.lora.tiling import ProductPlan, RowSpan, orders_for
 
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
 ADAPTER_SETS = (
@@ -55,7 +55,7 @@ def compare(case: SiteCase) -> dict[str, float]:
     """Microseconds of the frozen linear, and of each route with adapters."""
     steps: dict[str, Callable[[int], object]] = {"frozen": case.frozen}
     for order in orders_for(case.weight_NK, case.group, case.weight_NK.device):
-        steps[f"tiled {order}"] = partial(case.tiled, case.weave(order))
+        steps[f"tiled {order}"] = partial(case.tiled, case.call(order))
     return microseconds(steps | plain_steps(case), case.turns)
 
 
@@ -71,61 +71,61 @@ def launches(case: SiteCase) -> dict[str, Callable[[int], object]]:
 
     `ds, dB` has the sum of the shares of ds in it, which is also measured by itself.
     """
-    weave, weight_NK = case.weave(), case.weight_NK
+    call, weight_NK = case.call(), case.weight_NK
     x, dy = case.x[0], case.dy[0]
-    s = down(x, weave)
-    ds, partial_db = ds_db(dy, s, weave)
-    partial_da = room_for_da(x, weave)
-    da(x, ds, partial_da, weave)
+    s = down(x, call)
+    ds, partial_db = ds_db(dy, s, call)
+    partial_da = room_for_da(x, call)
+    da(x, ds, partial_da, call)
     return {
         "y = xWt": lambda turn: case.x[turn] @ weight_NK.T,
         "dx = dyW": lambda turn: case.dy[turn] @ weight_NK,
-        "down": lambda turn: down(case.x[turn], weave),
+        "down": lambda turn: down(case.x[turn], call),
         **_wide_steps(case, s, ds),
-        "ds, dB": lambda turn: ds_db(case.dy[turn], s, weave),
-        "ds": lambda turn: ds_alone(case.dy[turn], weave),
-        "dB": lambda turn: db(case.dy[turn], s, partial_db, weave),
+        "ds, dB": lambda turn: ds_db(case.dy[turn], s, call),
+        "ds": lambda turn: ds_alone(case.dy[turn], call),
+        "dB": lambda turn: db(case.dy[turn], s, partial_db, call),
         **_sum_step(case, ds),
-        "dA": lambda turn: da(case.x[turn], ds, partial_da, weave),
-        "add gradients": lambda turn: add_gradients(partial_da, partial_db, weave),
+        "dA": lambda turn: da(case.x[turn], ds, partial_da, call),
+        "add gradients": lambda turn: add_gradients(partial_da, partial_db, call),
         **_fused_steps(case, s, ds),
         "copy of x": lambda turn: torch.empty_like(case.x[turn]).copy_(case.x[turn]),
     }
 
 
 def _sum_step(case: SiteCase, ds: Tensor) -> dict[str, Callable[[int], object]]:
-    shares, weave = case.shares, case.weave()
+    shares, call = case.shares, case.call()
     if shares == 0:
         return {}
-    each = [shares] * weave.bands
-    partial_ds = ds.new_zeros(sum(each), len(ds), weave.ranks, dtype=torch.float32)
-    return {"sum of ds": lambda turn: sum_rows(partial_ds, torch.empty_like(ds), each, weave)}
+    each = [shares] * call.bands
+    partial_ds = ds.new_zeros(sum(each), len(ds), call.ranks, dtype=torch.float32)
+    return {"sum of ds": lambda turn: sum_rows(partial_ds, torch.empty_like(ds), each, call)}
 
 
 def _wide_steps(case: SiteCase, s: Tensor, ds: Tensor) -> dict[str, Callable[[int], object]]:
     """The library's products in float32, whole, and what adds the adapters' part to them."""
-    weave, weight_NK = case.weave(), case.weight_NK
+    call, weight_NK = case.call(), case.weight_NK
     outputs, features = weight_NK.shape
     y_TN, dx_TK = in_float32(case.x[0], weight_NK.T), in_float32(case.dy[0], weight_NK)
-    columns = weave.tiling.up.columns
+    columns = call.tiling.up.columns
     of_y, of_dx = (RowSpan(0, -(-width // columns), 0, width) for width in (outputs, features))
     return {
         "xWt in float32": lambda turn: in_float32(case.x[turn], weight_NK.T),
         "dyW in float32": lambda turn: in_float32(case.dy[turn], weight_NK),
-        "up": lambda turn: up(s, y_TN, of_y, None, None, torch.empty_like(case.dy[turn]), None, weave),
-        "add dx": lambda turn: add_dx(ds, dx_TK, of_dx, torch.empty_like(case.x[turn]), weave),
+        "up": lambda turn: up(s, y_TN, of_y, None, None, torch.empty_like(case.dy[turn]), None, call),
+        "add dx": lambda turn: add_dx(ds, dx_TK, of_dx, torch.empty_like(case.x[turn]), call),
     }
 
 
 def _fused_steps(case: SiteCase, s: Tensor, ds: Tensor) -> dict[str, Callable[[int], object]]:
     """The products that have the adapters in them, and the same with nobody aboard."""
-    if Order.fused not in orders_for(case.weight_NK, case.group, s.device):
+    if ProductPlan.fused not in orders_for(case.weight_NK, case.group, s.device):
         return {}
-    weave, nobody, weight_NK = case.weave(Order.fused), case.nobody(), case.weight_NK
+    call, nobody, weight_NK = case.call(ProductPlan.fused), case.nobody(), case.weight_NK
     return {
-        "y fused": lambda turn: fused_y(case.x[turn], weight_NK, None, None, s, None, weave),
+        "y fused": lambda turn: fused_y(case.x[turn], weight_NK, None, None, s, None, call),
         "y fused, nobody": lambda turn: fused_y(case.x[turn], weight_NK, None, None, s, None, nobody),
-        "dx fused": lambda turn: fused_dx(case.dy[turn], weight_NK, ds, weave),
+        "dx fused": lambda turn: fused_dx(case.dy[turn], weight_NK, ds, call),
         "dx fused, nobody": lambda turn: fused_dx(case.dy[turn], weight_NK, ds, nobody),
     }
 

@@ -116,7 +116,7 @@ def batching(where: ClusterCase, length: int) -> Curve:
     return Curve(tuple(float(USUAL * count) for count in TASK_COUNTS), tuple(seconds))
 
 
-def woven(where: ClusterCase, some: Sequence[Kind]) -> Curve:
+def shared_base_curve(where: ClusterCase, some: Sequence[Kind]) -> Curve:
     """By tokens, in sets drawn from these kinds."""
     random = Random(0)
     rows, seconds = [], []
@@ -156,8 +156,8 @@ def batching_pace(where: ClusterCase, some: Sequence[Kind]) -> Pace:
     return pace
 
 
-def woven_pace(where: ClusterCase, some: Sequence[Kind]) -> Pace:
-    curve = woven(where, some)
+def weftune_pace(where: ClusterCase, some: Sequence[Kind]) -> Pace:
+    curve = shared_base_curve(where, some)
     return lambda aboard: curve(sum(mean_tokens(kind) for kind in aboard))
 
 
@@ -165,7 +165,7 @@ WAYS = (
     Way("separate instances", 1, separate_pace),
     Way("separate, without padding", 1, unpadded_pace),
     Way("batching only", MOST, batching_pace),
-    Way("Weftune", MOST, woven_pace),
+    Way("Weftune", MOST, weftune_pace),
 )
 
 

@@ -14,7 +14,7 @@ from weftune.ops.dropout import step_key
 from weftune.ops.lora.rows import Rows, Seat
 from weftune.ops.lora.table import Entry, Group, SlotTable, bands_for
 from weftune.ops.lora.tiled import backward, forward
-from weftune.ops.lora.weave import Order, Weave, tiling
+from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling
 
 SLOTS = 64
 ROTATION_BYTES = 512 << 20
@@ -49,27 +49,27 @@ class SiteCase:
     @property
     def shares(self) -> int:
         """In how many a band of ds is made before they are summed up; none where dy is read twice instead."""
-        weave = self.weave()
-        return sum(weave.blocks(weave.tiling.ds_db.columns)) if weave.tiling.one_read else 0
+        call = self.call()
+        return sum(call.blocks(call.tiling.ds_db.columns)) if call.tiling.one_read else 0
 
-    def weave(self, order: Order = Order.wide, tile: int = 64, piece: int = 1024) -> Weave:
+    def call(self, order: ProductPlan = ProductPlan.wide, tile: int = 64, piece: int = 1024) -> SiteCall:
         x = self.x[0]
         rows = Rows.empty(x.shape[0], SLOTS, x.device, tile=tile, piece=piece)
         rows.fill(self.seats, np.arange(x.shape[0], dtype=np.int32))
-        return Weave(self.group, rows, True, tiling(rows, self.group, x.shape[1], x.dtype), order)
+        return SiteCall(self.group, rows, True, choose_tiling(rows, self.group, x.shape[1], x.dtype), order)
 
-    def nobody(self) -> Weave:
+    def nobody(self) -> SiteCall:
         """The fused order with no job aboard."""
-        weave = self.weave(Order.fused)
-        weave.rows.fill((), np.zeros(0, dtype=np.int32))
-        return weave
+        call = self.call(ProductPlan.fused)
+        call.rows.fill((), np.zeros(0, dtype=np.int32))
+        return call
 
     def frozen(self, turn: int) -> tuple[Tensor, Tensor]:
         return self.x[turn] @ self.weight_NK.T, self.dy[turn] @ self.weight_NK
 
-    def tiled(self, weave: Weave, turn: int) -> Tensor | None:
-        _, s, _ = forward(self.x[turn], self.weight_NK, None, None, weave)
-        return backward(self.dy[turn], self.x[turn], self.weight_NK, s, weave, wants_dx=True)
+    def tiled(self, call: SiteCall, turn: int) -> Tensor | None:
+        _, s, _ = forward(self.x[turn], self.weight_NK, None, None, call)
+        return backward(self.dy[turn], self.x[turn], self.weight_NK, s, call, wants_dx=True)
 
 
 def site_case(adapters: SiteAdapters, features: int, outputs: int) -> SiteCase:

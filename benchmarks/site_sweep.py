@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.site_case import SiteAdapters, SiteCase, microseconds, site_case
 from weftune.ops.lora.fused import fused_dx, fused_y
 from weftune.ops.lora.tiled_kernels import da, down, ds_db, room_for_da
-from weftune.ops.lora.weave import KernelLaunch, Order, product_blocks
+from weftune.ops.lora.tiling import KernelLaunch, ProductPlan, product_blocks
 
 Step = Callable[[int], object]
 Option = tuple[str, Callable[[SiteCase], Step]]
@@ -59,14 +59,14 @@ def _product_options(forward: bool) -> Iterator[Option]:
 
 
 def _product_step(forward: bool, columns: int, stages: int, group: int, case: SiteCase) -> Step:
-    weave = case.weave(Order.fused)
-    blocks = product_blocks(columns, case.x[0].dtype, weave.tiling.y.programs)
+    call = case.call(ProductPlan.fused)
+    blocks = product_blocks(columns, case.x[0].dtype, call.tiling.y.programs)
     blocks = replace(blocks, stages=stages, group=group)
-    weave = replace(weave, tiling=replace(weave.tiling, y=blocks, dx=blocks))
-    s = down(case.x[0], weave)
+    call = replace(call, tiling=replace(call.tiling, y=blocks, dx=blocks))
+    s = down(case.x[0], call)
     if forward:
-        return lambda turn: fused_y(case.x[turn], case.weight_NK, None, None, s, None, weave)
-    return lambda turn: fused_dx(case.dy[turn], case.weight_NK, s, weave)
+        return lambda turn: fused_y(case.x[turn], case.weight_NK, None, None, s, None, call)
+    return lambda turn: fused_dx(case.dy[turn], case.weight_NK, s, call)
 
 
 def _down_options() -> Iterator[Option]:
@@ -77,9 +77,9 @@ def _down_options() -> Iterator[Option]:
 
 
 def _down_step(launch: KernelLaunch, split: int, case: SiteCase) -> Step:
-    weave = case.weave()
-    weave = replace(weave, tiling=replace(weave.tiling, down=launch, split=split))
-    return lambda turn: down(case.x[turn], weave)
+    call = case.call()
+    call = replace(call, tiling=replace(call.tiling, down=launch, split=split))
+    return lambda turn: down(case.x[turn], call)
 
 
 def _ds_db_options() -> Iterator[Option]:
@@ -101,10 +101,10 @@ def _ds_db_options() -> Iterator[Option]:
 
 
 def _ds_db_step(launch: KernelLaunch, piece: int, case: SiteCase) -> Step:
-    weave = case.weave(piece=piece)
-    weave = replace(weave, tiling=replace(weave.tiling, ds_db=launch))
-    s = down(case.x[0], weave)
-    return lambda turn: ds_db(case.dy[turn], s, weave)
+    call = case.call(piece=piece)
+    call = replace(call, tiling=replace(call.tiling, ds_db=launch))
+    s = down(case.x[0], call)
+    return lambda turn: ds_db(case.dy[turn], s, call)
 
 
 def _da_options() -> Iterator[Option]:
@@ -121,10 +121,10 @@ def _da_options() -> Iterator[Option]:
 
 
 def _da_step(launch: KernelLaunch, piece: int, case: SiteCase) -> Step:
-    weave = case.weave(piece=piece)
-    weave = replace(weave, tiling=replace(weave.tiling, da=launch))
-    ds, partial_da = down(case.x[0], weave), room_for_da(case.x[0], weave)
-    return lambda turn: da(case.x[turn], ds, partial_da, weave)
+    call = case.call(piece=piece)
+    call = replace(call, tiling=replace(call.tiling, da=launch))
+    ds, partial_da = down(case.x[0], call), room_for_da(case.x[0], call)
+    return lambda turn: da(case.x[turn], ds, partial_da, call)
 
 
 def _words(launch: KernelLaunch) -> str:

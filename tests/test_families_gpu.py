@@ -96,7 +96,7 @@ def test_in_bfloat16_fused_layers_are_as_near_to_float32_as_those_of_transformer
     assert adapted.fused
     assert adapted.capturable
     fused = decoded(half, x_TD, lengths, dh_TD)
-    adapted.unweave()
+    adapted.restore_base()
     for got, plain, truth in zip(fused, plains, truths, strict=True):
         assert (got - truth).norm() <= 2 * (plain - truth).norm()
 

@@ -116,7 +116,7 @@ def trained(
             executor.banks.write(name, torch.full_like(executor.aboard[name].master, math.nan))
     moved = {name: training.master - starts[name] for name, training in executor.aboard.items()}
     captures = executor.captures
-    executor.unweave()
+    executor.restore_base()
     return moved, failed, captures
 
 

@@ -184,7 +184,7 @@ def gradients(base, microbatch, spoilt, route=Route.segmented, **asked):
             (h_TD * slope_TD).sum().backward()
         return {job: banks.aboard[job].gradient.clone() for job in "abc"}
     finally:
-        banks.unweave()
+        banks.restore_base()
 
 
 @pytest.mark.parametrize("family", slow_but([(family,) for family in MIXTURES], []))

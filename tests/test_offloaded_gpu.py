@@ -75,7 +75,7 @@ def trained(executor, jobs, ladder=False, layout=ONE):
         attach(executor, job)
     windows(executor, jobs, ladder, layout=layout)
     found = states(executor)
-    executor.unweave()
+    executor.restore_base()
     return found
 
 
@@ -163,7 +163,7 @@ def test_of_a_parameter_six_bytes_are_on_the_device_and_twelve_page_locked_on_th
         assert state.master.is_pinned() == offloaded
         assert state.weights.is_cuda
         assert state.gradient.is_cuda
-        executor.unweave()
+        executor.restore_base()
         del executor, state
     assert abs(taken[0] - taken[1] - 12 * job.shape.trainable) < 1 << 20
 
@@ -181,7 +181,7 @@ def test_the_device_refuses_a_step_whose_loss_is_nan_and_the_others_go_on(base):
         failed = [event for event in events if isinstance(event, Failed)]
         assert [event.job for event in failed] == ["job1"]
         found.append(({event.reason for event in failed}, states(executor)))
-        executor.unweave()
+        executor.restore_base()
     assert found[0][0] == found[1][0]
     for (name, vector), value in found[0][1].items():
         if vector in ("master", "exp_avg", "exp_avg_sq") or name != "job1":
@@ -201,7 +201,7 @@ def test_a_checkpoint_taken_among_windows_goes_on_in_the_other_layout(base, want
     windows(executor, jobs, rounds=[4])
     for job in jobs:
         executor.finish_saves(job.name)
-    executor.unweave()
+    executor.restore_base()
     other = executor_of(base, not first, graphs=False)
     for job in jobs:
         adapter = aboard.JobAdapter(job.name, job.spec.adapter, job.spec.seed)
@@ -211,7 +211,7 @@ def test_a_checkpoint_taken_among_windows_goes_on_in_the_other_layout(base, want
         other.attach(training)
     windows(other, jobs, rounds=[4])
     assert_same(states(other), want)
-    other.unweave()
+    other.restore_base()
 
 
 def test_a_run_whose_jobs_would_wait_takes_more_of_them_aboard_and_says_so(base, tmp_path):

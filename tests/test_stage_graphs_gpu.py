@@ -69,7 +69,7 @@ def went_round(captured):
     captures = [one.captures for one in passes]
     for one, adapted in zip(passes, stages, strict=True):
         one.abandon()
-        adapted.unweave()
+        adapted.restore_base()
     return found, gradients, captures
 
 

@@ -72,7 +72,7 @@ def trained(executor, base, plan, jobs=None):
         courses = [job.course(step, 2, False) for job in jobs]
         list(aboard.events(executor, plan(courses), jobs))
     moved = {name: (one.master - starts[name]).cpu() for name, one in executor.aboard.items()}
-    executor.unweave()
+    executor.restore_base()
     return moved
 
 

@@ -81,7 +81,7 @@ def test_after_the_second_round_nothing_is_captured_whoever_joins_or_leaves():
     executor.detach("job0")
     windows(executor, jobs[1:], cut, 2, step=4)
     assert executor.captures == 2 * LAYERS - 1
-    executor.unweave()
+    executor.restore_base()
 
 
 class ShortPool(GraphPool):
@@ -149,7 +149,7 @@ def test_a_pool_holds_the_memory_of_one_visit_and_says_whether_plain_passes_find
         assert not pool.has_room()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    executor.unweave()
+    executor.restore_base()
     assert pool.held_bytes == 0
 
 
@@ -200,4 +200,4 @@ def test_the_host_hears_of_steps_while_the_device_is_still_going_back():
             ahead.append(not slept[-1].query())
     # Those of the first round; behind the last one everything is waited for.
     assert ahead == [True] * 4 + [False] * 4
-    executor.unweave()
+    executor.restore_base()

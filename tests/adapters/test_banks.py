@@ -18,7 +18,7 @@ from weftune.adapters.form import Scratch, SiteTensors
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import kind_named
-from weftune.adapters.woven import WovenBank
+from weftune.adapters.tiled import TiledBank
 from weftune.core.shapes import SiteShape
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.table import SlotTable
@@ -254,10 +254,10 @@ def test_a_new_adapter_changes_nothing_until_it_is_trained(llama):
     assert torch.equal(got, want)
 
 
-def test_an_unwoven_base_is_as_it_was() -> None:
+def test_a_restored_base_is_as_it_was() -> None:
     base = tiny_base("gpt2")
     before = {name: module.forward for name, module in base.sites().items()}
-    Banks(base.sites(), base.shape.sites, next(base.model.parameters())).unweave()
+    Banks(base.sites(), base.shape.sites, next(base.model.parameters())).restore_base()
     assert {name: module.forward for name, module in base.sites().items()} == before
 
 
@@ -294,18 +294,18 @@ def raising(error):
     return fail
 
 
-def seat(bank: WovenBank, sites: Sequence[SiteShape], slot: int, rank: int) -> None:
+def seat(bank: TiledBank, sites: Sequence[SiteShape], slot: int, rank: int) -> None:
     spec = LoraSpec(rank=rank)
     layout = LORA.layout(spec, sites)
     views = layout.views(torch.zeros(layout.size))
     adapter, scratch = JobAdapter(f"job{slot}", spec, 0), Scratch(torch.zeros(()))
-    parts = [LORA.woven(adapter, SiteTensors(site, views, views, scratch)) for site in sites]
+    parts = [LORA.tiled_part(adapter, SiteTensors(site, views, views, scratch)) for site in sites]
     bank.attach(adapter.job, slot, parts)
 
 
 def test_tables_are_sent_once_however_many_jobs_come_and_go(llama, monkeypatch: pytest.MonkeyPatch) -> None:
     sites = llama.shape.sites[:1]
-    bank, sent = WovenBank(sites, 64), list[int]()
+    bank, sent = TiledBank(sites, 64), list[int]()
     seat(bank, sites, 0, rank=1)
     bank._group(torch.zeros(()))
     monkeypatch.setattr(SlotTable, "send", lambda table: sent.append(int((table.host_views()[2] > 0).sum())))
@@ -322,7 +322,7 @@ def test_tables_are_sent_once_however_many_jobs_come_and_go(llama, monkeypatch: 
 def test_a_large_job_leaves_the_limits_of_a_bank_as_it_found_them(llama) -> None:
     """Else every site would stay slow when it has gone; captured passes of both limits find their graph."""
     sites = llama.shape.sites[:1]
-    bank = WovenBank(sites, 8)
+    bank = TiledBank(sites, 8)
     seat(bank, sites, 0, rank=3)
     group = bank._group(torch.zeros(()))
     small = bank.limits()
@@ -341,7 +341,7 @@ def test_a_large_job_leaves_the_limits_of_a_bank_as_it_found_them(llama) -> None
 def test_a_rank_of_several_bands_has_another_table_and_keeps_it(llama) -> None:
     """A captured pass has the table's address: none that was made for the old one may be found again."""
     sites = llama.shape.sites[:1]
-    bank, seen = WovenBank(sites, 8), []
+    bank, seen = TiledBank(sites, 8), []
     for slot, rank in enumerate((3, 300, 4)):
         seat(bank, sites, slot, rank)
         bank.settle()

@@ -14,7 +14,7 @@ from weftune.adapters.banks import Banks
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import kind_named
-from weftune.adapters.woven import WovenBank
+from weftune.adapters.tiled import TiledBank
 from weftune.errors import AdapterError
 from weftune.ops.lora.routes import Route
 
@@ -83,8 +83,8 @@ def test_where_lora_is_alone_in_a_microbatch_its_kernels_run_though_others_are_a
         spec = all_kinds("llama")[job]
         attach(banks, base, job, spec, drawn(base, spec, 0))
     kernels = []
-    linear = WovenBank.linear
-    monkeypatch.setattr(WovenBank, "linear", lambda *given: kernels.append(given) or linear(*given))
+    linear = TiledBank.linear
+    monkeypatch.setattr(TiledBank, "linear", lambda *given: kernels.append(given) or linear(*given))
     x_TK, samples = torch.randn(7, 32), random_samples((4, 3))
     for jobs, expected in ((("lora", "nobody"), 1), (("lora", "gate"), 1), (("nobody", "gate"), 1)):
         with banks.bound(together(jobs, samples), Route.tiled, training=False), torch.no_grad():
@@ -147,7 +147,7 @@ def test_a_nan_of_one_kind_stays_with_its_owner(route):
             weights = drawn(base, spec, seed)
             attach(banks, base, job, spec, weights * float("nan") if job == sick else weights)
         logits_TV, found = gradients(base, banks, microbatch, route)
-        banks.unweave()
+        banks.restore_base()
         return dict(zip(specs, logits_TV.split(microbatch.sample_lengths), strict=True)), found
 
     healthy = run(None)

@@ -81,7 +81,7 @@ def plain_gradient(family, adapter, weights, data):
 
 
 @pytest.mark.usefixtures("toys")
-def test_where_no_embedding_is_woven_in_such_an_adapter_cannot_come_aboard():
+def test_where_no_embedding_is_adapted_such_an_adapter_cannot_come_aboard():
     base = bench.base("llama")
     banks = Banks(base.sites(), base.shape.sites, next(base.model.parameters()))
     with pytest.raises(AssertionError, match="go in at the embedding"):
@@ -89,11 +89,11 @@ def test_where_no_embedding_is_woven_in_such_an_adapter_cannot_come_aboard():
 
 
 @pytest.mark.usefixtures("toys")
-def test_a_captured_pass_refuses_rows_before_a_sample_and_unweaving_takes_them_out():
+def test_a_captured_pass_refuses_rows_before_a_sample_and_restoring_takes_them_out():
     base = bench.base("llama")
     banks = banks_of(base)
     attach(banks, base, "prompt", PromptSpec(), torch.zeros(96, dtype=torch.float64))
     microbatch = collate([Part("prompt", 1, samples(base, (5,), 0), 0, 0, 3)])
     assert not banks.capturable(microbatch)
-    banks.unweave()
+    banks.restore_base()
     assert "forward" not in base.model.get_input_embeddings().__dict__

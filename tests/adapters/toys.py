@@ -55,13 +55,13 @@ class ToyKind:
 
     def merge(self, *_: Any) -> None: ...
 
-    def weaves(self, spec: Any) -> bool:
+    def is_tiled(self, spec: Any) -> bool:
         return False
 
     def gathers(self, spec: Any) -> bool:
         return False
 
-    def woven(self, *_: Any) -> None: ...
+    def tiled_part(self, *_: Any) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from weftune.cli.doctor import (
     package_checks,
 )
 from weftune.cli.main import app
-from weftune.ops.lora.choice_file import ChoiceFile, MeasuredOrder, TrialMachine
-from weftune.ops.lora.weave import Order
+from weftune.ops.lora.choice_file import ChoiceFile, MeasuredPlan, TrialMachine
+from weftune.ops.lora.tiling import ProductPlan
 
 
 def test_a_machine_that_can_train_gets_exit_code_0_and_a_row_for_everything() -> None:
@@ -67,7 +67,11 @@ def test_a_cache_without_room_says_where_else_to_put_it(tmp_path: Path) -> None:
 def test_the_orders_known_of_a_gpu_are_counted_and_their_file_is_named(tmp_path: Path) -> None:
     file = ChoiceFile(tmp_path, TrialMachine("card", "9.0", "2.11", "3.6", "00"))
     assert orders_check(file, 1).finding == f"0 shapes measured, in {file.path}"
-    file.add("a shape", MeasuredOrder(Order.wide_beside, {Order.wide_beside: 1.0}), (Order.wide_beside,))
+    file.add(
+        "a shape",
+        MeasuredPlan(ProductPlan.wide_beside, {ProductPlan.wide_beside: 1.0}),
+        (ProductPlan.wide_beside,),
+    )
     check = orders_check(file, 1)
     assert (check.name, check.verdict) == ("GPU 1 orders", Verdict.OK)
     assert check.finding == f"1 shapes measured, in {file.path}"

@@ -65,7 +65,7 @@ def test_on_the_tiled_route_weights_are_dequantised_by_kernels_and_plainly_after
         got = base.hidden(packed(random_samples()))
     assert len(asked) == len(linears)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    adapted.unweave()
+    adapted.restore_base()
     assert all(module.dequantise is plainly for module in linears)
 
 
@@ -85,7 +85,7 @@ def test_on_the_tiled_route_codes_are_multiplied_by_kernels_and_plainly_afterwar
     with torch.no_grad():
         got = base.hidden(packed(random_samples()))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    adapted.unweave()
+    adapted.restore_base()
     assert all(module.multiply is multiply_codes for module in linears)
     with torch.no_grad():
         torch.testing.assert_close(base.hidden(packed(random_samples())), want, rtol=1e-5, atol=1e-5)

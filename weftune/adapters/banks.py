@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from weftune.adapters.form import Scratch, SiteTensors, WovenPart
+from weftune.adapters.form import Scratch, SiteTensors, TiledPart
 from weftune.adapters.kind import (
     ExpertBank,
     Frozen,
@@ -34,10 +34,10 @@ from weftune.adapters.kind import (
 )
 from weftune.adapters.registry import kind_named
 from weftune.adapters.target import KEYS, ROWS, VALUES
+from weftune.adapters.tiled import TiledBank
 from weftune.adapters.token_rows import TrainedTokens, trained_tokens
 from weftune.adapters.tokens import TOKENS
 from weftune.adapters.vector import SHARED, VectorLayout
-from weftune.adapters.woven import WovenBank
 from weftune.core.batch import Microbatch, Segment, to_device
 from weftune.core.coded import CODED_PARAMETERS, is_coded, joined, side_by_side
 from weftune.core.head import HeadRows
@@ -49,10 +49,10 @@ from weftune.ops.dropout import step_key
 from weftune.ops.experts import ExpertLinear, experts_output
 from weftune.ops.lora.choice import Candidates
 from weftune.ops.lora.choice_trial import choices_on
-from weftune.ops.lora.experts import ExpertSite, Owners, multiplies_at_once, woven_experts
+from weftune.ops.lora.experts import ExpertSite, Owners, lora_experts, multiplies_at_once
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows, Seat
-from weftune.ops.lora.weave import Order
+from weftune.ops.lora.tiling import ProductPlan
 from weftune.ops.site import (
     GatheredRows,
     changed_rows,
@@ -85,7 +85,7 @@ class Aboard:
     """Whether the tiled route's kernels compute everything that the job's adapter does."""
     gathers: bool
     """Whether a captured pass can apply its adapter to rows found by their indices (`Kind.gathers`)."""
-    woven: bool
+    tiled_linears: bool
     """Whether the tiled route's kernels compute what the adapter does at linears."""
     rows_before: Tensor | None
     """Rows that the job puts before every sample, [rows, D]."""
@@ -117,7 +117,7 @@ class SiteGroup:
     frozen: Frozen
     banks: dict[str, SiteBank] = field(default_factory=dict)
     """Kind → bank."""
-    woven: WovenBank | None = None
+    tiled: TiledBank | None = None
     """Adapters of all kinds whose form the tiled kernels take. None until the first is attached."""
     adds_residual: bool = False
     """Whether the group's linear is given a residual to add its outputs to."""
@@ -130,14 +130,14 @@ class SiteGroup:
 
     def output(self, x_TK: Tensor, residual_TN: Tensor | None, bound: Pass) -> Tensor:
         """Compute the outputs, with the tiled kernels if an adapter of the group is in their form."""
-        if self.woven is not None:
-            return self.woven.linear(x_TK, self.frozen, residual_TN, bound)
+        if self.tiled is not None:
+            return self.tiled.linear(x_TK, self.frozen, residual_TN, bound)
         y_TN = self.frozen.product(x_TK)
         return (y_TN if residual_TN is None else residual_TN + y_TN).to(x_TK.dtype)
 
     def contest(self, bound: Pass) -> Candidates | None:
         """Return the linear's choices between kernels in a pass. None unless kernels compute all of it."""
-        return None if self.woven is None else self.woven.contest(self.frozen, self.adds_residual, bound)
+        return None if self.tiled is None else self.tiled.contest(self.frozen, self.adds_residual, bound)
 
 
 @dataclass(slots=True)
@@ -175,12 +175,12 @@ class Banks:
         whole_sites: Sequence[SiteShape] | None = None,
         embedding: nn.Module | None = None,
         tied: bool = False,
-        weaves: bool = True,
+        tiled: bool = True,
     ) -> None:
         """Attach to the modules of `sites`, the sites that are here; `whole_sites` are those of the whole
         base, if it has more. `embedding` is the module where rows before a sample, and a job's own rows, are
         inserted. It is None if the embedding is on another stage, or if no job has such rows. If it is `tied`
-        to the head, a job's own rows are used there, too. `weaves` says whether passes may take the tiled
+        to the head, a job's own rows are used there, too. `tiled` says whether passes may take the tiled
         route, for which adapters are laid out."""
         self.aboard: dict[str, Aboard] = {}
         self.slots = SLOTS
@@ -214,16 +214,16 @@ class Banks:
             self._groups |= dict.fromkeys(names, group)
         for (name,) in alone:
             module = self._modules[name]
-            module.forward = partial(self._weave, name, module.forward)
+            module.forward = partial(self._adapted_forward, name, module.forward)
         self._experts = {path: ExpertGroup(module, own) for path, module, own in _by_module(modules, mixed)}
         """Path of the experts' module → its group."""
         for experts in self._experts.values():
             experts.module.forward = partial(self._mix, experts, experts.module.forward)
-        self._embedding, self._tied, self._weaves = embedding, tied, weaves
+        self._embedding, self._tied, self._tiled = embedding, tied, tiled
         if embedding is not None:
             embedding.forward = partial(self._embed, embedding.forward)
 
-    def unweave(self) -> None:
+    def restore_base(self) -> None:
         """Restore every site's own forward, so that the base is as it was."""
         for module in self._modules.values():
             module.__dict__.pop("forward", None)
@@ -258,7 +258,7 @@ class Banks:
         before = views.get((SHARED, ROWS)) if kind.rows_before(spec) else None
         assert before is None or self._embedding is not None, "rows before a sample go in at the embedding"
         prefixes = _prefixes(layout, views)
-        woven = self._woven_parts(kind, adapter, groups, views, totals)
+        tiled_parts = self._tiled_parts(kind, adapter, groups, views, totals)
         at_experts = [group for group in groups if isinstance(group, ExpertGroup)]
         tokens = trained_tokens(spec, views, totals)
         assert tokens is None or self._embedding is not None, "rows of a job's own go in at the embedding"
@@ -276,10 +276,10 @@ class Banks:
             serial=self._attached,
             tiled=before is tokens is None
             and not prefixes
-            and woven is not None
+            and tiled_parts is not None
             and all(group.banks[kind.name].tiled for group in at_experts),
             gathers=before is tokens is None and not at_experts and kind.gathers(spec),
-            woven=woven is not None,
+            tiled_linears=tiled_parts is not None,
             rows_before=before,
             prefixes=prefixes,
             tokens=tokens,
@@ -289,24 +289,27 @@ class Banks:
                 group.banks[kind.name].attach(adapter, views, totals)
             else:
                 group.banks[kind.name].attach(adapter, views)
-        for linears, parts in woven or ():
-            linears.woven = linears.woven or WovenBank(linears.sites, self.slots)
-            linears.woven.attach(adapter.job, slot, parts)
+        for linears, parts in tiled_parts or ():
+            linears.tiled = linears.tiled or TiledBank(linears.sites, self.slots)
+            linears.tiled.attach(adapter.job, slot, parts)
 
-    def _woven_parts(
+    def _tiled_parts(
         self,
         kind: Kind,
         adapter: JobAdapter,
         groups: Sequence[SiteGroup | ExpertGroup],
         views: Parameters,
         totals: Parameters,
-    ) -> list[tuple[SiteGroup, list[WovenPart | None]]] | None:
+    ) -> list[tuple[SiteGroup, list[TiledPart | None]]] | None:
         """Return the job's adapter at each group of linears in the tiled kernels' form, or None."""
-        if not (self._weaves and kind.weaves(adapter.spec)):
+        if not (self._tiled and kind.is_tiled(adapter.spec)):
             return None
         scratch = Scratch(self._like)
         found = [
-            (group, [kind.woven(adapter, SiteTensors(site, views, totals, scratch)) for site in group.sites])
+            (
+                group,
+                [kind.tiled_part(adapter, SiteTensors(site, views, totals, scratch)) for site in group.sites],
+            )
             for group in groups
             if isinstance(group, SiteGroup)
         ]
@@ -356,8 +359,8 @@ class Banks:
         heappush(self._free, aboard.slot)
         for group in aboard.groups:
             group.banks[aboard.adapter.spec.kind].detach(job)
-            if aboard.woven and isinstance(group, SiteGroup) and group.woven is not None:
-                group.woven.detach(job)
+            if aboard.tiled_linears and isinstance(group, SiteGroup) and group.tiled is not None:
+                group.tiled.detach(job)
         if self._constants:
             read = {_constants_of(one.adapter.spec) for one in self.aboard.values()}
             self._constants = {key: found for key, found in self._constants.items() if key in read}
@@ -384,19 +387,19 @@ class Banks:
         slot = self._free[0] if self._free else len(self.aboard)
         if slot >= self.slots:
             self.slots *= 2
-            for bank in self._woven_banks():
+            for bank in self._tiled_banks():
                 bank.resize(self.slots)
         return slot
 
-    def _woven_banks(self) -> Iterator[WovenBank]:
-        return (group.woven for group in self._distinct() if group.woven is not None)
+    def _tiled_banks(self) -> Iterator[TiledBank]:
+        return (group.tiled for group in self._distinct() if group.tiled is not None)
 
     def _distinct(self) -> list[SiteGroup]:
         return list({id(group): group for group in self._groups.values()}.values())
 
     def limits(self) -> tuple[object, ...]:
         """Return what a captured pass depends on besides its rows: slots, ranks, and possible dropout."""
-        return self.slots, tuple(bank.limits() for bank in self._woven_banks())
+        return self.slots, tuple(bank.limits() for bank in self._tiled_banks())
 
     def capturable(self, microbatch: Microbatch, gathers: bool = False) -> bool:
         """Whether a captured pass can serve the microbatch. A pass is captured without knowing which jobs'
@@ -432,7 +435,7 @@ class Banks:
         Every pass calls this before it begins, so the kernels' tables are brought up to date here, in one
         copy no matter how many jobs were attached and detached.
         """
-        for bank in self._woven_banks():
+        for bank in self._tiled_banks():
             bank.settle()
         seats: list[Seat] = []
         for segment in microbatch.segments:
@@ -479,11 +482,11 @@ class Banks:
         plain = [
             segment
             for segment in bound.microbatch.segments
-            if (aboard := self._through(segment)) is not None and not aboard.woven
+            if (aboard := self._through(segment)) is not None and not aboard.tiled_linears
         ]
         return replace(bound, microbatch=replace(bound.microbatch, segments=tuple(plain)))
 
-    def force_order(self, order: Order) -> None:
+    def force_order(self, order: ProductPlan) -> None:
         """Force the tiled route to take one order at all sites, for measurements."""
         self._choices.forced = order
 
@@ -501,7 +504,7 @@ class Banks:
         self._groups[site].adds_residual = adds_residual
         return partial(self._linear, self._groups[site])
 
-    def _weave(self, name: str, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def _adapted_forward(self, name: str, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         group = self._groups[name]
         if self._pass is None or not group.banks:
             return plain(x)
@@ -524,7 +527,7 @@ class Banks:
             if banks or all(map(multiplies_at_once, sites)):
                 owners = self._owners = self._owners or _owners(bound.microbatch, len(x_TD), x_TD.device)
                 numbers_J = banks[0].numbers(owners.jobs, x_TD.device) if banks else None
-                return woven_experts(x_TD, chosen_Tk, weights_Tk, bound.anchor, sites, owners, numbers_J)
+                return lora_experts(x_TD, chosen_Tk, weights_Tk, bound.anchor, sites, owners, numbers_J)
         if bound is None or not banks:
             return plain(x_TD, chosen_Tk, weights_Tk)
         gate_up, down = (group.linear(site, bound) for site in group.sites)

@@ -19,7 +19,7 @@ from weftune.ops.lora.table import Entry
 
 
 @dataclass(frozen=True, slots=True)
-class WovenPart:
+class TiledPart:
     """A job's adapter at one site: y = g_out ⊙ ((x ⊙ g_in)Wᵀ + scale · drop(x)AᵀB) + b. Parts may be
     absent."""
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from weftune.adapters.form import SiteTensors, WovenPart
+from weftune.adapters.form import SiteTensors, TiledPart
 from weftune.adapters.vector import VectorLayout
 from weftune.core.batch import Microbatch, Segment
 from weftune.core.shapes import SiteShape
@@ -200,17 +200,17 @@ class Kind(Protocol):
 
     def bank(self, sites: Sequence[SiteShape]) -> SiteBank: ...
 
-    def weaves(self, spec: Any) -> bool:
+    def is_tiled(self, spec: Any) -> bool:
         """Whether adapters of this spec have the form that the tiled kernels take. Others are computed from
         the parts of their bank on every route."""
 
     def gathers(self, spec: Any) -> bool:
-        """Whether passes with such an adapter can be captured although it does not weave: at linears it only
+        """Whether passes with such an adapter can be captured although it is not tiled: at linears it only
         changes outputs, with an `ops.site.RowChange`."""
 
-    def woven(self, adapter: JobAdapter, at: SiteTensors) -> WovenPart | None:
+    def tiled_part(self, adapter: JobAdapter, at: SiteTensors) -> TiledPart | None:
         """Return the adapter in that form at one site, or None if it has none there. Called only for kinds
-        that weave."""
+        that are tiled."""
 
     def expert_bank(self, sites: Sequence[SiteShape]) -> ExpertBank:
         """Return a bank for experts. Called only if an adapter's layout has parameters at experts."""

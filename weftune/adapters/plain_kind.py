@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from weftune.adapters.files import read_tensors, write_folder
 from weftune.adapters.folder import CONFIG, damage_told, read_config, refuse_slow
-from weftune.adapters.form import SiteTensors, WovenPart
+from weftune.adapters.form import SiteTensors, TiledPart
 from weftune.adapters.kind import ExpertBank, JobAdapter, NewAdapter, Parameters
 from weftune.adapters.kinds import KINDS
 from weftune.adapters.own_config import OwnConfig
@@ -124,14 +124,14 @@ class PlainKind:
     def bank(self, sites: Sequence[SiteShape]) -> PlainBank:
         return PlainBank(sites, self._part)
 
-    def weaves(self, spec: Any) -> bool:
+    def is_tiled(self, spec: Any) -> bool:
         return False
 
     def gathers(self, spec: Any) -> bool:
         return False
 
-    def woven(self, adapter: JobAdapter, at: SiteTensors) -> WovenPart | None:
-        raise AssertionError(f"a {self.name} adapter is not woven in")
+    def tiled_part(self, adapter: JobAdapter, at: SiteTensors) -> TiledPart | None:
+        raise AssertionError(f"a {self.name} adapter is not tiled")
 
     def _part(self, at: JobAt) -> JobPart:
         return self.part(at) if self.adapts(at.adapter.spec, at.site.name) else JobPart()

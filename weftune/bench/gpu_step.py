@@ -58,7 +58,7 @@ from weftune.bench.timing import (
 from weftune.bench.weftune_side import JobsAboard, resident
 from weftune.bench.where import Spent, drawn, spent, traced
 from weftune.core.deterministic import deterministic_kernels, settle_workspace
-from weftune.ops.lora.weave import Order
+from weftune.ops.lora.tiling import ProductPlan
 
 WEFTUNE, FROZEN = "Weftune, together", "frozen base"
 DETERMINISTIC = "Weftune, deterministic"
@@ -84,7 +84,7 @@ class OwnWay:
     """Options of Weftune's own row."""
 
     capacity: int
-    order: Order | None = None
+    order: ProductPlan | None = None
     leave: int = 0
     """Number of jobs that leave before the clock runs."""
     offloaded: bool = False
@@ -238,7 +238,7 @@ def main() -> None:
         parser.error(
             "PEFT's rows are of jobs that are alike: with --ranks or --dropouts write --baselines none"
         )
-    way = OwnWay(asked.capacity, Order(asked.order) if asked.order else None, asked.leave)
+    way = OwnWay(asked.capacity, ProductPlan(asked.order) if asked.order else None, asked.leave)
     rate = gemm_rate(place)
     made = list(rows(task, baselines, way, rate, asked.deterministic, asked.offload, asked.quantize))
     ranks = ", ".join(map(str, work.ranks or (work.rank,)))
@@ -295,7 +295,9 @@ def step_arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dropouts", type=dropouts_of, default=(), help="one of each job, such as 0x7,0.05")
     parser.add_argument("--leave", type=int, default=0, help="so many of the last jobs leave once warmed up")
-    parser.add_argument("--order", choices=[*Order], help="of the tiled route at all sites, if not the best")
+    parser.add_argument(
+        "--order", choices=[*ProductPlan], help="of the tiled route at all sites, if not the best"
+    )
     parser.add_argument("--baselines", default=",".join(BASELINES), help="some of them, with commas; or none")
     parser.add_argument("--capacity", type=int, default=8192, help="tokens of a microbatch, at most")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the clock runs")

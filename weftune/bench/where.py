@@ -2,7 +2,7 @@
 
 Triton kernels are known by name, library kernels by a word in their name. The name of a product does not say
 what it belongs to: products next to the kernel of the loss are counted for the head, all others as frozen
-ones. Where the adapters' part is added within a frozen product (`Order.fused`), it is counted there.
+ones. Where the adapters' part is added within a frozen product (`ProductPlan.fused`), it is counted there.
 """
 
 from __future__ import annotations

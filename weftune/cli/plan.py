@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from weftune.base.spec import BaseSpec
     from weftune.cli.plan_jobs import Outlined
-    from weftune.cli.plan_machine import Way
+    from weftune.cli.plan_machine import LaunchChoice
     from weftune.cli.plan_sweeps import SweepOutlook
     from weftune.core.shapes import JobShape, ModelShape
     from weftune.jobs.store.scheduler import Admission
@@ -194,20 +194,20 @@ class Answered:
 
 def answer(wanted: Wanted, console: Console) -> Answered:
     """Choose as `weftune train` would, predict the first window, and print the plan."""
-    from weftune.cli.plan_machine import way_of
+    from weftune.cli.plan_machine import launch_choice
     from weftune.plan.layout.choose import choose
 
-    way = way_of(wanted)
-    if way.shares > 1:
-        return shared(with_shared_cores(wanted, way.shares), way, console)
-    choice = choose(wanted.shape, wanted.shapes, way.machine)
-    if choice.streamed and way.flags and wanted.asked.limit is None:
+    launch = launch_choice(wanted)
+    if launch.shares > 1:
+        return shared(with_shared_cores(wanted, launch.shares), launch, console)
+    choice = choose(wanted.shape, wanted.shapes, launch.machine)
+    if choice.streamed and launch.flags and wanted.asked.limit is None:
         assert choice.place is not None, "it is streamed"
-        way = replace(way, flags=f"{way.flags} --gpu-memory {choice.place.budget >> 20}MiB")
-    return (streamed if choice.streamed else resident)(wanted, way, choice, console)
+        launch = replace(launch, flags=f"{launch.flags} --gpu-memory {choice.place.budget >> 20}MiB")
+    return (streamed if choice.streamed else resident)(wanted, launch, choice, console)
 
 
-def resident(wanted: Wanted, way: Way, choice: Choice, console: Console) -> Answered:
+def resident(wanted: Wanted, launch: LaunchChoice, choice: Choice, console: Console) -> Answered:
     """Plan with the base resident on the devices."""
     from weftune.cli.plan_machine import source_of
     from weftune.cli.plan_numbers import common_numbers, resident_numbers, run_numbers
@@ -216,21 +216,24 @@ def resident(wanted: Wanted, way: Way, choice: Choice, console: Console) -> Answ
     from weftune.plan.outlook.whole_run import WholeRun, at_rate, endings
 
     admission = admitted(wanted.shapes, choice)
-    found, source = foreseen(wanted, way.machine, choice, admission), source_of(wanted, way.machine, None)
+    found, source = (
+        foreseen(wanted, launch.machine, choice, admission),
+        source_of(wanted, launch.machine, None),
+    )
     totals, rate = wanted.totals, found.forecast.tokens_per_second
     ends = endings(totals, admission.admitted, admission.waiting, at_rate(totals, rate))
     run = WholeRun(ends, found.window.promise.peak_bytes, choice.memory.budget)
     show_run(console, run, wanted, source)
-    show(console, found, wanted, way)
+    show(console, found, wanted, launch)
     ablations = studied(wanted, admission) if wanted.asked.ablated else ()
     show_more(console, wanted, admission, explain(found, source) if wanted.asked.explained else (), ablations)
     numbers = resident_numbers(found) | {"shares": None}
-    numbers |= common_numbers(wanted, way, found.forecast, found.alternatives, source)
+    numbers |= common_numbers(wanted, launch, found.forecast, found.alternatives, source)
     numbers |= told(admission, ablations) | run_numbers(run, totals) | {"first_window": found.window.numbers}
     return Answered(numbers | swept(wanted, run), lambda: Picture(found.program, found.timeline), run)
 
 
-def streamed(wanted: Wanted, way: Way, choice: Choice, console: Console) -> Answered:
+def streamed(wanted: Wanted, launch: LaunchChoice, choice: Choice, console: Console) -> Answered:
     """Plan with the base in host memory, streamed to one or several devices in stages."""
     from weftune.cli.plan_machine import source_of
     from weftune.cli.plan_numbers import common_numbers, run_numbers, stream_numbers
@@ -240,19 +243,19 @@ def streamed(wanted: Wanted, way: Way, choice: Choice, console: Console) -> Answ
     from weftune.plan.outlook.streamed import ablate_streams, round_timeline, stream_outlook
     from weftune.plan.outlook.whole_run import WholeRun, endings
 
-    admission, source = admitted(wanted.shapes, choice), source_of(wanted, way.machine, choice.place)
+    admission, source = admitted(wanted.shapes, choice), source_of(wanted, launch.machine, choice.place)
     found = stream_outlook(choice)
     window = first_window(choice, aboard(wanted, admission), wanted.course)
     seconds = found.forecast.seconds
     ends = endings(wanted.totals, admission.admitted, admission.waiting, lambda _: seconds)
     run = WholeRun(ends, choice.bytes, found.case.device.budget)
     show_run(console, run, wanted, source)
-    show_streams(console, found, wanted, way)
+    show_streams(console, found, wanted, launch)
     ablations = ablate_streams(found) if wanted.asked.ablated else ()
     sentences = explain_streams(found, source) if wanted.asked.explained else ()
     show_more(console, wanted, admission, sentences, ablations)
     numbers = stream_numbers(found, window)
-    numbers |= common_numbers(wanted, way, found.forecast, found.alternatives, source)
+    numbers |= common_numbers(wanted, launch, found.forecast, found.alternatives, source)
     numbers |= told(admission, ablations) | run_numbers(run, wanted.totals)
     numbers |= swept(wanted, run)
     program = window.program
@@ -261,7 +264,7 @@ def streamed(wanted: Wanted, way: Way, choice: Choice, console: Console) -> Answ
     )
 
 
-def shared(wanted: Wanted, way: Way, console: Console) -> Answered:
+def shared(wanted: Wanted, launch: LaunchChoice, console: Console) -> Answered:
     """Plan with the whole base on every device and a share of the jobs on each."""
     from weftune.cli.plan_machine import source_of
     from weftune.cli.plan_numbers import common_numbers, resident_numbers, run_numbers, share_numbers
@@ -270,23 +273,23 @@ def shared(wanted: Wanted, way: Way, console: Console) -> Answered:
     from weftune.plan.outlook.explain import explain
     from weftune.plan.outlook.shares import share_outlook
 
-    source = source_of(wanted, way.machine, None)
-    choice = choose(wanted.shape, wanted.shapes, way.machine)
+    source = source_of(wanted, launch.machine, None)
+    choice = choose(wanted.shape, wanted.shapes, launch.machine)
 
     def alone(jobs: Sequence[JobShape]) -> Prediction:
-        own = choose(wanted.shape, jobs, way.machine)
-        return foreseen(wanted, way.machine, own, admitted(jobs, own))
+        own = choose(wanted.shape, jobs, launch.machine)
+        return foreseen(wanted, launch.machine, own, admitted(jobs, own))
 
     everyone = admitted(wanted.shapes, choice)
-    found = share_outlook(wanted.shapes, job_seconds_of(wanted, way.machine), way.shares, alone)
+    found = share_outlook(wanted.shapes, job_seconds_of(wanted, launch.machine), launch.shares, alone)
     run = run_of_shares(found, wanted.totals)
     show_run(console, run, wanted, source)
-    show_shares(console, found, wanted, way)
+    show_shares(console, found, wanted, launch)
     first = found.parts[0]
     ablations = studied(wanted, everyone) if wanted.asked.ablated else ()
     show_more(console, wanted, everyone, explain(first, source) if wanted.asked.explained else (), ablations)
     numbers = resident_numbers(first) | share_numbers(found)
-    numbers |= common_numbers(wanted, way, first.forecast, first.alternatives, source)
+    numbers |= common_numbers(wanted, launch, first.forecast, first.alternatives, source)
     numbers |= told(everyone, ablations) | run_numbers(run, wanted.totals)
     numbers |= {"first_window": first.window.numbers}
     return Answered(numbers | swept(wanted, run), lambda: Picture(first.program, first.timeline), run)

@@ -19,7 +19,7 @@ ENOUGH = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class LaunchChoice:
     """The workers that jobs get, and the flags of `weftune train` that request them."""
 
     machine: Machine
@@ -28,7 +28,7 @@ class Way:
     """Number of devices that each hold the whole base and train a share of the jobs; `machine` is one."""
 
 
-def way_of(wanted: Wanted) -> Way:
+def launch_choice(wanted: Wanted) -> LaunchChoice:
     """Return the requested workers; without a request, follow the rule of `--pipeline auto`: shares where the
     base fits a device, else as few stages as fit, else all devices stream it together."""
     from weftune.errors import PlanError
@@ -43,7 +43,7 @@ def way_of(wanted: Wanted) -> Way:
     if asked.pipeline is not None and asked.pipeline > 1:
         return _in_workers(wanted, asked.pipeline)
     if asked.pipeline is None and (len(devices) == 1 or asked.replicas > 1):
-        return Way(machine_of(wanted))
+        return LaunchChoice(machine_of(wanted))
     one = machine_of(replace(wanted, asked=replace(asked, replicas=1)))
     kind = "GPU" if one.on_gpu else "machine"
     found = Devices(kind, len(devices), one.budget, one.taken, one.on_gpu).shared_by(asked.replicas)
@@ -59,15 +59,15 @@ def way_of(wanted: Wanted) -> Way:
     if chosen.stages > 1:
         return _in_workers(wanted, chosen.stages)
     if chosen.shares == 1:
-        return Way(one)
+        return LaunchChoice(one)
     if not fits_whole(wanted.shape, wanted.shapes, one.budget):
         # A share would refuse the job that does not fit.
         return _in_workers(wanted, len(devices), streamed=True)
     share = replace(one, host_budget=one.host_budget // chosen.shares)
-    return Way(share, f"--gpus {chosen.shares}", chosen.shares)
+    return LaunchChoice(share, f"--gpus {chosen.shares}", chosen.shares)
 
 
-def _in_shares(wanted: Wanted, devices: int) -> Way:
+def _in_shares(wanted: Wanted, devices: int) -> LaunchChoice:
     """Return the requested number of devices, each with the whole base. On a CPU they are processes."""
     from weftune.errors import PlanError
     from weftune.plan.cost.memory import gib
@@ -84,11 +84,11 @@ def _in_shares(wanted: Wanted, devices: int) -> Way:
             f"--gpus {devices}: the base and a job do not fit the {gib(budget)} that they may take of one "
             f"device; cut the base into stages with --pipeline {max(2, devices)}"
         )
-    return Way(share, f"--gpus {devices}", shares)
+    return LaunchChoice(share, f"--gpus {devices}", shares)
 
 
-def _in_workers(wanted: Wanted, workers: int, streamed: bool = False) -> Way:
-    return Way(machine_of(wanted, workers, streamed), f"--pipeline {workers}")
+def _in_workers(wanted: Wanted, workers: int, streamed: bool = False) -> LaunchChoice:
+    return LaunchChoice(machine_of(wanted, workers, streamed), f"--pipeline {workers}")
 
 
 def machine_of(wanted: Wanted, workers: int = 1, streamed: bool = False) -> Machine:

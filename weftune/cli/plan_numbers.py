@@ -9,7 +9,7 @@ from weftune.plan.outlook.forecast import shared_groups
 
 if TYPE_CHECKING:
     from weftune.cli.plan import Wanted
-    from weftune.cli.plan_machine import Way
+    from weftune.cli.plan_machine import LaunchChoice
     from weftune.plan.outlook.forecast import Ablation, Forecast, Prediction
     from weftune.plan.outlook.promise import FirstWindow
     from weftune.plan.outlook.shares import ShareOutlook
@@ -98,11 +98,11 @@ def run_numbers(run: WholeRun, totals: Mapping[str, JobTotal]) -> dict[str, Any]
 
 
 def common_numbers(
-    wanted: Wanted, way: Way, forecast: Forecast, alternatives: Sequence[Forecast], source: str
+    wanted: Wanted, launch: LaunchChoice, forecast: Forecast, alternatives: Sequence[Forecast], source: str
 ) -> dict[str, Any]:
     return {
         "cluster": wanted.cluster.name,
-        "train": way.flags,
+        "train": launch.flags,
         "source": source,
         "capacity": forecast.capacity,
         "forecast": forecast_numbers(forecast),

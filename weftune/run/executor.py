@@ -169,11 +169,11 @@ class Executor:
         """Wait until the job's checkpoints are written or have failed."""
         self.writer.wait(job)
 
-    def unweave(self) -> None:
+    def restore_base(self) -> None:
         """Restore the base and finish all writes."""
         self.writer.close()
         self.passes.abandon()
-        self._adapted.unweave()
+        self._adapted.restore_base()
 
     # -- a window ----------------------------------------------------------------------------------------
 

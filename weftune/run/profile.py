@@ -200,7 +200,7 @@ class _Bench:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.executor.unweave()
+        self.executor.restore_base()
 
     def measure(self, case: ProfileCase) -> _Found:
         """Return the median of the measured passes; empty if the case does not fit into memory."""

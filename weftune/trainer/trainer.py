@@ -539,7 +539,7 @@ class Trainer:
 
     def _leave_loop(self) -> None:
         assert self.loop is not None
-        self.loop.executor.unweave()
+        self.loop.executor.restore_base()
         self.loop = None
 
     def results(self, store: Store) -> dict[str, Result]:

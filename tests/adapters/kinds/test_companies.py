@@ -125,7 +125,7 @@ def train(base: Base, jobs: Sequence[PreparedJob], capacity: int) -> dict[str, o
         executor.attach(one)
     starts = {one.job: one.master.clone() for one in trainings}
     events = list(aboard.events(executor, program(jobs, capacity), jobs))
-    executor.unweave()
+    executor.restore_base()
     losses = {
         one.job: [
             event.outcome.loss for event in events if isinstance(event, Stepped) and event.job == one.job

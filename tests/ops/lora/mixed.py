@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import silu
 
-from tests.ops.lora.woven import flat
+from tests.ops.lora.site_cases import flat
 from weftune.ops.experts import ExpertLinear, ExpertPart, experts_output_reference
-from weftune.ops.lora.experts import ExpertSite, Owners, woven_experts
+from weftune.ops.lora.experts import ExpertSite, Owners, lora_experts
 from weftune.ops.lora.table import Entry, Group, SlotTable, bands_for
-from weftune.ops.lora.weave import Order
+from weftune.ops.lora.tiling import ProductPlan
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Case:
     hidden: int = 48
     inner: int = 40
     dtype: torch.dtype = torch.float32
-    order: Order = Order.wide
+    order: ProductPlan = ProductPlan.wide
     sick: int | None = None
     grown: float = 1.0
     """Multiplies every B."""
@@ -146,7 +146,7 @@ def got(case, device, wants_dx=True, times=1):
     anchor = torch.zeros((), device=device, requires_grad=True)
     for _ in range(times):
         x_TD, weights_Tk = (t.clone().requires_grad_(wants_dx) for t in (made.x_TD, made.weights_Tk))
-        y_TD = woven_experts(x_TD, made.chosen_Tk, weights_Tk, anchor, sites, owners, numbers_J, case.order)
+        y_TD = lora_experts(x_TD, made.chosen_Tk, weights_Tk, anchor, sites, owners, numbers_J, case.order)
         y_TD.backward(made.dy_TD)
     found = {"y": y_TD.detach(), "dx": x_TD.grad, "dweights": weights_Tk.grad}
     for (site, number), pair in totals.items():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.cases import slow_but
-from tests.ops.lora.woven import (
+from tests.ops.lora.site_cases import (
     Case,
     Job,
     close,
@@ -16,8 +16,8 @@ from tests.ops.lora.woven import (
     truth,
 )
 from weftune.ops import dropout
-from weftune.ops.lora import table, weave
-from weftune.ops.lora.weave import Order
+from weftune.ops.lora import table, tiling
+from weftune.ops.lora.tiling import ProductPlan
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -39,7 +39,7 @@ def nothing_is_zero_by_chance(monkeypatch):
 def band(request, monkeypatch):
     """Ranks of a band: of 128 ranks 64 make two, 128 one."""
     monkeypatch.setattr(table, "BAND", request.param)
-    monkeypatch.setattr(weave, "BAND", request.param)
+    monkeypatch.setattr(tiling, "BAND", request.param)
     return request.param
 
 
@@ -57,15 +57,15 @@ MIXED = Case(
     piece=16,
 )
 """Some drop, one has but one of two sites, some have several pieces."""
-ORDERS = (Order.wide, Order.fused, Order.wide_beside, Order.fused_beside)
+ORDERS = (ProductPlan.wide, ProductPlan.fused, ProductPlan.wide_beside, ProductPlan.fused_beside)
 
 
-@pytest.mark.parametrize("order", slow_but(ORDERS, [Order.fused_beside]))
+@pytest.mark.parametrize("order", slow_but(ORDERS, [ProductPlan.fused_beside]))
 def test_ranks_in_bands_beside_small_ones_equal_plain_autograd(order, band):
     close(run(MIXED, order=order), truth(MIXED))
 
 
-@pytest.mark.parametrize("order", slow_but([Order.wide, Order.fused], [Order.fused]))
+@pytest.mark.parametrize("order", slow_but([ProductPlan.wide, ProductPlan.fused], [ProductPlan.fused]))
 def test_in_bands_ds_and_db_are_the_same_from_one_read_of_dy(order, band):
     close(run(MIXED, order=order, one_read=True), truth(MIXED))
 
@@ -74,11 +74,11 @@ def test_sums_in_shares_are_right_in_bands(band):
     """From so many columns on, sums over inputs and outputs are split among programs."""
     jobs = [Job(9, rank=130), Job(20, rank=4), Job(7, rank=40, dropout=0.1)]
     case = Case(jobs, features=264, widths=(256,))
-    close(run(case, order=Order.fused_beside), truth(case))
+    close(run(case, order=ProductPlan.fused_beside), truth(case))
 
 
 def test_evaluating_drops_nothing_in_bands():
-    got = run(MIXED, training=False, order=Order.fused)
+    got = run(MIXED, training=False, order=ProductPlan.fused)
     close(got, truth(MIXED.dropping(0.0)))
 
 
@@ -89,8 +89,8 @@ SICK = Case([Job(20, rank=4), Job(40, rank=130), Job(9, rank=70), Job(8, rank=16
 @pytest.mark.parametrize(
     ("poison", "order"),
     slow_but(
-        [(poison, order) for poison in POISONS for order in (Order.fused, Order.wide_beside)],
-        [("x", Order.fused), ("dy", Order.fused)],
+        [(poison, order) for poison in POISONS for order in (ProductPlan.fused, ProductPlan.wide_beside)],
+        [("x", ProductPlan.fused), ("dy", ProductPlan.fused)],
     ),
 )
 def test_a_nan_in_bands_stays_with_its_owner_though_all_share_a_block_of_rows(poison, order):
@@ -99,7 +99,7 @@ def test_a_nan_in_bands_stays_with_its_owner_though_all_share_a_block_of_rows(po
 
 def test_a_nan_of_a_small_job_does_not_reach_one_in_bands():
     jobs = [Job(20, rank=130), Job(40, rank=4), Job(9, rank=70)]
-    healthy_after(Case(jobs, widths=(128, 8)), "b", Order.fused)
+    healthy_after(Case(jobs, widths=(128, 8)), "b", ProductPlan.fused)
 
 
 def test_masks_of_a_large_job_are_those_of_the_reference_bit_for_bit():
@@ -107,18 +107,18 @@ def test_masks_of_a_large_job_are_those_of_the_reference_bit_for_bit():
     case = Case([Job(150, rank=96, dropout=0.3)], features=96, widths=(96,), gap=2, seed=5)
     case = case.reading_the_mask()
     kept = dropout.kept_TK(case.site_key(0, 0), case.token_index[2:152], 96, 0.3)
-    assert torch.equal(run(case, order=Order.fused)["dx"][2:152] != 0, kept)
+    assert torch.equal(run(case, order=ProductPlan.fused)["dx"][2:152] != 0, kept)
 
 
 def test_what_a_young_adapter_of_many_ranks_adds_is_not_rounded_away_in_16_bits():
     case = Case([Job(256, rank=96)], features=64, widths=(256,), gap=0, residual=True, dtype=torch.float16)
-    for name, kept in kept_of_a_young_adapter(case, Order.fused).items():
+    for name, kept in kept_of_a_young_adapter(case, ProductPlan.fused).items():
         assert kept == pytest.approx(1.0, abs=0.1), name
 
 
 def test_who_drops_nothing_has_the_same_bits_beside_one_that_drops():
     alone = replace(MIXED, jobs=[job and replace(job, dropout=0.0) for job in MIXED.jobs])
-    beside, without = run(MIXED, order=Order.fused), run(alone, order=Order.fused)
+    beside, without = run(MIXED, order=ProductPlan.fused), run(alone, order=ProductPlan.fused)
     rows = torch.ones(MIXED.rows, dtype=torch.bool)
     for slot in (1, 2):
         rows[MIXED.rows_of(slot)] = False

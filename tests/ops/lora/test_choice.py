@@ -17,14 +17,14 @@ from tests.cases import slow_but
 from weftune.core.deterministic import deterministic_kernels
 from weftune.ops.lora import choice_trial
 from weftune.ops.lora.choice import MOST_ROWS, Candidates, Choices, fastest, shape_of
-from weftune.ops.lora.choice_file import ChoiceFile, MeasuredOrder, TrialMachine, file_for
+from weftune.ops.lora.choice_file import ChoiceFile, MeasuredPlan, TrialMachine, file_for
 from weftune.ops.lora.choice_trial import JOBS, choices_on, made_up_site
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.table import Group, SlotTable, bands_for
-from weftune.ops.lora.weave import Order, tiling
+from weftune.ops.lora.tiling import ProductPlan, choose_tiling
 
 MACHINE = TrialMachine("Loom 9000/X", "12.3", "2.99.0+cu1", "9.9", "0badcafe")
-BOTH = (Order.wide, Order.wide_beside)
+BOTH = (ProductPlan.wide, ProductPlan.wide_beside)
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]
 
@@ -33,7 +33,7 @@ class Clock:
     """Stands for the trial; counts how often it is asked."""
 
     def __init__(self, wide=200.0, beside=100.0, fused=300.0, lacks_memory=False):
-        self.times = {Order.wide: wide, Order.wide_beside: beside, Order.fused: fused}
+        self.times = {ProductPlan.wide: wide, ProductPlan.wide_beside: beside, ProductPlan.fused: fused}
         self.lacks_memory = lacks_memory
         self.asked = []
 
@@ -81,20 +81,20 @@ def choices(clock, folder, machine=MACHINE, capturing=False):
 def test_the_fastest_order_is_chosen_and_measured_once(tmp_path):
     clock = Clock(wide=200.0, beside=100.0)
     made = choices(clock, tmp_path)
-    assert [Call().of(made) for _ in range(3)] == [Order.wide_beside] * 3
+    assert [Call().of(made) for _ in range(3)] == [ProductPlan.wide_beside] * 3
     assert len(clock.asked) == 1
 
 
 def test_a_tie_within_one_percent_goes_to_the_earlier_order():
-    assert fastest({Order.wide_beside: 100.0, Order.wide: 100.9}) is Order.wide
-    assert fastest({Order.wide_beside: 100.0, Order.wide: 101.1}) is Order.wide_beside
-    assert fastest({Order.fused_beside: 100.0, Order.fused: 100.9}) is Order.fused
+    assert fastest({ProductPlan.wide_beside: 100.0, ProductPlan.wide: 100.9}) is ProductPlan.wide
+    assert fastest({ProductPlan.wide_beside: 100.0, ProductPlan.wide: 101.1}) is ProductPlan.wide_beside
+    assert fastest({ProductPlan.fused_beside: 100.0, ProductPlan.fused: 100.9}) is ProductPlan.fused
 
 
 def test_the_next_process_reads_what_the_last_one_measured(tmp_path):
     first, second = Clock(), Clock(wide=1.0, beside=2.0)
     Call().of(choices(first, tmp_path))
-    assert Call().of(choices(second, tmp_path)) is Order.wide_beside
+    assert Call().of(choices(second, tmp_path)) is ProductPlan.wide_beside
     assert (len(first.asked), len(second.asked)) == (1, 0)
 
 
@@ -141,29 +141,29 @@ def test_no_trial_has_more_rows_than_keep_a_device_busy():
 def test_another_machine_measures_for_itself(field, tmp_path):
     other, clock = replace(MACHINE, **{field: "another"}), Clock(wide=1.0, beside=2.0)
     Call().of(choices(Clock(), tmp_path))
-    assert Call().of(choices(clock, tmp_path, other)) is Order.wide
+    assert Call().of(choices(clock, tmp_path, other)) is ProductPlan.wide
     assert len(clock.asked) == 1
-    assert [known.order for known in ChoiceFile(tmp_path, other).read().values()] == [Order.wide]
+    assert [known.order for known in ChoiceFile(tmp_path, other).read().values()] == [ProductPlan.wide]
 
 
 def test_while_a_graph_is_captured_nothing_is_measured_nor_remembered(tmp_path):
     clock, capturing = Clock(), True
     made = Choices(clock, ChoiceFile(tmp_path, MACHINE), lambda: capturing)
-    assert Call().of(made) is Order.wide
+    assert Call().of(made) is ProductPlan.wide
     assert not clock.asked
     assert not list(tmp_path.iterdir())
     capturing = False
-    assert Call().of(made) is Order.wide_beside
+    assert Call().of(made) is ProductPlan.wide_beside
     capturing = True
-    assert Call().of(made) is Order.wide_beside
+    assert Call().of(made) is ProductPlan.wide_beside
 
 
 def test_pinned_the_first_order_is_taken_unmeasured_whatever_a_file_says(tmp_path):
     Call().of(choices(Clock(wide=200.0, beside=100.0), tmp_path))
     clock = Clock(wide=200.0, beside=100.0)
     pinned = Choices(clock, ChoiceFile(tmp_path, MACHINE), lambda: False, pinned=True)
-    assert Call().of(pinned) is Order.wide
-    assert Call(features=128).of(pinned) is Order.wide
+    assert Call().of(pinned) is ProductPlan.wide
+    assert Call(features=128).of(pinned) is ProductPlan.wide
     assert not clock.asked
     assert len(ChoiceFile(tmp_path, MACHINE).read()) == 1
 
@@ -180,10 +180,10 @@ def test_a_forced_order_is_taken_and_compiled_whatever_may_be_used(tmp_path):
     Call().of(choices(Clock(), tmp_path))
     compiler, call, clock = Compiler(), Call(), Clock()
     made = Choices(clock, ChoiceFile(tmp_path, MACHINE), lambda: False, compiler)
-    made.forced = Order.wide
-    assert Call().of(made, (Order.fused, Order.fused_beside)) is Order.wide
+    made.forced = ProductPlan.wide
+    assert Call().of(made, (ProductPlan.fused, ProductPlan.fused_beside)) is ProductPlan.wide
     made.compile_ahead([Candidates(call.shape, BOTH)])
-    assert compiler.asked == [(call.shape, Order.wide)]
+    assert compiler.asked == [(call.shape, ProductPlan.wide)]
     assert not clock.asked
 
 
@@ -196,46 +196,46 @@ def test_choices_are_pinned_where_kernels_are_deterministic():
 def test_a_trial_out_of_memory_takes_the_first_order_for_this_process_only(tmp_path):
     clock = Clock(lacks_memory=True)
     made = choices(clock, tmp_path)
-    assert [Call().of(made) for _ in range(2)] == [Order.wide] * 2
+    assert [Call().of(made) for _ in range(2)] == [ProductPlan.wide] * 2
     assert len(clock.asked) == 1
-    assert Call().of(choices(Clock(), tmp_path)) is Order.wide_beside
+    assert Call().of(choices(Clock(), tmp_path)) is ProductPlan.wide_beside
 
 
 def test_an_order_that_may_not_be_used_is_never_chosen(tmp_path):
     clock = Clock()
-    assert Call().of(choices(clock, tmp_path)) is Order.wide_beside
-    assert Call().of(choices(clock, tmp_path), (Order.wide,)) is Order.wide
+    assert Call().of(choices(clock, tmp_path)) is ProductPlan.wide_beside
+    assert Call().of(choices(clock, tmp_path), (ProductPlan.wide,)) is ProductPlan.wide
     assert len(clock.asked) == 1
 
 
 def test_another_choice_of_orders_is_measured_by_itself(tmp_path):
     clock = Clock(wide=300.0, beside=200.0, fused=100.0)
-    assert Call().of(choices(clock, tmp_path)) is Order.wide_beside
-    assert Call().of(choices(clock, tmp_path), (Order.fused, *BOTH)) is Order.fused
-    assert Call().of(choices(clock, tmp_path)) is Order.wide_beside
+    assert Call().of(choices(clock, tmp_path)) is ProductPlan.wide_beside
+    assert Call().of(choices(clock, tmp_path), (ProductPlan.fused, *BOTH)) is ProductPlan.fused
+    assert Call().of(choices(clock, tmp_path)) is ProductPlan.wide_beside
     assert len(clock.asked) == 2
 
 
 def test_a_file_that_names_an_order_that_may_not_be_used_is_not_believed(tmp_path):
     file = ChoiceFile(tmp_path, MACHINE)
-    file.add(Call().contest(), MeasuredOrder(Order.fused, {Order.fused: 1.0}), tuple(Order))
-    assert Call().of(choices(Clock(), tmp_path)) is Order.wide_beside
-    assert file.read()[Call().contest()].order is Order.wide_beside
+    file.add(Call().contest(), MeasuredPlan(ProductPlan.fused, {ProductPlan.fused: 1.0}), tuple(ProductPlan))
+    assert Call().of(choices(Clock(), tmp_path)) is ProductPlan.wide_beside
+    assert file.read()[Call().contest()].order is ProductPlan.wide_beside
 
 
 def test_an_order_that_the_device_cannot_run_is_not_chosen(tmp_path):
     clock = Clock()
-    del clock.times[Order.wide]
-    assert Call().of(choices(clock, tmp_path)) is Order.wide_beside
+    del clock.times[ProductPlan.wide]
+    assert Call().of(choices(clock, tmp_path)) is ProductPlan.wide_beside
     clock.times.clear()
-    none_runs = (Order.fused, Order.fused_beside)
-    assert Call(rows=1000).of(choices(clock, tmp_path), none_runs) is Order.wide
+    none_runs = (ProductPlan.fused, ProductPlan.fused_beside)
+    assert Call(rows=1000).of(choices(clock, tmp_path), none_runs) is ProductPlan.wide
 
 
 def test_without_a_gpu_the_first_order_is_taken_and_no_file_written(tmp_path, monkeypatch):
     monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path))
     assert file_for(torch.device("cpu")) is None
-    assert Call().of(choices_on(torch.device("cpu"))) is Order.wide
+    assert Call().of(choices_on(torch.device("cpu"))) is ProductPlan.wide
     assert not list(tmp_path.iterdir())
 
 
@@ -272,15 +272,15 @@ def test_a_spoiled_file_is_ignored_and_written_anew(name, tmp_path):
     file, clock = ChoiceFile(tmp_path, MACHINE), Clock()
     file.path.write_bytes(SPOILED[name])
     assert file.read() == {}
-    assert Call().of(choices(clock, tmp_path)) is Order.wide_beside
+    assert Call().of(choices(clock, tmp_path)) is ProductPlan.wide_beside
     assert len(clock.asked) == 1
     times = {order: clock.times[order] for order in BOTH}
-    assert file.read() == {Call().contest(): MeasuredOrder(Order.wide_beside, times)}
+    assert file.read() == {Call().contest(): MeasuredPlan(ProductPlan.wide_beside, times)}
 
 
 def test_one_bad_entry_costs_the_others_nothing(tmp_path):
     file = ChoiceFile(tmp_path, MACHINE)
-    file.add("good", MeasuredOrder(Order.wide_beside, {Order.wide_beside: 1.0}), BOTH)
+    file.add("good", MeasuredPlan(ProductPlan.wide_beside, {ProductPlan.wide_beside: 1.0}), BOTH)
     content = json.loads(file.path.read_text())
     content["shapes"]["bad"] = {"order": 3}
     file.path.write_text(json.dumps(content))
@@ -291,7 +291,7 @@ def test_a_cache_that_cannot_be_written_only_costs_the_memory_of_other_processes
     (tmp_path / "routes").write_text("a file where the folder should be")
     clock = Clock()
     made = choices(clock, tmp_path / "routes")
-    assert [Call().of(made) for _ in range(2)] == [Order.wide_beside] * 2
+    assert [Call().of(made) for _ in range(2)] == [ProductPlan.wide_beside] * 2
     assert len(clock.asked) == 1
 
 
@@ -300,17 +300,17 @@ def test_what_another_process_wrote_during_the_trial_stands(tmp_path):
     file = ChoiceFile(tmp_path, MACHINE)
 
     def slow(shape, orders):
-        file.add(Call().contest(), MeasuredOrder(Order.wide, {Order.wide: 1.0}), BOTH)
-        return {Order.wide: 2.0, Order.wide_beside: 1.0}
+        file.add(Call().contest(), MeasuredPlan(ProductPlan.wide, {ProductPlan.wide: 1.0}), BOTH)
+        return {ProductPlan.wide: 2.0, ProductPlan.wide_beside: 1.0}
 
-    assert Call().of(Choices(slow, file, lambda: False)) is Order.wide
-    assert file.read()[Call().contest()].order is Order.wide
+    assert Call().of(Choices(slow, file, lambda: False)) is ProductPlan.wide
+    assert file.read()[Call().contest()].order is ProductPlan.wide
 
 
 def write(folder, name):
     file = ChoiceFile(folder, MACHINE)
     for number in range(150):
-        measured = MeasuredOrder(Order.wide_beside, {Order.wide_beside: float(number)})
+        measured = MeasuredPlan(ProductPlan.wide_beside, {ProductPlan.wide_beside: float(number)})
         file.add(f"{name} {number}", measured, BOTH)
 
 
@@ -343,7 +343,8 @@ LADEN = dict(drops=True, residual=True, transposed=True)
 @pytest.mark.parametrize(
     ("order", "changes"),
     slow_but(
-        product(BOTH, ({}, LADEN, dict(rows=3))), [(Order.wide_beside, LADEN), (Order.wide, dict(rows=3))]
+        product(BOTH, ({}, LADEN, dict(rows=3))),
+        [(ProductPlan.wide_beside, LADEN), (ProductPlan.wide, dict(rows=3))],
     ),
 )
 def test_a_trial_computes_a_site_with_rows_for_eight_jobs(order, changes, device):
@@ -420,11 +421,11 @@ def test_a_kernel_that_does_not_compile_ahead_is_left_to_its_pass(tmp_path):
     made = ahead(tmp_path, compiler)
     made.compile_ahead([Candidates(Call().shape, BOTH)])
     assert len(compiler.asked) == 2
-    assert Call().of(made) is Order.wide_beside
+    assert Call().of(made) is ProductPlan.wide_beside
 
 
 def test_an_order_that_is_just_one_percent_slower_is_as_good():
-    assert fastest({Order.wide_beside: 100.0, Order.wide: 101.0}) is Order.wide
+    assert fastest({ProductPlan.wide_beside: 100.0, ProductPlan.wide: 101.0}) is ProductPlan.wide
 
 
 def test_a_trial_out_of_memory_gives_back_what_it_took(tmp_path, monkeypatch):
@@ -438,8 +439,8 @@ def test_a_trial_out_of_memory_gives_back_what_it_took(tmp_path, monkeypatch):
 
 def test_the_file_is_made_with_its_folders_and_is_read_by_people(tmp_path):
     file = ChoiceFile(tmp_path / "made" / "for it", MACHINE)
-    file.add("z", MeasuredOrder(Order.wide, {Order.wide_beside: 2.0, Order.wide: 1.0}), BOTH)
-    file.add("a", MeasuredOrder(Order.wide, {}), BOTH)
+    file.add("z", MeasuredPlan(ProductPlan.wide, {ProductPlan.wide_beside: 2.0, ProductPlan.wide: 1.0}), BOTH)
+    file.add("a", MeasuredPlan(ProductPlan.wide, {}), BOTH)
     assert file.path.read_text() == (
         '{\n "machine": {\n  "capability": "12.3",\n  "device": "Loom 9000/X",\n  "kernels": "0badcafe",\n'
         '  "torch": "2.99.0+cu1",\n  "triton": "9.9"\n },\n "shapes": {\n'
@@ -461,7 +462,7 @@ def test_a_write_that_fails_leaves_nothing_half_done(error, gone, tmp_path, monk
     file = ChoiceFile(tmp_path, MACHINE)
     ends = pytest.raises(KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else nullcontext()
     with ends:
-        file.add("a", MeasuredOrder(Order.wide, {}), BOTH)
+        file.add("a", MeasuredPlan(ProductPlan.wide, {}), BOTH)
     assert not list(tmp_path.iterdir())
 
 
@@ -498,16 +499,16 @@ def test_a_step_of_a_trial_is_a_forward_and_a_backward_of_training(monkeypatch):
     site, seen = made_up_site(Call(rows=100, features=640, residual=True).shape, CPU), []
     monkeypatch.setattr(choice_trial, "forward", lambda *given: seen.append(given) or ("y", "s", None))
     monkeypatch.setattr(choice_trial, "backward", lambda *given, **named: seen.append((*given, named)))
-    site.step(Order.wide_beside)
+    site.step(ProductPlan.wide_beside)
     forward, backward = seen
     assert forward[:4] == (site.x_TK, site.weight_NK, None, site.residual_TN)
-    weave = forward[4]
-    assert (weave.group, weave.rows, weave.training, weave.order) == (
+    call = forward[4]
+    assert (call.group, call.rows, call.training, call.order) == (
         *(site.group, site.rows),
-        *(True, Order.wide_beside),
+        *(True, ProductPlan.wide_beside),
     )
-    assert weave.tiling == tiling(site.rows, site.group, 640, torch.float32)
-    assert backward == (site.dy_TN, site.x_TK, site.weight_NK, "s", weave, {"wants_dx": True})
+    assert call.tiling == choose_tiling(site.rows, site.group, 640, torch.float32)
+    assert backward == (site.dy_TN, site.x_TK, site.weight_NK, "s", call, {"wants_dx": True})
 
 
 class Steps:
@@ -527,9 +528,12 @@ class Steps:
 
 def test_an_order_that_triton_cannot_compile_does_not_run():
     pytest.importorskip("triton")
-    site = Steps(fails=(Order.fused,))
-    assert [choice_trial._runs(site, order) for order in (Order.wide, Order.fused)] == [True, False]
-    assert site.taken == [Order.wide, Order.fused]
+    site = Steps(fails=(ProductPlan.fused,))
+    assert [choice_trial._runs(site, order) for order in (ProductPlan.wide, ProductPlan.fused)] == [
+        True,
+        False,
+    ]
+    assert site.taken == [ProductPlan.wide, ProductPlan.fused]
 
 
 def test_a_round_times_every_order_behind_a_head_start_with_a_cold_cache(monkeypatch):
@@ -601,5 +605,5 @@ def test_a_trial_has_as_many_rounds_as_its_budget_allows_and_takes_the_middle_on
 
 def test_a_trial_leaves_out_what_does_not_run(monkeypatch):
     pytest.importorskip("triton")
-    assert rounds_of(1e6, monkeypatch, fails=(Order.wide,)) == (3, {Order.wide_beside: 1.0})
+    assert rounds_of(1e6, monkeypatch, fails=(ProductPlan.wide,)) == (3, {ProductPlan.wide_beside: 1.0})
     assert rounds_of(1e6, monkeypatch, fails=BOTH) == (-1, {})

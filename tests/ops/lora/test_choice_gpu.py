@@ -13,7 +13,7 @@ from tests.ops.lora.test_choice import Call
 from weftune.ops.lora.choice import fastest
 from weftune.ops.lora.choice_file import file_for
 from weftune.ops.lora.choice_trial import choices_on, time_orders
-from weftune.ops.lora.weave import Order, orders_for
+from weftune.ops.lora.tiling import ProductPlan, orders_for
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,7 +59,7 @@ def _compiled_side_by_side():
     asked = [call(name) for name in NAMES]
     call_side_by_side(
         partial(time_orders, one.shape, [order], DEVICE)
-        for order in Order
+        for order in ProductPlan
         for one in asked
         if order in orders(one)
     )

@@ -7,22 +7,29 @@ import torch
 
 from tests.cases import slow_but
 from tests.ops.launches import noted
-from tests.ops.lora.woven import (
+from tests.ops.lora.site_cases import (
     Case,
     Job,
+    attached,
     close,
     coded_truth,
     frozen_weight,
     healthy_after,
     run,
     values,
-    woven,
 )
-from weftune.ops.lora import fused, weave
+from weftune.ops.lora import fused, tiling
 from weftune.ops.lora.choice import shape_of
 from weftune.ops.lora.choice_trial import made_up_site
 from weftune.ops.lora.tiled import contest_at
-from weftune.ops.lora.weave import Order, Weave, blocks_for_codes, fuses, product_blocks, tiling
+from weftune.ops.lora.tiling import (
+    ProductPlan,
+    SiteCall,
+    blocks_for_codes,
+    choose_tiling,
+    fuses,
+    product_blocks,
+)
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -40,7 +47,7 @@ BOUND = 1e-5
 
 
 @pytest.mark.parametrize("case", [ONE, PARTS], ids=["one site", "three with bias and residual"])
-@pytest.mark.parametrize("order", slow_but(Order, [Order.wide, Order.fused]))
+@pytest.mark.parametrize("order", slow_but(ProductPlan, [ProductPlan.wide, ProductPlan.fused]))
 def test_values_and_gradients_are_those_of_the_codes(order, case):
     case = case.dropping(0.1)
     want = coded_truth(case)
@@ -56,13 +63,13 @@ def test_the_autograd_node_takes_codes_as_it_takes_a_matrix():
 def test_blocks_of_256_columns_and_sums_that_are_not_rough_give_the_same(monkeypatch):
     case = replace(PARTS, widths=(256, 32))
     want = coded_truth(case)
-    close(run(case, order=Order.fused, columns=256), want, BOUND)
-    monkeypatch.setattr(weave, "ROUGH_SUMS", 100)
-    close(run(case, order=Order.fused, columns=256), want, BOUND)
+    close(run(case, order=ProductPlan.fused, columns=256), want, BOUND)
+    monkeypatch.setattr(tiling, "ROUGH_SUMS", 100)
+    close(run(case, order=ProductPlan.fused, columns=256), want, BOUND)
 
 
 @pytest.mark.parametrize("poison", slow_but(["x", "a", "b", "dy", "padding"], ["x", "dy"]))
-@pytest.mark.parametrize("order", [Order.wide, Order.fused])
+@pytest.mark.parametrize("order", [ProductPlan.wide, ProductPlan.fused])
 def test_a_nan_stays_with_its_owner(order, poison):
     case = Case([Job(20, rank=4), Job(40, rank=8), Job(9, rank=2)], widths=(128, 16), coded=True)
     healthy_after(case.dropping(0.1), poison, order)
@@ -74,8 +81,10 @@ def test_a_program_takes_as_many_bytes_of_codes_at_a_time_and_reads_both_operand
     launches = noted(monkeypatch, kernels, "product")
     made = values(PARTS)
     weight = frozen_weight(PARTS, made)
-    _, group, rows = woven(PARTS, made)
-    use = Weave(group, rows, True, tiling(rows, group, PARTS.features, PARTS.dtype), Order.fused)
+    _, group, rows = attached(PARTS, made)
+    use = SiteCall(
+        group, rows, True, choose_tiling(rows, group, PARTS.features, PARTS.dtype), ProductPlan.fused
+    )
     fused.fused_y(made.x, weight, None, None, made.x, None, use)
     fused.fused_dx(made.dy, weight, made.x, use)
     for launch in launches:
@@ -92,7 +101,7 @@ def test_only_short_sums_are_left_to_the_tensor_core():
 
 
 def test_a_product_of_our_own_takes_codes_in_whole_16_bytes(monkeypatch):
-    monkeypatch.setattr(weave, "_has_copy_engines", lambda device: True)
+    monkeypatch.setattr(tiling, "_has_copy_engines", lambda device: True)
     for outputs, features, taken in ((128, 64, True), (128, 72, False), (136, 64, False)):
         codes = torch.zeros(outputs, features).to(torch.float8_e4m3fn)
         assert fuses(codes, codes.device) is taken
@@ -102,7 +111,7 @@ def test_a_product_of_our_own_takes_codes_in_whole_16_bytes(monkeypatch):
 def test_a_trial_is_made_of_codes_and_known_as_such():
     made = values(PARTS)
     weight = frozen_weight(PARTS, made)
-    _, group, rows = woven(PARTS, made)
+    _, group, rows = attached(PARTS, made)
     contest = contest_at(weight, True, group, rows, torch.float32)
     assert contest is not None
     assert contest.shape == shape_of(torch.float32, weight.codes(), True, group, rows)
@@ -113,4 +122,4 @@ def test_a_trial_is_made_of_codes_and_known_as_such():
     assert "fp8" not in plain.text
     site = made_up_site(replace(contest.shape, rows=32), torch.device("cpu"))
     assert site.weight_NK.codes().shape == (304, 176)
-    site.step(Order.fused)
+    site.step(ProductPlan.fused)

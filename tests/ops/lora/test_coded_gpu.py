@@ -7,20 +7,20 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.ops.lora.woven import (
+from tests.ops.lora.site_cases import (
     Case,
     Job,
+    attached,
     coded_truth,
     frozen_weight,
     healthy_after,
     kept_of_a_young_adapter,
     run,
     values,
-    woven,
 )
-from weftune.ops.lora import weave
+from weftune.ops.lora import tiling
 from weftune.ops.lora.tiled import backward, forward
-from weftune.ops.lora.weave import Order, Weave, orders_for, tiling
+from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling, orders_for
 
 GPU = torch.device("cuda")
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
@@ -45,7 +45,7 @@ CASES = {
 
 def allowed(case):
     made = values(case)
-    _, group, _ = woven(case, made)
+    _, group, _ = attached(case, made)
     return orders_for(frozen_weight(case, made).codes(), group, GPU)
 
 
@@ -63,7 +63,7 @@ def compare(case, order, bound, **how):
         assert off(got[name], value) < limit, (name, off(got[name], value))
 
 
-@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("order", ProductPlan)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_those_of_the_codes(name, order):
     case = CASES[name].dropping(0.1)
@@ -77,26 +77,26 @@ def test_values_and_gradients_are_those_of_the_codes(name, order):
 @pytest.mark.parametrize("name", ["parts, bias and residual", "a long sum", "a longer one in the backward"])
 def test_sums_in_float32_are_off_by_no_more_than_bfloat16(name, columns, monkeypatch):
     case = CASES[name]
-    if Order.fused not in allowed(case):
+    if ProductPlan.fused not in allowed(case):
         pytest.skip("no copy engines")
-    monkeypatch.setattr(weave, "ROUGH_SUMS", 0)
-    compare(case, Order.fused, 4e-3, columns=columns)
+    monkeypatch.setattr(tiling, "ROUGH_SUMS", 0)
+    compare(case, ProductPlan.fused, 4e-3, columns=columns)
 
 
 def test_how_much_a_tensor_core_cuts_off(capsys):
     """No bar: the numbers that ROUGH_SUMS was chosen by."""
-    if Order.fused not in allowed(CASES["one site"]):
+    if ProductPlan.fused not in allowed(CASES["one site"]):
         pytest.skip("no copy engines")
     for features in (512, 4096, 14336, 28672):
         case = Case([Job(256, rank=16)], features=features, widths=(1024,), **BIG)
-        got, want = run(case, order=Order.fused)["y"].double(), coded_truth(case)["y"].double()
+        got, want = run(case, order=ProductPlan.fused)["y"].double(), coded_truth(case)["y"].double()
         shrunk = 1 - ((got * want).sum() / want.square().sum()).item()
         with capsys.disabled():
             print(f"\n{features} products: off by {off(got, want):.2%}, too small by {shrunk:.3%}", end="")
         assert abs(shrunk) < 0.03
 
 
-@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("order", ProductPlan)
 def test_what_a_young_adapter_adds_is_not_rounded_away(order):
     case = Case([Job(512, rank=16)], gap=0, padding=0, features=1024, widths=(1024,), **BIG)
     if order not in allowed(case):
@@ -105,7 +105,7 @@ def test_what_a_young_adapter_adds_is_not_rounded_away(order):
         assert kept == pytest.approx(1.0, abs=0.1), name
 
 
-@pytest.mark.parametrize("order", [Order.wide, Order.fused])
+@pytest.mark.parametrize("order", [ProductPlan.wide, ProductPlan.fused])
 @pytest.mark.parametrize("poison", ["x", "a", "b", "dy", "padding"])
 def test_a_nan_stays_with_its_owner(poison, order):
     case = Case([Job(20, rank=4), Job(40, rank=8), Job(9, rank=2)], features=256, widths=(128, 16), **BIG)
@@ -118,9 +118,15 @@ def test_a_captured_graph_replays_to_the_bits_of_the_ops():
     case = replace(CASES["parts, bias and residual"], jobs=[Job(37, rank=8), Job(300, rank=8)])
     made = values(case)
     weight = frozen_weight(case, made)
-    adapters, group, rows = woven(case, made)
-    chosen = tiling(rows, group, case.features, case.dtype)
-    use = Weave(group, rows, True, chosen, Order.fused if Order.fused in allowed(case) else Order.wide)
+    adapters, group, rows = attached(case, made)
+    chosen = choose_tiling(rows, group, case.features, case.dtype)
+    use = SiteCall(
+        group,
+        rows,
+        True,
+        chosen,
+        ProductPlan.fused if ProductPlan.fused in allowed(case) else ProductPlan.wide,
+    )
 
     def both():
         y, s, _ = forward(made.x, weight, made.bias, made.residual, use)

@@ -18,7 +18,7 @@ from tests.ops.lora.mixed import (
 )
 from weftune.ops.lora.experts import ExpertSite, Owners, best_order, deal
 from weftune.ops.lora.table import Group, SlotTable
-from weftune.ops.lora.weave import Order
+from weftune.ops.lora.tiling import ProductPlan
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -33,7 +33,7 @@ CASES = {
     "widths of no alignment": Case((Job(6), Job(8)), hidden=37, inner=21),
     "nobody has adapters on gate and up": Case((Job(6, (0, 3)), Job(2, (0, 5)))),
     "nobody has any": Case((Job(6, (0, 0)),)),
-    "the same, in a product of our own": Case((Job(6, (0, 0)),), order=Order.fused),
+    "the same, in a product of our own": Case((Job(6, (0, 0)),), order=ProductPlan.fused),
 }
 
 
@@ -45,11 +45,11 @@ def test_values_and_gradients_equal_plain_autograd_token_by_token(name, device):
 def test_so_they_do_where_the_product_has_the_adapters_in_it(device):
     """More rows of an expert than a block, more columns, and both cut where nothing is whole."""
     case = Case((Job(90, (5, 3)), Job(60, (16, 40)), Job(3)), experts=2, active=1, hidden=136, inner=72)
-    case = replace(case, order=Order.fused)
+    case = replace(case, order=ProductPlan.fused)
     assert_close(got(case, device), wanted(case, device, torch.float64))
 
 
-@pytest.mark.parametrize("order", [Order.wide, Order.fused])
+@pytest.mark.parametrize("order", [ProductPlan.wide, ProductPlan.fused])
 def test_a_nan_of_one_job_leaves_the_others_their_bits(order, device):
     assert_healthy_beside_a_sick_job(replace(SMALL, order=order), device)
 
@@ -108,4 +108,4 @@ def test_long_runs_are_cut_into_tiles_and_experts_into_blocks(device):
 def test_a_product_of_our_own_is_for_gpus_that_have_copy_engines():
     table = SlotTable.empty(["site"], 8, torch.device("cpu"))
     site = ExpertSite(torch.zeros(2, 16, 16), Group(((0, 16),), table, 16, drops=False))
-    assert best_order(site) is Order.wide
+    assert best_order(site) is ProductPlan.wide

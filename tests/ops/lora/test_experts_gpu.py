@@ -18,19 +18,19 @@ from tests.ops.lora.mixed import (
     got,
     wanted,
 )
-from weftune.ops.lora.weave import Order
+from weftune.ops.lora.tiling import ProductPlan
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 GPU = torch.device("cuda")
-ORDERS = Order.wide, Order.fused
+ORDERS = ProductPlan.wide, ProductPlan.fused
 FOUR = tuple(Job(tokens, (4, 4), 1.0) for tokens in (100, 64, 3, 70))
 USUAL = {order: Case(FOUR, 9, 4, 256, 128, torch.bfloat16, order) for order in ORDERS}
 SICK = {order: replace(SMALL, order=order, dtype=torch.bfloat16) for order in ORDERS}
-YOUNG = Case((Job(400, (4, 4), 1.0),), 9, 4, 256, 128, torch.bfloat16, Order.fused, grown=1 / 500)
-CUT = Case((Job(90, (5, 3)), Job(60, (16, 40)), Job(3)), 3, 2, 136, 72, torch.bfloat16, Order.fused)
+YOUNG = Case((Job(400, (4, 4), 1.0),), 9, 4, 256, 128, torch.bfloat16, ProductPlan.fused, grown=1 / 500)
+CUT = Case((Job(90, (5, 3)), Job(60, (16, 40)), Job(3)), 3, 2, 136, 72, torch.bfloat16, ProductPlan.fused)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.ops.launches import noted
-from tests.ops.lora.woven import Case, Job, values, woven
+from tests.ops.lora.site_cases import Case, Job, attached, values
 from weftune.ops.lora import fused, side_stream, tiled, wide
 from weftune.ops.lora.operands import in_float32
 from weftune.ops.lora.rows import BLOCK
 from weftune.ops.lora.side_stream import SideStream
-from weftune.ops.lora.weave import Order, Weave, product_blocks, tiling
+from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling, product_blocks
 from weftune.ops.lora.wide import spans
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -26,12 +26,12 @@ LAUNCHERS = (
 )
 
 
-def weave_of(case, order=Order.fused, training=True, programs=3):
+def call_of(case, order=ProductPlan.fused, training=True, programs=3):
     made = values(case)
-    _, group, rows = woven(case, made)
-    chosen = tiling(rows, group, case.features, case.dtype)
+    _, group, rows = attached(case, made)
+    chosen = choose_tiling(rows, group, case.features, case.dtype)
     blocks = product_blocks(128, case.dtype, programs)
-    return made, Weave(group, rows, training, replace(chosen, y=blocks, dx=blocks), order)
+    return made, SiteCall(group, rows, training, replace(chosen, y=blocks, dx=blocks), order)
 
 
 def product(monkeypatch, case, backward, residual=False, **changes):
@@ -40,12 +40,12 @@ def product(monkeypatch, case, backward, residual=False, **changes):
     from weftune.ops.triton import product as kernels
 
     launches = noted(monkeypatch, kernels, "product")
-    made, weave = weave_of(case, **changes)
+    made, call = call_of(case, **changes)
     if backward:
-        target = fused.fused_dx(made.dy, made.weight, made.x, weave)
+        target = fused.fused_dx(made.dy, made.weight, made.x, call)
         assert target.shape == made.x.shape
     else:
-        target = fused.fused_y(made.x, made.weight, None, made.dy if residual else None, made.x, None, weave)
+        target = fused.fused_y(made.x, made.weight, None, made.dy if residual else None, made.x, None, call)
         assert target.shape == made.dy.shape
     (launch,) = launches
     return launch
@@ -120,12 +120,12 @@ def taken(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("order", ProductPlan)
 @pytest.mark.parametrize("residual", [None, torch.zeros(2, 3).T])
 def test_a_forward_makes_s_and_then_the_product_of_its_order(order, residual, taken):
-    _, weave = weave_of(ONE, order)
-    product = "fused_y" if order in (Order.fused, Order.fused_beside) else "wide_y"
-    made = tiled.forward(torch.zeros(3, 2), torch.zeros(2, 2), None, residual, weave)
+    _, call = call_of(ONE, order)
+    product = "fused_y" if order in (ProductPlan.fused, ProductPlan.fused_beside) else "wide_y"
+    made = tiled.forward(torch.zeros(3, 2), torch.zeros(2, 2), None, residual, call)
     assert made == (product, "down", None)
     assert taken == ["down", product]
 
@@ -134,17 +134,17 @@ BEFORE = ["ds_db", "room_for_da", "da", "add_gradients"]
 BESIDE = ["ds", "room_for_da", "room_for_db"], ["db", "da", "add_gradients"]
 
 
-@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("order", ProductPlan)
 def test_a_backward_makes_the_gradients_before_or_beside_the_product(order, taken):
-    _, weave = weave_of(ONE, order)
+    _, call = call_of(ONE, order)
     x = torch.zeros(3, 2)
-    product = "fused_dx" if order in (Order.fused, Order.fused_beside) else "wide_dx"
-    assert tiled.backward(x, x, x, x, weave, wants_dx=True) == product
+    product = "fused_dx" if order in (ProductPlan.fused, ProductPlan.fused_beside) else "wide_dx"
+    assert tiled.backward(x, x, x, x, call, wants_dx=True) == product
     before, after = BESIDE
-    beside = order in (Order.wide_beside, Order.fused_beside)
+    beside = order in (ProductPlan.wide_beside, ProductPlan.fused_beside)
     assert taken == ([*before, product, *after] if beside else [*BEFORE, product])
     taken.clear()
-    assert tiled.backward(x, x, x, x, weave, wants_dx=False) is None
+    assert tiled.backward(x, x, x, x, call, wants_dx=False) is None
     assert taken == BEFORE
 
 
@@ -156,11 +156,11 @@ class Chosen:
 
     def order(self, *given):
         self.asked.append(given)
-        return Order.wide_beside
+        return ProductPlan.wide_beside
 
 
 def test_a_linear_takes_the_first_order_or_the_one_that_is_chosen(monkeypatch):
-    made, weave = weave_of(ONE)
+    made, call = call_of(ONE)
     seen = []
 
     def forward(x, weight, bias, residual, use):
@@ -169,31 +169,31 @@ def test_a_linear_takes_the_first_order_or_the_one_that_is_chosen(monkeypatch):
 
     monkeypatch.setattr(tiled, "forward", forward)
     anchor, rule = torch.zeros((), requires_grad=True), Chosen()
-    given = (made.x, made.weight, None, None, anchor, weave.group, weave.rows, True)
+    given = (made.x, made.weight, None, None, anchor, call.group, call.rows, True)
     for choices in (None, rule):
-        tiled.woven_linear(*given, choices)
-    assert [use.order for use in seen] == [Order.wide, Order.wide_beside]
+        tiled.lora_linear(*given, choices)
+    assert [use.order for use in seen] == [ProductPlan.wide, ProductPlan.wide_beside]
     ((x, weight, residual, group, rows, orders),) = rule.asked
-    assert (x, weight, residual, group, rows) == (made.x, made.weight, None, weave.group, weave.rows)
-    assert orders == (Order.wide, Order.wide_beside)
-    assert seen[0].tiling == tiling(weave.rows, weave.group, 200, torch.float32)
-    assert seen[0].tiling != tiling(weave.rows, weave.group, 300, torch.float32)
+    assert (x, weight, residual, group, rows) == (made.x, made.weight, None, call.group, call.rows)
+    assert orders == (ProductPlan.wide, ProductPlan.wide_beside)
+    assert seen[0].tiling == choose_tiling(call.rows, call.group, 200, torch.float32)
+    assert seen[0].tiling != choose_tiling(call.rows, call.group, 300, torch.float32)
 
 
 @pytest.mark.parametrize("rows", [299, 301])
 def test_an_input_of_other_rows_than_were_dealt_out_is_a_bug(rows):
-    made, weave = weave_of(ONE)
+    made, call = call_of(ONE)
     anchor = torch.zeros((), requires_grad=True)
     with pytest.raises(AssertionError):
-        tiled.woven_linear(
-            torch.zeros(rows, 200), made.weight, None, None, anchor, weave.group, weave.rows, True
+        tiled.lora_linear(
+            torch.zeros(rows, 200), made.weight, None, None, anchor, call.group, call.rows, True
         )
 
 
 @pytest.mark.parametrize("wants_dx", [True, False])
 @pytest.mark.parametrize("wants_residual", [True, False])
 def test_gradients_go_to_those_who_want_them(wants_dx, wants_residual, monkeypatch):
-    made, weave = weave_of(ONE)
+    made, call = call_of(ONE)
     asked = []
 
     def backward(dy, x, weight, s, use, wants_dx, *_):
@@ -205,7 +205,7 @@ def test_gradients_go_to_those_who_want_them(wants_dx, wants_residual, monkeypat
     monkeypatch.setattr(tiled, "backward", backward)
     x, residual = made.x.requires_grad_(wants_dx), made.dy.clone().requires_grad_(wants_residual)
     anchor = torch.zeros((), requires_grad=True)
-    y = tiled.woven_linear(x, made.weight, None, residual, anchor, weave.group, weave.rows, True)
+    y = tiled.lora_linear(x, made.weight, None, residual, anchor, call.group, call.rows, True)
     dy = torch.arange(float(y.numel())).view(y.shape[1], y.shape[0]).T
     y.backward(dy)
     assert asked == [wants_dx]
@@ -232,17 +232,17 @@ def test_a_product_is_summed_up_in_float32(dtype):
 
 
 def test_wide_products_are_made_of_the_columns_of_each_span(monkeypatch):
-    made, weave = weave_of(PARTS, Order.wide)
+    made, call = call_of(PARTS, ProductPlan.wide)
     seen = []
     monkeypatch.setattr(wide, "up", lambda s, product, span, *others: seen.append((product, span)))
     monkeypatch.setattr(wide, "add_dx", lambda ds, product, span, *others: seen.append((product, span)))
-    monkeypatch.setattr(wide, "SPAN_BYTES", 4 * 300 * weave.tiling.up.columns * 3)
-    assert wide.wide_y(made.x, made.weight, None, None, made.x, None, weave).shape == (300, 192)
+    monkeypatch.setattr(wide, "SPAN_BYTES", 4 * 300 * call.tiling.up.columns * 3)
+    assert wide.wide_y(made.x, made.weight, None, None, made.x, None, call).shape == (300, 192)
     whole = torch.cat([product for product, _ in seen], dim=1)
     torch.testing.assert_close(whole, made.x @ made.weight.T)
     assert [(span.low, span.high) for _, span in seen] == [(0, 96), (96, 192)]
     seen.clear()
-    assert wide.wide_dx(made.dy, made.weight, made.x, weave).shape == (300, 200)
+    assert wide.wide_dx(made.dy, made.weight, made.x, call).shape == (300, 200)
     torch.testing.assert_close(torch.cat([product for product, _ in seen], dim=1), made.dy @ made.weight)
     assert [(span.low, span.high) for _, span in seen] == [(0, 64), (64, 128), (128, 200)]
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.lora.woven import Case, Job, Values, scale, values, woven
+from tests.ops.lora.site_cases import Case, Job, Values, attached, scale, values
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.scales import SiteScale, put_scales, scale_table
 from weftune.ops.lora.table import Entry, Group
-from weftune.ops.lora.tiled import woven_linear
-from weftune.ops.lora.weave import Order
+from weftune.ops.lora.tiled import lora_linear
+from weftune.ops.lora.tiling import ProductPlan
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("device")
@@ -32,10 +32,10 @@ CASES = {
 class Forced:
     """Takes one order whatever the device."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: ProductPlan) -> None:
         self._order = order
 
-    def order(self, *_: object) -> Order:
+    def order(self, *_: object) -> ProductPlan:
         return self._order
 
 
@@ -46,10 +46,10 @@ def drawn(seed: int, size: int) -> Tensor:
 def made(
     case: Case,
 ) -> tuple[dict[int, list[Entry | None]], Group, Rows, dict[tuple[int, int], SiteScale], Values]:
-    """As `woven`, with a scale of outputs for all slots but the second: the first divided by the lengths of
-    rows, the third with its bias."""
+    """As `attached`, with a scale of outputs for all slots but the second: the first divided by the lengths
+    of rows, the third with its bias."""
     found = values(case)
-    aboard, group, rows = woven(case, found)
+    aboard, group, rows = attached(case, found)
     device = torch.device(case.device)
     table = scale_table(len(case.widths), rows.key_S.shape[0], device)
     scales: dict[tuple[int, int], SiteScale] = {}
@@ -103,16 +103,16 @@ def plain(case: Case, aboard: dict[int, list[Entry | None]], found: Values) -> d
     return {"y": y.detach(), **{name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}}
 
 
-@pytest.mark.parametrize("order", [Order.wide, Order.fused, Order.fused_beside])
+@pytest.mark.parametrize("order", [ProductPlan.wide, ProductPlan.fused, ProductPlan.fused_beside])
 @pytest.mark.parametrize("name", CASES)
-def test_scaled_outputs_and_their_gradients_equal_plain_autograd(name: str, order: Order) -> None:
+def test_scaled_outputs_and_their_gradients_equal_plain_autograd(name: str, order: ProductPlan) -> None:
     case = CASES[name]
-    if not case.residual and order is Order.fused_beside and name != "parts":
+    if not case.residual and order is ProductPlan.fused_beside and name != "parts":
         case = replace(case, residual=True)
     aboard, group, rows, scales, found = made(case)
     x, anchor = found.x.clone().requires_grad_(), torch.zeros((), requires_grad=True, device=found.x.device)
     forced = Forced(order)
-    y = woven_linear(
+    y = lora_linear(
         x, found.weight, found.bias, found.residual, anchor, group, rows, True, forced  # type: ignore[arg-type]
     )  # fmt: skip
     # A group of several sites takes the gradient for its own.

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.cases import slow_but
-from tests.ops.lora.woven import Case, Job, close, healthy_after, run, truth, values, woven
+from tests.ops.lora.site_cases import Case, Job, attached, close, healthy_after, run, truth, values
 from weftune.ops import dropout
 from weftune.ops.lora.tiled import forward
-from weftune.ops.lora.weave import Order, Weave, tiling
+from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -69,11 +69,11 @@ def test_sixty_four_adapters_keep_apart():
 @pytest.mark.parametrize(
     ("order", "residual", "bias"),
     slow_but(
-        product((Order.wide, Order.wide_beside), (False, True), (False, True)),
+        product((ProductPlan.wide, ProductPlan.wide_beside), (False, True), (False, True)),
         [
-            (Order.wide, True, False),
-            (Order.wide_beside, False, True),
-            (Order.wide_beside, True, True),
+            (ProductPlan.wide, True, False),
+            (ProductPlan.wide_beside, False, True),
+            (ProductPlan.wide_beside, True, True),
         ],
     ),
 )
@@ -86,11 +86,11 @@ def test_gradients_beside_the_frozen_product_are_the_same_as_before_it():
     """Some slots have several pieces, the sums over inputs and outputs are split, ranks are many."""
     jobs = [Job(50, rank=70), Job(9, rank=8), Job(20, rank=3)]
     case = Case(jobs, features=264, widths=(256, 264), piece=32).dropping(0.1)
-    _, group, rows = woven(case, values(case))
-    chosen = tiling(rows, group, case.features, case.dtype)
+    _, group, rows = attached(case, values(case))
+    chosen = choose_tiling(rows, group, case.features, case.dtype)
     assert chosen.split > 1
     assert chosen.ds_split > 1
-    close(run(case, order=Order.wide_beside), truth(case))
+    close(run(case, order=ProductPlan.wide_beside), truth(case))
 
 
 @pytest.mark.parametrize("large", ["residual", "bias"])
@@ -101,14 +101,16 @@ def test_beside_a_residual_or_a_bias_what_a_young_adapter_adds_is_not_rounded_aw
     made = values(case)
     made.b = {place: b / 20 for place, b in made.b.items()}
     # Adapters are held until the end: the table has their addresses only.
-    adapters, group, rows = woven(case, made)
-    weave = Weave(group, rows, True, tiling(rows, group, case.features, case.dtype), Order.wide)
-    plain, *_ = forward(made.x, made.weight, None, None, weave)
+    adapters, group, rows = attached(case, made)
+    call = SiteCall(
+        group, rows, True, choose_tiling(rows, group, case.features, case.dtype), ProductPlan.wide
+    )
+    plain, *_ = forward(made.x, made.weight, None, None, call)
     added = plain.double() - made.x.double() @ made.weight.double().T
     assert added.abs().max() < 0.5
     beside = torch.full_like(plain, 2.0**23)
     given = (None, beside) if large == "residual" else (beside[0], None)
-    y, *_ = forward(made.x, made.weight, *given, weave)
+    y, *_ = forward(made.x, made.weight, *given, call)
     seen = y.double() - beside - (plain.double() - added)
     assert (seen * added).sum() / (added * added).sum() == pytest.approx(1.0, abs=0.25)
     del adapters
@@ -154,8 +156,8 @@ def test_two_runs_give_the_same_bits():
 
 
 POISONS = ("x", "a", "b", "dy", "padding")
-IN_PIECES, IN_ONE = (32, 0.1, Order.wide), (1024, 0.0, Order.wide)
-BESIDE = (32, 0.1, Order.wide_beside)
+IN_PIECES, IN_ONE = (32, 0.1, ProductPlan.wide), (1024, 0.0, ProductPlan.wide)
+BESIDE = (32, 0.1, ProductPlan.wide_beside)
 
 
 @pytest.mark.parametrize(

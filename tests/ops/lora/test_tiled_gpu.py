@@ -11,22 +11,22 @@ from tests.cases import call_side_by_side, some_of
 
 pytest.importorskip("triton")
 
-from tests.ops.lora.woven import (
+from tests.ops.lora.site_cases import (
     Case,
     Job,
+    attached,
     entries,
     healthy_after,
     kept_of_a_young_adapter,
     run,
     truth,
     values,
-    woven,
 )
 from weftune.ops import dropout
 from weftune.ops.lora import wide
 from weftune.ops.lora.table import Group
-from weftune.ops.lora.tiled import backward, forward, woven_linear
-from weftune.ops.lora.weave import Order, Weave, orders_for, tiling
+from weftune.ops.lora.tiled import backward, forward, lora_linear
+from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling, orders_for
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,7 +73,7 @@ GPU = torch.device("cuda")
 def orders_of(case):
     """The orders that a case allows here."""
     made = values(case)
-    _, group, _ = woven(case, made)
+    _, group, _ = attached(case, made)
     return orders_for(made.weight, group, GPU)
 
 
@@ -107,7 +107,9 @@ BLOCKS = some_of(
     product((16, 32, 64), (0.0, 0.1), (128, 256)),
     [(16, 0.1, 256), (32, 0.0, 128), (64, 0.1, 256), (64, 0.1, 128)],
 )
-YOUNG = some_of(product(Order, (1024, 4096), (False, True)), product(Order, (1024,), (False, True)))
+YOUNG = some_of(
+    product(ProductPlan, (1024, 4096), (False, True)), product(ProductPlan, (1024,), (False, True))
+)
 
 
 def in_blocks(rank, drop):
@@ -129,7 +131,7 @@ LARGE = Case(
     **(BIG | dict(widths=(384,), residual=True)),
 )
 """One of the small ones and one of the large ones drop."""
-OF_LARGE = (Order.wide, Order.fused_beside)
+OF_LARGE = (ProductPlan.wide, ProductPlan.fused_beside)
 YOUNG_OF_MANY_RANKS = replace(LARGE, jobs=[Job(1024, rank=128)], gap=0, features=2048, widths=(2048,))
 MASKED = Case([Job(500, rank=128, dropout=0.3)], **(BIG | dict(features=128, widths=(128,))), gap=2)
 MASKED_IN_BACKWARD = Case([Job(500, rank=64, dropout=0.3)], **(BIG | dict(features=64, widths=(64,))), gap=2)
@@ -149,12 +151,12 @@ def calls():
         if order in orders_of(LARGE):
             yield partial(run, LARGE, order=order)
     for rank, drop, columns in BLOCKS:
-        yield partial(run, in_blocks(rank, drop), order=Order.fused_beside, columns=columns)
+        yield partial(run, in_blocks(rank, drop), order=ProductPlan.fused_beside, columns=columns)
     for order, rows, residual in YOUNG:
         yield partial(kept_of_a_young_adapter, young(rows, residual), order)
-    yield partial(kept_of_a_young_adapter, YOUNG_OF_MANY_RANKS, Order.fused)
+    yield partial(kept_of_a_young_adapter, YOUNG_OF_MANY_RANKS, ProductPlan.fused)
     yield partial(run, MASKED.reading_the_mask())
-    yield partial(run, MASKED_IN_BACKWARD.reading_the_mask(), order=Order.fused)
+    yield partial(run, MASKED_IN_BACKWARD.reading_the_mask(), order=ProductPlan.fused)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -182,7 +184,7 @@ def test_large_ranks_beside_small_ones_are_right_and_a_nan_stays_with_its_owner(
 
 @hopper
 def test_what_a_young_adapter_of_many_ranks_adds_to_a_fused_product_is_not_rounded_away():
-    for name, kept in kept_of_a_young_adapter(YOUNG_OF_MANY_RANKS, Order.fused).items():
+    for name, kept in kept_of_a_young_adapter(YOUNG_OF_MANY_RANKS, ProductPlan.fused).items():
         assert kept == pytest.approx(1.0, abs=0.1), name
 
 
@@ -202,14 +204,14 @@ def test_neither_the_order_of_the_frozen_product_nor_the_reads_of_dy_matter(one_
 @pytest.mark.parametrize(("rank", "drop", "columns"), BLOCKS)
 def test_the_fused_product_is_right_in_blocks_of_either_width(rank, drop, columns):
     case = in_blocks(rank, drop)
-    no_worse_than_plain_torch(run(case, order=Order.fused_beside, columns=columns), case)
+    no_worse_than_plain_torch(run(case, order=ProductPlan.fused_beside, columns=columns), case)
 
 
 @hopper
 def test_the_fused_product_is_taken_where_it_can_be_and_only_there():
     refused = {"a transposed weight", "float32", "widths of no alignment"}
     for name, case in COMPILED.items():
-        assert (Order.fused in orders_of(case)) == (name not in refused), name
+        assert (ProductPlan.fused in orders_of(case)) == (name not in refused), name
 
 
 @pytest.mark.parametrize(("order", "rows", "residual"), YOUNG)
@@ -235,9 +237,9 @@ def test_what_a_young_adapter_adds_is_not_rounded_away(order, rows, residual):
                 "a transposed weight",
                 "widths of no alignment",
             ),
-            (Order.wide, Order.wide_beside),
+            (ProductPlan.wide, ProductPlan.wide_beside),
         ),
-        [("ranks 4 to 256 in three parts", Order.wide), ("bias and residual", Order.wide_beside)],
+        [("ranks 4 to 256 in three parts", ProductPlan.wide), ("bias and residual", ProductPlan.wide_beside)],
     ),
 )
 def test_a_wide_product_in_spans_is_right(name, order, monkeypatch):
@@ -246,14 +248,14 @@ def test_a_wide_product_in_spans_is_right(name, order, monkeypatch):
     no_worse_than_plain_torch(run(case, order=order), case)
 
 
-@pytest.mark.parametrize("order", [Order.wide, Order.wide_beside])
+@pytest.mark.parametrize("order", [ProductPlan.wide, ProductPlan.wide_beside])
 def test_no_more_of_a_wide_product_than_a_span_is_in_memory(order):
     """Whole, each would be 512 MiB."""
     large = BIG | dict(features=8192, widths=(8192,), piece=1024)
     case = Case([Job(16384, rank=16)], **large, gap=0, padding=0)
     made = values(case)
-    aboard, group, rows = woven(case, made)
-    weave = Weave(group, rows, True, tiling(rows, group, case.features, case.dtype), order)
+    aboard, group, rows = attached(case, made)
+    call = SiteCall(group, rows, True, choose_tiling(rows, group, case.features, case.dtype), order)
 
     def most(asked):
         torch.cuda.synchronize()
@@ -263,16 +265,16 @@ def test_no_more_of_a_wide_product_than_a_span_is_in_memory(order):
         return given, torch.cuda.max_memory_allocated() - held
 
     # The library keeps room of its own from its first product on.
-    forward(made.x, made.weight, None, None, weave)
-    (y, s, _), of_y = most(lambda: forward(made.x, made.weight, None, None, weave))
-    dx, of_dx = most(lambda: backward(made.dy, made.x, made.weight, s, weave, wants_dx=True))
+    forward(made.x, made.weight, None, None, call)
+    (y, s, _), of_y = most(lambda: forward(made.x, made.weight, None, None, call))
+    dx, of_dx = most(lambda: backward(made.dy, made.x, made.weight, s, call, wants_dx=True))
     room = wide.SPAN_BYTES + (128 << 20)
     assert of_y < y.nbytes + room
     assert of_dx < dx.nbytes + room
     del aboard
 
 
-@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("order", ProductPlan)
 def test_two_runs_give_the_same_bits(order):
     case = COMPILED["ranks 1 to 24"].dropping(0.1)
     if order not in orders_of(case):
@@ -281,7 +283,7 @@ def test_two_runs_give_the_same_bits(order):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("order", ProductPlan)
 @pytest.mark.parametrize("poison", ["x", "a", "b", "dy", "padding"])
 def test_a_nan_stays_with_its_owner(poison, order):
     case = COMPILED["ranks 1 to 24"].dropping(0.1)
@@ -301,7 +303,7 @@ def test_masks_of_the_fused_backward_are_those_of_the_reference_bit_for_bit():
     """With A the identity and no frozen weight, dx is ds where the mask kept it, and 0 elsewhere."""
     case = MASKED_IN_BACKWARD.reading_the_mask()
     kept = dropout.kept_TK(case.site_key(0, 0), case.token_index[2:502].cuda(), 64, 0.3)
-    assert torch.equal(run(case, order=Order.fused)["dx"][2:502] != 0, kept)
+    assert torch.equal(run(case, order=ProductPlan.fused)["dx"][2:502] != 0, kept)
 
 
 class Always:
@@ -314,7 +316,7 @@ class Always:
         return self.chosen
 
 
-@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("order", ProductPlan)
 def test_a_captured_graph_follows_the_jobs_that_come_and_go(order):
     before = Case([Job(37, rank=1), Job(300, rank=7)], **BIG, padding=70).dropping(0.1)
     after = Case(
@@ -324,7 +326,7 @@ def test_a_captured_graph_follows_the_jobs_that_come_and_go(order):
     if order not in orders_of(before):
         pytest.skip("not on this device")
     made = values(before)
-    _, small, rows = woven(before, made)
+    _, small, rows = attached(before, made)
     group = Group(small.columns, small.table, rank=16, drops=True)
     held_x, dy = made.x.clone(), made.dy.clone()
 
@@ -332,7 +334,7 @@ def test_a_captured_graph_follows_the_jobs_that_come_and_go(order):
         # Leaves of this call's stream, and not of the first call's.
         x = held_x.detach().requires_grad_()
         anchor = torch.zeros((), device="cuda", requires_grad=True)
-        y = woven_linear(x, made.weight, None, None, anchor, group, rows, True, Always(order))
+        y = lora_linear(x, made.weight, None, None, anchor, group, rows, True, Always(order))
         return y, *torch.autograd.grad(y, [x], dy)
 
     stream = torch.cuda.Stream()

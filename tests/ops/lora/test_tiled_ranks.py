@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.cases import slow_but
-from tests.ops.lora.woven import Case, Job, close, healthy_after, run, truth
+from tests.ops.lora.site_cases import Case, Job, close, healthy_after, run, truth
 from weftune.ops.lora import tiled_kernels
 
 pytest.importorskip("triton")
@@ -61,8 +61,8 @@ def test_no_share_of_a_sum_is_written_beyond_a_jobs_own_ranks(monkeypatch):
     case, seen = in_shares(MIXED), []
     summed = tiled_kernels.sum_rows
 
-    def watched(partial_CTR, s_TPR, shares, weave):
-        summed(partial_CTR, s_TPR, shares, weave)
+    def watched(partial_CTR, s_TPR, shares, call):
+        summed(partial_CTR, s_TPR, shares, call)
         seen.append(partial_CTR)
 
     monkeypatch.setattr(tiled_kernels, "sum_rows", watched)

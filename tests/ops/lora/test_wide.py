@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.cases import slow_but
-from tests.ops.lora.woven import Case, Job, close, healthy_after, kept_of_a_young_adapter, run, truth
+from tests.ops.lora.site_cases import Case, Job, close, healthy_after, kept_of_a_young_adapter, run, truth
 from weftune.ops.lora import operands, wide
-from weftune.ops.lora.weave import Order
+from weftune.ops.lora.tiling import ProductPlan
 from weftune.ops.lora.wide import spans
 
 pytest.importorskip("triton")
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="test_tiled_gpu.py runs the kernels compiled"),
 ]
 
-WIDE = [Order.wide, Order.wide_beside]
+WIDE = [ProductPlan.wide, ProductPlan.wide_beside]
 PARTS = Case(
     [Job(20, rank=4), Job(9, rank=8, sites=(1,))], features=100, widths=(80, 16, 24), bias=True, residual=True
 )
@@ -34,7 +34,7 @@ ODD = Case([Job(9, rank=3)], features=37, widths=(71, 7))
     ("case", "order", "blocks"),
     slow_but(
         product((PARTS, ODD), WIDE, (1, 2)),
-        [(PARTS, Order.wide, 2), (PARTS, Order.wide_beside, 1), (ODD, Order.wide, 1)],
+        [(PARTS, ProductPlan.wide, 2), (PARTS, ProductPlan.wide_beside, 1), (ODD, ProductPlan.wide, 1)],
     ),
 )
 def test_a_product_in_spans_equals_plain_autograd_and_only_one_is_held(case, order, blocks, monkeypatch):
@@ -58,7 +58,7 @@ def test_a_product_in_spans_equals_plain_autograd_and_only_one_is_held(case, ord
 def test_a_nan_stays_with_its_owner_in_every_span(poison, monkeypatch):
     monkeypatch.setattr(wide, "SPAN_BYTES", 1)
     case = Case([Job(20, rank=4), Job(40, rank=8), Job(9, rank=2)], features=70, widths=(40, 8))
-    healthy_after(case.dropping(0.1), poison, Order.wide)
+    healthy_after(case.dropping(0.1), poison, ProductPlan.wide)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_product_is_one_span_where_it_fits_and_a_block_is_never_cut(monkeypatc
     assert len(list(spans(((0, 200), (200, 300)), 128, 8192))) == 3
 
 
-@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("order", ProductPlan)
 def test_what_a_young_adapter_adds_is_not_rounded_away_in_16_bits(order):
     """In float16, which the interpreter knows, as it does not know bfloat16."""
     case = Case([Job(256, rank=8)], features=64, widths=(256,), gap=0, residual=True, dtype=torch.float16)

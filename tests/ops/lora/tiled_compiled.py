@@ -19,10 +19,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.ops.lora.woven import Case, Job, frozen_weight, values, woven
+from tests.ops.lora.site_cases import Case, Job, attached, frozen_weight, values
 from weftune.core.coded import CODES
 from weftune.ops.lora.tiled import backward, forward
-from weftune.ops.lora.weave import Order, Weave, product_blocks, tiling
+from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling, product_blocks
 from weftune.ops.triton import large, product, site, site_gradients
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -87,19 +87,19 @@ def main(every):
                 setattr(module, name, Compiled(getattr(module, name), found))
     case = Case([Job(60, rank=16, dropout=0.1)], features=512, widths=(512, 128, 128), dtype=torch.bfloat16)
     made = values(case)
-    _, group, rows = woven(case, made)
-    chosen = tiling(rows, group, case.features, case.dtype)
+    _, group, rows = attached(case, made)
+    chosen = choose_tiling(rows, group, case.features, case.dtype)
     for one_read in (True, False):
-        weave = Weave(group, rows, True, replace(chosen, one_read=one_read))
-        _, s, _ = forward(made.x, made.weight, None, None, weave)
-        backward(made.dy, made.x, made.weight, s, weave, wants_dx=one_read)
+        call = SiteCall(group, rows, True, replace(chosen, one_read=one_read))
+        _, s, _ = forward(made.x, made.weight, None, None, call)
+        backward(made.dy, made.x, made.weight, s, call, wants_dx=one_read)
     for rank, drops in ((128, False), (256, True)) if every else ():
-        laden(Order.wide, rank, drops)
+        laden(ProductPlan.wide, rank, drops)
     fused = ((128, 128, True), (16, 128, True), (32, 256, True), (64, 256, False), (128, 256, False))
     for rank, columns, drops in fused if every else fused[:1]:
-        laden(Order.fused, rank, drops, columns)
+        laden(ProductPlan.fused, rank, drops, columns)
     for rank, columns, drops in fused[1:4] if every else fused[1:2]:
-        laden(Order.fused, rank, drops, columns, coded=True)
+        laden(ProductPlan.fused, rank, drops, columns, coded=True)
     print(json.dumps(found))
 
 
@@ -115,13 +115,13 @@ def laden(order, rank, drops, columns=128, coded=False):
         coded=coded,
     )
     made = values(case)
-    _, group, rows = woven(case, made)
+    _, group, rows = attached(case, made)
     blocks = product_blocks(columns, case.dtype, programs=132)
-    chosen = replace(tiling(rows, group, case.features, case.dtype), y=blocks, dx=blocks)
-    weave = Weave(group, rows, True, chosen, order)
+    chosen = replace(choose_tiling(rows, group, case.features, case.dtype), y=blocks, dx=blocks)
+    call = SiteCall(group, rows, True, chosen, order)
     weight = frozen_weight(case, made)
-    _, s, _ = forward(made.x, weight, made.bias, made.residual, weave)
-    backward(made.dy, made.x, weight, s, weave, wants_dx=True)
+    _, s, _ = forward(made.x, weight, made.bias, made.residual, call)
+    backward(made.dy, made.x, weight, s, call, wants_dx=True)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def test_where_nobody_else_has_adapters_a_bottleneck_gets_all_of_its_gradient(ga
     base, spec, microbatch = one_layer("llama"), SPECS["relu"], microbatch_of({"relu": (5, 8)})
     plain = Aboard(base, {"relu": spec}, route=Route.segmented)
     wanted = plain.plain(microbatch)["d relu"]
-    plain.adapted.unweave()
+    plain.adapted.restore_base()
     jobs = Aboard(base, {"relu": spec})
     found = jobs.gathered(jobs.inputs(microbatch), microbatch) if gathered else jobs.plain(microbatch)
     layout = kind_named(spec.kind).layout(spec, base.shape.sites)
@@ -153,7 +153,7 @@ def test_a_nan_stays_with_its_job() -> None:
     base, microbatch = one_layer("llama"), microbatch_of(FIRST)
     jobs = Aboard(base, SPECS)
     healthy = jobs.gathered(jobs.inputs(microbatch), microbatch)
-    jobs.adapted.unweave()
+    jobs.adapted.restore_base()
     jobs = Aboard(base, SPECS, sick=("relu", "long"))
     for name, value in jobs.gathered(jobs.inputs(microbatch), microbatch).items():
         if name.endswith(("relu", "long")):

@@ -88,7 +88,7 @@ def jobs_for(base):
     return made
 
 
-def woven(base, jobs, route, monkeypatch):
+def adapted_executor(base, jobs, route, monkeypatch):
     """An executor whose kernels are interpreted if it is to have any."""
     monkeypatch.setenv("TRITON_INTERPRET", str(int(route is Route.tiled)))
     executor = aboard.executor(base, jobs, route)
@@ -99,12 +99,12 @@ def woven(base, jobs, route, monkeypatch):
 def trained(base, route, monkeypatch, steps=STEPS, recompute=NOTHING):
     """Losses and final weights of the jobs; every pass is padded."""
     jobs = jobs_for(base)
-    executor = woven(base, jobs, route, monkeypatch)
+    executor = adapted_executor(base, jobs, route, monkeypatch)
     courses = [job.course(0, steps, False) for job in jobs]
     program = plan_window(courses, one_device(), CAPACITY, ladder=True, recompute=recompute)
     assert all(plan.rows > plan.tokens for plan in program.microbatches)
     events = list(aboard.events(executor, program, jobs))
-    executor.unweave()
+    executor.restore_base()
     losses = {(e.job, e.step): e.outcome.loss for e in events if isinstance(e, Stepped)}
     assert len(losses) == steps * len(jobs)
     return losses, {job.name: executor.aboard[job.name].master for job in jobs}
@@ -120,7 +120,7 @@ def test_the_fused_layers_of_a_text_tower_compute_what_the_plain_ones_do(family,
     adapted = AdaptedBase(base, Route.tiled)
     assert adapted.fused
     torch.testing.assert_close(base.hidden(microbatch), plain_TD, rtol=1e-5, atol=1e-5)
-    adapted.unweave()
+    adapted.restore_base()
     assert torch.equal(base.hidden(microbatch), plain_TD)
 
 
@@ -168,14 +168,14 @@ def test_virtual_tokens_train_in_fused_layers_as_in_the_plain_ones(recompute, mo
             aboard.ready(base, name, steps=1, batch_size=2, data=data, adapter=adapter)
             for name, adapter in adapters.items()
         ]
-        executor = woven(base, jobs, route, monkeypatch)
+        executor = adapted_executor(base, jobs, route, monkeypatch)
         courses = [job.course(0, 1, False) for job in jobs]
         made = NOTHING if route is Route.segmented else recompute
         program = plan_window(courses, one_device(), 64, ladder=True, recompute=made)
         assert {len(plan.jobs) for plan in program.microbatches} == {len(jobs)}
         events = list(aboard.events(executor, program, jobs))
         assert sum(isinstance(event, Stepped) for event in events) == len(jobs)
-        executor.unweave()
+        executor.restore_base()
         found.append({job.name: executor.aboard[job.name] for job in jobs})
     for name in adapters:
         plain, fused = (one[name].state.exp_avg for one in found)
@@ -221,7 +221,7 @@ def test_the_forward_does_not_keep_what_is_recomputed(recompute, kept, monkeypat
     gc.collect()
     assert [name for name, storage in found.items() if not storage.expired()] == kept
     assert h_TD.requires_grad
-    adapted.unweave()
+    adapted.restore_base()
 
 
 def test_a_nan_leaves_the_bits_of_the_others_as_they_are(monkeypatch):
@@ -230,20 +230,20 @@ def test_a_nan_leaves_the_bits_of_the_others_as_they_are(monkeypatch):
     jobs = jobs_for(base)
     masters = []
     for sick in (False, True):
-        executor = woven(base, jobs, Route.tiled, monkeypatch)
+        executor = adapted_executor(base, jobs, Route.tiled, monkeypatch)
         if sick:
             executor.banks.write("dropping", torch.full_like(executor.aboard["dropping"].master, math.nan))
         program = plan_window([job.course(0, 1, False) for job in jobs], one_device(), CAPACITY, ladder=True)
         assert program.shared() > 0
         events = list(aboard.events(executor, program, jobs))
-        executor.unweave()
+        executor.restore_base()
         assert [event.job for event in events if isinstance(event, Failed)] == ["dropping"] * sick
         masters.append(executor.aboard["values-only"].master)
     assert torch.equal(*masters)
 
 
 @pytest.mark.parametrize("family", FUSED)
-def test_unweaving_leaves_the_base_as_it_was(family, monkeypatch):
+def test_restoring_leaves_the_base_as_it_was(family, monkeypatch):
     base = bench.base(family, torch.float32)
     generator = torch.Generator().manual_seed(0)
     tokens_T = torch.randint(4, VOCABULARY, (17,), generator=generator)
@@ -265,9 +265,9 @@ def test_unweaving_leaves_the_base_as_it_was(family, monkeypatch):
         return [name for name, module in base.model.named_modules() if "forward" in vars(module)]
 
     before = logits()
-    executor = woven(base, jobs_for(base), Route.tiled, monkeypatch)
+    executor = adapted_executor(base, jobs_for(base), Route.tiled, monkeypatch)
     assert {"model.norm", "model.layers.0", "model.layers.1"} <= set(replaced())
-    executor.unweave()
+    executor.restore_base()
     assert replaced() == []
     assert torch.equal(logits(), before)
 
@@ -303,7 +303,7 @@ def test_fused_layers_are_as_exact_as_those_of_transformers(family, monkeypatch)
     adapted.layers.recompute = Recompute(outputs=True, layers=1)
     for again, first in zip(decoded(base.model, x_TD, samples, dh_TD), fused, strict=True):
         assert torch.equal(again, first)
-    adapted.unweave()
+    adapted.restore_base()
 
 
 def two_layers(family):
@@ -337,7 +337,7 @@ def test_streamed_they_have_the_bits_of_the_resident_ones(family, travels, monke
     list(aboard.events(executor, plan_window(courses, cut, CAPACITY), jobs))
 
     resident = Base.from_model(two_layers(family)[0], spec, bench.CPU)
-    wanted = woven(resident, jobs, Route.tiled, monkeypatch)
+    wanted = adapted_executor(resident, jobs, Route.tiled, monkeypatch)
     list(aboard.events(wanted, plan_window(courses, one_device(), CAPACITY), jobs))
     for job in jobs:
         assert executor.aboard[job.name].progress.step == 1

@@ -130,7 +130,7 @@ def test_layers_are_fused_though_those_between_are_on_another_worker(worker):
     streamed = stream_model(deep("llama", torch.float32), spec, bench.CPU, cut, worker)
     executor = streamed_executor(streamed, Route.tiled, worker=worker)
     assert executor.layers.paths == [f"model.layers.{at}" for at in range(worker, LAYERS, 2)]
-    executor.unweave()
+    executor.restore_base()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weftune.adapters.dora.spec import MAGNITUDE, DoraSpec
 from weftune.adapters.folder import read_config
-from weftune.adapters.form import SiteTensors, WovenPart
+from weftune.adapters.form import SiteTensors, TiledPart
 from weftune.adapters.kind import JobAdapter, NewAdapter
 from weftune.adapters.lora.apply import draw, low_rank
 from weftune.adapters.lora.config import checked_spec
@@ -30,7 +30,7 @@ from weftune.adapters.tokens import TOKENS
 from weftune.core.shapes import SiteShape
 from weftune.core.weight import matrix_of
 from weftune.ops.lora.scales import SiteScale
-from weftune.ops.lora.weave import DIRECT_RANKS
+from weftune.ops.lora.tiling import DIRECT_RANKS
 
 
 class Dora(PlainKind):
@@ -52,18 +52,18 @@ class Dora(PlainKind):
 
         return JobPart(add=add)
 
-    def weaves(self, spec: DoraSpec) -> bool:
+    def is_tiled(self, spec: DoraSpec) -> bool:
         """Return False with dropout, which in PEFT changes xWᵀ too, or if ranks fill more than one band."""
         ranks = (spec.rank, *spec.rank_pattern.values())
         return spec.dropout == 0.0 and max(ranks) <= DIRECT_RANKS
 
-    def woven(self, adapter: JobAdapter, at: SiteTensors) -> WovenPart | None:
+    def tiled_part(self, adapter: JobAdapter, at: SiteTensors) -> TiledPart | None:
         if (at.site.name, MAGNITUDE) not in at.weights:
             return None
         value_N = at.weight(MAGNITUDE)
         inverse_N = torch.zeros(len(value_N), dtype=torch.float32, device=value_N.device)
         g_out = SiteScale(value_N, at.total(MAGNITUDE), inverse_N)
-        return WovenPart(low_rank=low_rank(adapter.spec, at), g_out=g_out)
+        return TiledPart(low_rank=low_rank(adapter.spec, at), g_out=g_out)
 
     def start(self, new: NewAdapter) -> None:
         """Initialise A, B and m. B is zero at first, so the lengths are those of W itself."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weftune.adapters.files import is_transposed, peft, target_modules
 from weftune.adapters.folder import target_fields
-from weftune.adapters.form import SiteTensors, WovenPart
+from weftune.adapters.form import SiteTensors, TiledPart
 from weftune.adapters.ia3.spec import SCALE, Ia3Spec
 from weftune.adapters.kind import JobAdapter, NewAdapter
 from weftune.adapters.plain import JobAt, JobPart
@@ -28,15 +28,15 @@ class Ia3(PlainKind):
             return JobPart(g_in_K=scale)
         return JobPart(g_out_N=scale, scales_bias=True)
 
-    def weaves(self, spec: Ia3Spec) -> bool:
+    def is_tiled(self, spec: Ia3Spec) -> bool:
         return True
 
-    def woven(self, adapter: JobAdapter, at: SiteTensors) -> WovenPart | None:
+    def tiled_part(self, adapter: JobAdapter, at: SiteTensors) -> TiledPart | None:
         if (at.site.name, SCALE) not in at.weights:
             return None
         scale = SiteScale(at.weight(SCALE), at.total(SCALE), scales_bias=True)
         feedforward = adapter.spec.is_feedforward(at.site.name)
-        return WovenPart(g_in=scale) if feedforward else WovenPart(g_out=scale)
+        return TiledPart(g_in=scale) if feedforward else TiledPart(g_out=scale)
 
     def start(self, new: NewAdapter) -> None:
         for value in new.parameters.values():

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from weftune.adapters.form import SiteTensors, WovenPart
+from weftune.adapters.form import SiteTensors, TiledPart
 from weftune.adapters.kind import Frozen, JobAdapter, NewAdapter, Parameters, Pass, SiteParts
 from weftune.adapters.lora.experts import LoraExperts, flattened, stacked
 from weftune.adapters.lora.export import merge, write_portable
@@ -168,16 +168,16 @@ class Lora:
     def bank(self, sites: Sequence[SiteShape]) -> LoraBank:
         return LoraBank(sites)
 
-    def weaves(self, spec: LoraSpec) -> bool:
+    def is_tiled(self, spec: LoraSpec) -> bool:
         return True
 
     def gathers(self, spec: LoraSpec) -> bool:
         return False
 
-    def woven(self, adapter: JobAdapter, at: SiteTensors) -> WovenPart | None:
+    def tiled_part(self, adapter: JobAdapter, at: SiteTensors) -> TiledPart | None:
         if (at.site.name, A) not in at.weights:
             return None
-        return WovenPart(low_rank=low_rank(adapter.spec, at))
+        return TiledPart(low_rank=low_rank(adapter.spec, at))
 
     def expert_bank(self, sites: Sequence[SiteShape]) -> LoraExperts:
         return LoraExperts(sites)

@@ -20,6 +20,7 @@ from weftune.core.shapes import SiteShape
 from weftune.ops.accumulate import accumulated
 from weftune.ops.experts import ExpertPart
 from weftune.ops.lora.table import Entry, Group, SlotTable, bands_for
+from weftune.ops.lora.tiling import MIN_RANK
 
 
 def stacked(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -33,8 +34,6 @@ def flattened(a_ErK: Tensor, b_ErN: Tensor) -> tuple[Tensor, Tensor]:
     return a_ErK.flatten(0, 1), b_ErN.permute(2, 1, 0).flatten(1)
 
 
-LEAST_RANK = 16
-"""Smallest number of ranks that kernels multiply at once."""
 LEAST_SEATS = 8
 """Initial number of jobs that the kernels' tables have room for."""
 
@@ -63,7 +62,7 @@ class LoraExperts:
     def __init__(self, sites: Sequence[SiteShape]) -> None:
         self._sites = {site.name: site for site in sites}
         self._seats: dict[str, _ExpertSeat] = {}
-        self._room, self._rank = LEAST_SEATS, LEAST_RANK
+        self._room, self._rank = LEAST_SEATS, MIN_RANK
         self._tables: dict[str, SlotTable] = {}
         """Site → table, until a job is attached or detached."""
         self._numbers: dict[tuple[str | None, ...], Tensor] = {}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weftune.adapters.files import is_transposed, layers_to_transform, peft, target_modules
 from weftune.adapters.folder import target_fields
-from weftune.adapters.form import SiteTensors, WovenPart
+from weftune.adapters.form import SiteTensors, TiledPart
 from weftune.adapters.kind import JobAdapter, NewAdapter
 from weftune.adapters.plain import JobAt, JobPart
 from weftune.adapters.plain_kind import PREFIX, MergeAt, PlainKind
@@ -36,10 +36,10 @@ class Vera(PlainKind):
         d_r, e_N = at.trained(D), at.trained(E)
         return JobPart(add=lambda x_LK: e_N * ((at.dropped(x_LK) @ a_rK.T * d_r) @ b_rN))
 
-    def weaves(self, spec: VeraSpec) -> bool:
+    def is_tiled(self, spec: VeraSpec) -> bool:
         return True
 
-    def woven(self, adapter: JobAdapter, at: SiteTensors) -> WovenPart | None:
+    def tiled_part(self, adapter: JobAdapter, at: SiteTensors) -> TiledPart | None:
         """Return LoRA with A = d ⊙ one constant and B = e ⊙ the other, recomputed at every site."""
         if (at.site.name, D) not in at.weights:
             return None
@@ -51,7 +51,7 @@ class Vera(PlainKind):
             at.scratch.zeros((name, one, "gradient"), shape, torch.float32) for one, shape in shapes.items()
         )
         constants = at.weights[SHARED, A], at.weights[SHARED, B]
-        return WovenPart(
+        return TiledPart(
             low_rank=Entry(a_rK, b_rN, da_rK, db_rN, scale=1.0, dropout=spec.dropout),
             computed=ComputedPair(d_r, e_N, at.total(D), at.total(E), *constants),
         )

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from weftune.core.clock import Phase, phase
 from weftune.core.coded import CODES
-from weftune.ops.lora.choice_file import ChoiceFile, MeasuredOrder
+from weftune.ops.lora.choice_file import ChoiceFile, MeasuredPlan
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.table import Group
-from weftune.ops.lora.weave import Order, rank_block
+from weftune.ops.lora.tiling import ProductPlan, rank_block
 
 TIE = 1.01
 """Ratio to the fastest time within which an order counts as equal, so that noise does not decide."""
@@ -70,10 +70,10 @@ class Shape:
         return ", ".join(words)
 
 
-Measure = Callable[[Shape, Sequence[Order]], Mapping[Order, float]]
+Measure = Callable[[Shape, Sequence[ProductPlan]], Mapping[ProductPlan, float]]
 """A function that returns the microseconds of every order that the device can run, and raises
 `torch.OutOfMemoryError` if a trial does not fit."""
-Compile = Callable[[Shape, Order], None]
+Compile = Callable[[Shape, ProductPlan], None]
 """A function that compiles the kernels of an order."""
 
 
@@ -82,7 +82,7 @@ class Candidates:
     """The orders that may be used at sites of one shape."""
 
     shape: Shape
-    orders: tuple[Order, ...]
+    orders: tuple[ProductPlan, ...]
 
     @property
     def text(self) -> str:
@@ -106,10 +106,10 @@ class Choices:
         self._capturing = capturing
         self._compile = compile
         self.pinned = pinned
-        self.forced: Order | None = None
-        """Order that every site uses, for measurements, whether or not it is the best. None disables it."""
+        self.forced: ProductPlan | None = None
+        """Product plan of every site, for measurements, whether or not it is the best. None disables it."""
         self._compiled: set[Candidates] = set()
-        self._orders: dict[Candidates, Order] = {}
+        self._orders: dict[Candidates, ProductPlan] = {}
 
     @property
     def compiles(self) -> bool:
@@ -130,7 +130,7 @@ class Choices:
         if not asked:
             return
 
-        def compiled(one: tuple[Shape, Order], compile: Compile = self._compile) -> None:
+        def compiled(one: tuple[Shape, ProductPlan], compile: Compile = self._compile) -> None:
             with suppress(Exception):
                 compile(*one)
 
@@ -138,7 +138,7 @@ class Choices:
             list(threads.map(compiled, asked))
         torch.cuda.empty_cache()
 
-    def _taken(self, contest: Candidates) -> tuple[Order, ...]:
+    def _taken(self, contest: Candidates) -> tuple[ProductPlan, ...]:
         """Return the orders that a contest may choose."""
         if self.forced is not None:
             return (self.forced,)
@@ -151,8 +151,8 @@ class Choices:
         residual_TN: Tensor | None,
         group: Group,
         rows: Rows,
-        orders: tuple[Order, ...],
-    ) -> Order:
+        orders: tuple[ProductPlan, ...],
+    ) -> ProductPlan:
         """Return one of the allowed `orders`; the first if nothing can be measured."""
         if self.forced is not None:
             return self.forced
@@ -167,12 +167,12 @@ class Choices:
             self._orders[contest] = self._find(self._file, contest)
         return self._orders[contest]
 
-    def _find(self, file: ChoiceFile, contest: Candidates) -> Order:
+    def _find(self, file: ChoiceFile, contest: Candidates) -> ProductPlan:
         orders = contest.orders
         known = file.read().get(contest.text)
         if known is not None and known.order in orders:
             return known.order
-        times: Mapping[Order, float] | None = None
+        times: Mapping[ProductPlan, float] | None = None
         with phase(Phase.TRYING), suppress(torch.OutOfMemoryError):
             times = self._measure(contest.shape, orders)
         if times is None:
@@ -181,8 +181,8 @@ class Choices:
             return orders[0]
         if not times:
             # None of their kernels runs on this device. The library's product runs on all devices.
-            return Order.wide
-        return file.add(contest.text, MeasuredOrder(fastest(times), times), orders).order
+            return ProductPlan.wide
+        return file.add(contest.text, MeasuredPlan(fastest(times), times), orders).order
 
 
 def shape_of(dtype: torch.dtype, weight_NK: Tensor, residual: bool, group: Group, rows: Rows) -> Shape:
@@ -202,7 +202,7 @@ def shape_of(dtype: torch.dtype, weight_NK: Tensor, residual: bool, group: Group
     )
 
 
-def fastest(times: Mapping[Order, float]) -> Order:
+def fastest(times: Mapping[ProductPlan, float]) -> ProductPlan:
     """Return the first order, in the order of the enum, among those as good as the fastest."""
     enough = TIE * min(times.values())
-    return next(order for order in Order if order in times and times[order] <= enough)
+    return next(order for order in ProductPlan if order in times and times[order] <= enough)

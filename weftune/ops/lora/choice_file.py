@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from weftune.core.paths import cache_folder
-from weftune.ops.lora.weave import Order
+from weftune.ops.lora.tiling import ProductPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class TrialMachine:
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredOrder:
-    order: Order
-    microseconds: Mapping[Order, float]
+class MeasuredPlan:
+    order: ProductPlan
+    microseconds: Mapping[ProductPlan, float]
     """Measured times, for readers of the file only."""
 
 
@@ -54,7 +54,7 @@ class ChoiceFile:
         words = (machine.device, machine.capability, "torch", machine.torch, "triton", machine.triton)
         return self.folder / f"{re.sub(r'[^a-z0-9.]+', '-', ' '.join(words).lower())}.json"
 
-    def read(self) -> dict[str, MeasuredOrder]:
+    def read(self) -> dict[str, MeasuredPlan]:
         """Return a map from shape and orders to the measured order; empty if the file is missing or from
         another machine."""
         try:
@@ -67,7 +67,7 @@ class ChoiceFile:
         entries = shapes.items() if isinstance(shapes, dict) else ()
         return {contest: found for contest, entry in entries if (found := _measured(entry)) is not None}
 
-    def add(self, contest: str, measured: MeasuredOrder, orders: Sequence[Order]) -> MeasuredOrder:
+    def add(self, contest: str, measured: MeasuredPlan, orders: Sequence[ProductPlan]) -> MeasuredPlan:
         """Store a measured order and return the valid one: that of another process if it has written one of
         the orders meanwhile."""
         known = self.read()
@@ -76,7 +76,7 @@ class ChoiceFile:
             self._write(known)
         return known[contest]
 
-    def _write(self, known: Mapping[str, MeasuredOrder]) -> None:
+    def _write(self, known: Mapping[str, MeasuredPlan]) -> None:
         shapes = {contest: {"order": m.order, "microseconds": m.microseconds} for contest, m in known.items()}
         content = {"machine": asdict(self.machine), "shapes": shapes}
         try:
@@ -94,10 +94,11 @@ class ChoiceFile:
             return
 
 
-def _measured(entry: Any) -> MeasuredOrder | None:
+def _measured(entry: Any) -> MeasuredPlan | None:
     try:
-        return MeasuredOrder(
-            Order(entry["order"]), {Order(name): float(t) for name, t in entry["microseconds"].items()}
+        return MeasuredPlan(
+            ProductPlan(entry["order"]),
+            {ProductPlan(name): float(t) for name, t in entry["microseconds"].items()},
         )
     except (AttributeError, KeyError, TypeError, ValueError):
         return None

@@ -27,7 +27,7 @@ from weftune.ops.lora.operands import Right
 from weftune.ops.lora.rows import Rows, Seat
 from weftune.ops.lora.table import Entry, Group, SlotTable
 from weftune.ops.lora.tiled import backward, forward
-from weftune.ops.lora.weave import Order, Weave, tiling
+from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling
 
 JOBS = 8
 DROPOUT = 0.1
@@ -51,14 +51,16 @@ def choices_on(device: torch.device) -> Choices:
 
 
 @torch.no_grad()
-def compile_order(shape: Shape, order: Order, device: torch.device) -> None:
+def compile_order(shape: Shape, order: ProductPlan, device: torch.device) -> None:
     with torch.cuda.device(device):
         made_up_site(shape, device).step(order)
         torch.cuda.current_stream().synchronize()
 
 
 @torch.no_grad()
-def time_orders(shape: Shape, orders: Sequence[Order], device: torch.device) -> dict[Order, float]:
+def time_orders(
+    shape: Shape, orders: Sequence[ProductPlan], device: torch.device
+) -> dict[ProductPlan, float]:
     """Return the microseconds of one forward and backward in each order that the device can run."""
     with torch.cuda.device(device):
         site = made_up_site(shape, device)
@@ -86,14 +88,14 @@ class Site:
     entries: list[list[Entry]]
     """Adapters, kept alive here: the group's table has only their addresses."""
 
-    def step(self, order: Order) -> None:
-        chosen = tiling(self.rows, self.group, self.x_TK.shape[1], self.x_TK.dtype)
-        weave = Weave(self.group, self.rows, True, chosen, order)
-        _, s_TPR, _ = forward(self.x_TK, self.weight_NK, None, self.residual_TN, weave)
-        backward(self.dy_TN, self.x_TK, self.weight_NK, s_TPR, weave, wants_dx=True)
+    def step(self, order: ProductPlan) -> None:
+        chosen = choose_tiling(self.rows, self.group, self.x_TK.shape[1], self.x_TK.dtype)
+        call = SiteCall(self.group, self.rows, True, chosen, order)
+        _, s_TPR, _ = forward(self.x_TK, self.weight_NK, None, self.residual_TN, call)
+        backward(self.dy_TN, self.x_TK, self.weight_NK, s_TPR, call, wants_dx=True)
 
 
-def _runs(site: Site, order: Order) -> bool:
+def _runs(site: Site, order: ProductPlan) -> bool:
     """Compile and warm up, and return whether the order runs. A kernel that needs more than this device has
     excludes the order and does not fail the job."""
     from triton.errors import TritonError
@@ -105,7 +107,7 @@ def _runs(site: Site, order: Order) -> bool:
     return True
 
 
-def _round(site: Site, orders: Sequence[Order], scratch: Tensor) -> dict[Order, float]:
+def _round(site: Site, orders: Sequence[ProductPlan], scratch: Tensor) -> dict[ProductPlan, float]:
     """Time all orders in turn, so that a change of clocks affects them all.
 
     The device's cache is overwritten before each, as the other layers of a model would do.

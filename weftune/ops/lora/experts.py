@@ -25,7 +25,15 @@ from weftune.ops.experts import grouped_product, has_kernel
 from weftune.ops.lora.rows import BLOCK, Rows
 from weftune.ops.lora.table import Group
 from weftune.ops.lora.tiled_kernels import add_dx, alignment, da, down, ds_db, precision, room_for_da, up
-from weftune.ops.lora.weave import DIRECT_RANKS, Order, RowSpan, Weave, blocks_for, fuses, tiling
+from weftune.ops.lora.tiling import (
+    DIRECT_RANKS,
+    ProductPlan,
+    RowSpan,
+    SiteCall,
+    blocks_for,
+    choose_tiling,
+    fuses,
+)
 
 TILE = 64
 """Rows per program, if all of them belong to one job."""
@@ -133,7 +141,7 @@ def _dealt_rows(key_S: Tensor, pieces_U4: Tensor, tiles_G3: Tensor, slots: int) 
     )
 
 
-def woven_experts(
+def lora_experts(
     x_TD: Tensor,
     chosen_Tk: Tensor,
     weights_Tk: Tensor,
@@ -141,7 +149,7 @@ def woven_experts(
     sites: Sequence[ExpertSite],
     owners: Owners,
     numbers_J: Tensor | None,
-    order: Order | None = None,
+    order: ProductPlan | None = None,
 ) -> Tensor:
     """Return Σ over a token's experts of down(weight · silu(gate) ⊙ up), every job's adapters included.
 
@@ -154,54 +162,54 @@ def woven_experts(
         numbers_J = torch.full((len(owners.jobs),), -1, dtype=torch.int32, device=x_TD.device)
     slots = max((site.group.table.rank_PS.shape[1] for site in sites if site.group), default=0)
     dealt = deal(chosen_Tk, owners, numbers_J, len(sites[0].weight_ENK), slots)
-    linears = [WovenLinear.of(site, dealt, order) for site in sites]
+    linears = [ExpertLinears.of(site, dealt, order) for site in sites]
     return _Experts.apply(x_TD, weights_Tk, anchor, dealt, *linears)
 
 
 @dataclass(frozen=True, slots=True)
-class WovenLinear:
+class ExpertLinears:
     """A linear of all experts in one pass."""
 
     weight_ENK: Tensor
     dealt: Dealt
-    order: Order
-    weave: Weave | None
+    order: ProductPlan
+    call: SiteCall | None
     """None if no job has an adapter."""
 
     @classmethod
-    def of(cls, site: ExpertSite, dealt: Dealt, order: Order | None = None) -> WovenLinear:
+    def of(cls, site: ExpertSite, dealt: Dealt, order: ProductPlan | None = None) -> ExpertLinears:
         weight_ENK, group, rows = site.weight_ENK, site.group, dealt.rows
         order = order or best_order(site)
         if group is None:
             return cls(weight_ENK, dealt, order, None)
-        chosen = tiling(rows, group, weight_ENK.shape[2], weight_ENK.dtype)
+        chosen = choose_tiling(rows, group, weight_ENK.shape[2], weight_ENK.dtype)
         # There is no dropout, so training and evaluation are the same.
-        return cls(weight_ENK, dealt, order, Weave(group, rows, True, chosen, order))
+        return cls(weight_ENK, dealt, order, SiteCall(group, rows, True, chosen, order))
 
     def forward(self, x_SK: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return y and the s that its backward needs."""
-        s_SR = None if self.weave is None else down(x_SK, self.weave)
+        s_SR = None if self.call is None else down(x_SK, self.call)
         if self.order.fuses:
             return self._product(x_SK, s_SR, backward=False), s_SR
         y_SN = grouped_product(x_SK, self.weight_ENK.transpose(1, 2), self.dealt.stops_E)
-        if self.weave is not None and s_SR is not None:
-            up(s_SR, y_SN, _whole(y_SN, self.weave), None, None, y_SN, None, self.weave)
+        if self.call is not None and s_SR is not None:
+            up(s_SR, y_SN, _whole(y_SN, self.call), None, None, y_SN, None, self.call)
         return y_SN, s_SR
 
     def ds(self, dy_SN: Tensor, s_SR: Tensor | None) -> Tensor | None:
         """Return ds and add dB to the jobs' accumulators."""
-        return None if self.weave is None or s_SR is None else ds_db(dy_SN, s_SR, self.weave)[0]
+        return None if self.call is None or s_SR is None else ds_db(dy_SN, s_SR, self.call)[0]
 
     def add_da(self, x_SK: Tensor, ds_SR: Tensor | None) -> None:
-        if self.weave is not None and ds_SR is not None:
-            da(x_SK, ds_SR, room_for_da(x_SK, self.weave), self.weave)
+        if self.call is not None and ds_SR is not None:
+            da(x_SK, ds_SR, room_for_da(x_SK, self.call), self.call)
 
     def dx(self, dy_SN: Tensor, ds_SR: Tensor | None) -> Tensor:
         if self.order.fuses:
             return self._product(dy_SN, ds_SR, backward=True)
         dx_SK = grouped_product(dy_SN, self.weight_ENK, self.dealt.stops_E)
-        if self.weave is not None and ds_SR is not None:
-            add_dx(ds_SR, dx_SK, _whole(dx_SK, self.weave), dx_SK, self.weave)
+        if self.call is not None and ds_SR is not None:
+            add_dx(ds_SR, dx_SK, _whole(dx_SK, self.call), dx_SK, self.call)
         return dx_SK
 
     def _product(self, left: Tensor, s_SR: Tensor | None, backward: bool) -> Tensor:
@@ -212,7 +220,7 @@ class WovenLinear:
         (rows, inputs), outputs = left.shape, self.weight_ENK.shape[2 if backward else 1]
         blocks = blocks_for(rows, ((0, outputs),), left.dtype, left.device)
         right = [blocks.inner, blocks.columns] if backward else [blocks.columns, blocks.inner]
-        target, weave = left.new_empty(rows, outputs), self.weave
+        target, call = left.new_empty(rows, outputs), self.call
         experts.expert_product[(blocks.programs,)](
             TensorDescriptor.from_tensor(left, [BLOCK, blocks.inner]),
             TensorDescriptor.from_tensor(self.weight_ENK.flatten(0, 1), right),
@@ -221,18 +229,18 @@ class WovenLinear:
             self.dealt.rows.pieces_Q4,
             self.dealt.blocks_G5,
             self.dealt.used_1,
-            weave and weave.group.table.address_PS4,
-            weave and weave.group.table.rank_PS,
+            call and call.group.table.address_PS4,
+            call and call.group.table.rank_PS,
             outputs,
             inputs,
             BACKWARD=backward,
-            S=weave.slots if weave else 1,
-            R=weave.ranks if weave else 1,
+            S=call.slots if call else 1,
+            R=call.ranks if call else 1,
             M=BLOCK,
             C=blocks.columns,
             D=blocks.inner,
             GROUP=blocks.group,
-            ALIGNMENT=alignment(left, weave) if weave else 1,
+            ALIGNMENT=alignment(left, call) if call else 1,
             PRECISION=precision(left),
             num_warps=blocks.warps,
             num_stages=blocks.stages,
@@ -240,17 +248,17 @@ class WovenLinear:
         return target
 
 
-def _whole(y_SN: Tensor, weave: Weave) -> RowSpan:
+def _whole(y_SN: Tensor, call: SiteCall) -> RowSpan:
     """Return the span of all columns."""
-    return RowSpan(0, -(-y_SN.shape[1] // weave.tiling.up.columns), 0, y_SN.shape[1])
+    return RowSpan(0, -(-y_SN.shape[1] // call.tiling.up.columns), 0, y_SN.shape[1])
 
 
-def best_order(site: ExpertSite) -> Order:
+def best_order(site: ExpertSite) -> ProductPlan:
     """Return the fused order if the device supports it: it adds the adapters before it rounds."""
     weight_NK, rank = site.weight_ENK.flatten(0, 1), site.group.rank if site.group else 1
     aligned = site.weight_ENK.shape[1] % 8 == 0
     fused = aligned and rank <= DIRECT_RANKS and fuses(weight_NK, weight_NK.device)
-    return Order.fused if fused else Order.wide
+    return ProductPlan.fused if fused else ProductPlan.wide
 
 
 def multiplies_at_once(site: ExpertSite) -> bool:
@@ -266,8 +274,8 @@ class _Experts(torch.autograd.Function):
         weights_Tk: Tensor,
         anchor: Tensor,
         dealt: Dealt,
-        gate_up: WovenLinear,
-        down: WovenLinear,
+        gate_up: ExpertLinears,
+        down: ExpertLinears,
     ) -> Tensor:
         with torch.cuda.device_of(x_TD):
             gate_up_SF, up_s_SR = gate_up.forward(dealt.sorted_tokens(x_TD))

@@ -17,7 +17,7 @@ from torch import Tensor
 from weftune.ops.lora.operands import Operands, Right, backward_operands, forward_operands
 from weftune.ops.lora.rows import BLOCK
 from weftune.ops.lora.tiled_kernels import alignment, large_dx, large_y, precision
-from weftune.ops.lora.weave import ProductBlocks, Weave, blocks_for_codes
+from weftune.ops.lora.tiling import ProductBlocks, SiteCall, blocks_for_codes
 
 
 def fused_y(
@@ -27,24 +27,24 @@ def fused_y(
     residual_TN: Tensor | None,
     s_TPR: Tensor,
     u_TN: Tensor | None,
-    weave: Weave,
+    call: SiteCall,
 ) -> Tensor:
     """Return residual + bias + g ⊙ (xWᵀ + sB). If outputs are scaled, u receives them unscaled."""
     operands = forward_operands(x_TK, weight)
     y_TN = x_TK.new_empty(operands.shape)
-    if weave.has_large:
-        large_y(s_TPR, y_TN, weave)
-    _launch(operands, bias_N, residual_TN, s_TPR, y_TN, u_TN, weave, weave.tiling.y, backward=False)
+    if call.has_large:
+        large_y(s_TPR, y_TN, call)
+    _launch(operands, bias_N, residual_TN, s_TPR, y_TN, u_TN, call, call.tiling.y, backward=False)
     return y_TN
 
 
-def fused_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, weave: Weave) -> Tensor:
+def fused_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Tensor:
     """Return dyW + the dropped ds · A of all parts."""
     operands = backward_operands(dy_TN, weight)
     dx_TK = dy_TN.new_empty(operands.shape)
-    if weave.has_large:
-        large_dx(ds_TPR, dx_TK, weave)
-    _launch(operands, None, None, ds_TPR, dx_TK, None, weave, weave.tiling.dx, backward=True)
+    if call.has_large:
+        large_dx(ds_TPR, dx_TK, call)
+    _launch(operands, None, None, ds_TPR, dx_TK, None, call, call.tiling.dx, backward=True)
     return dx_TK
 
 
@@ -55,7 +55,7 @@ def _launch(
     s_TPR: Tensor,
     target: Tensor,
     unscaled: Tensor | None,
-    weave: Weave,
+    call: SiteCall,
     blocks: ProductBlocks,
     backward: bool,
 ) -> None:
@@ -67,8 +67,8 @@ def _launch(
     turned = right.stride(1) == 1
     blocks = blocks_for_codes(blocks, left.shape[1]) if operands.coded else blocks
     half = [BLOCK, blocks.columns // 2]
-    table, (rows, outputs) = weave.group.table, target.shape
-    g_out = None if unscaled is None else weave.group.g_out
+    table, (rows, outputs) = call.group.table, target.shape
+    g_out = None if unscaled is None else call.group.g_out
     tiles = -(-rows // BLOCK) * -(-outputs // blocks.columns)
     product.product[(min(tiles, blocks.programs),)](
         TensorDescriptor.from_tensor(left, [BLOCK, blocks.inner]),
@@ -82,10 +82,10 @@ def _launch(
         operands.scale_T,
         operands.scale_L,
         s_TPR,
-        weave.rows.runs_U3,
-        weave.rows.edges_V,
-        weave.rows.key_S,
-        weave.rows.token_index_T,
+        call.rows.runs_U3,
+        call.rows.edges_V,
+        call.rows.key_S,
+        call.rows.token_index_T,
         table.address_PS4,
         table.rank_PS,
         table.threshold_PS,
@@ -96,21 +96,21 @@ def _launch(
         outputs,
         left.shape[1],
         # For a single site the width is a runtime argument, so that sites of other widths share the kernel.
-        COLUMNS=() if backward or weave.sites == 1 else weave.columns,
+        COLUMNS=() if backward or call.sites == 1 else call.columns,
         BACKWARD=backward,
         TURNED=turned,
-        S=weave.slots,
-        P=weave.parts,
-        BANDS=weave.bands,
-        R=weave.ranks,
+        S=call.slots,
+        P=call.parts,
+        BANDS=call.bands,
+        R=call.ranks,
         M=BLOCK,
         C=blocks.columns,
         D=blocks.inner,
         ROUGH=blocks.rough,
         GROUP=blocks.group,
-        LARGE=weave.has_large,
-        DROPS=backward and weave.group.drops and weave.training,
-        ALIGNMENT=alignment(target, weave),
+        LARGE=call.has_large,
+        DROPS=backward and call.group.drops and call.training,
+        ALIGNMENT=alignment(target, call),
         PRECISION=precision(target),
         num_warps=blocks.warps,
         num_stages=blocks.stages,

@@ -41,14 +41,14 @@ from weftune.ops.lora.tiled_kernels import (
     row_lengths,
     take_pair_gradients,
 )
-from weftune.ops.lora.weave import Weave, contestants, tiling
+from weftune.ops.lora.tiling import SiteCall, choose_tiling, contestants
 from weftune.ops.lora.wide import wide_dx, wide_y
 
 
 def contest_at(
     weight: Weight, residual: bool, group: Group, rows: Rows, dtype: torch.dtype
 ) -> Candidates | None:
-    """Return the contest that `woven_linear` will decide, or None for a weight that becomes a matrix only for
+    """Return the contest that `lora_linear` will decide, or None for a weight that becomes a matrix only for
     a product."""
     if not isinstance(weight, Tensor) and not is_coded(weight):
         return None
@@ -57,7 +57,7 @@ def contest_at(
     return Candidates(shape_of(dtype, weight_NK, residual, group, rows), orders)
 
 
-def woven_linear(
+def lora_linear(
     x_TK: Tensor,
     weight: Weight,
     bias_N: Tensor | None,
@@ -77,12 +77,12 @@ def woven_linear(
     assert x_TK.shape[0] == len(rows.token_index_T)
     right = multiplied(weight)
     weight_NK = _lying(right)
-    chosen = tiling(rows, group, x_TK.shape[1], x_TK.dtype)
+    chosen = choose_tiling(rows, group, x_TK.shape[1], x_TK.dtype)
     orders = contestants(weight_NK, group, x_TK.device)
     order = choices.order(x_TK, weight_NK, residual_TN, group, rows, orders) if choices else orders[0]
-    weave = Weave(group, rows, training, chosen, order)
+    call = SiteCall(group, rows, training, chosen, order)
     made = None if isinstance(weight, Tensor) else weight
-    return _Woven.apply(x_TK, right, bias_N, residual_TN, anchor, weave, made)
+    return _LoraLinear.apply(x_TK, right, bias_N, residual_TN, anchor, call, made)
 
 
 def multiplied(weight: Weight) -> Right:
@@ -95,7 +95,7 @@ def _lying(right: Right) -> Tensor:
     return right if isinstance(right, Tensor) else right.codes()
 
 
-class _Woven(torch.autograd.Function):
+class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -104,14 +104,14 @@ class _Woven(torch.autograd.Function):
         bias_N: Tensor | None,
         residual_TN: Tensor | None,
         anchor: Tensor,
-        weave: Weave,
+        call: SiteCall,
         made: FrozenWeight | None,
     ) -> Tensor:
         """Compute y. `made` is the weight from which `right` is recomputed in the backward. None if `right`
         is a tensor of the base."""
         x_TK = x_TK.contiguous()
-        y_TN, s_TPR, u_TN = forward(x_TK, right, bias_N, residual_TN, weave)
-        ctx.weave, ctx.made = weave, made
+        y_TN, s_TPR, u_TN = forward(x_TK, right, bias_N, residual_TN, call)
+        ctx.call, ctx.made = call, made
         ctx.save_for_backward(x_TK, right if made is None else None, s_TPR, u_TN, bias_N)
         return y_TN
 
@@ -121,28 +121,28 @@ class _Woven(torch.autograd.Function):
         right = weight_NK if ctx.made is None else multiplied(ctx.made)
         wants_dx = ctx.needs_input_grad[0]
         own_TN = dy_TN.contiguous()
-        dx_TK = backward(own_TN, x_TK, right, s_TPR, ctx.weave, wants_dx, u_TN, bias_N)
+        dx_TK = backward(own_TN, x_TK, right, s_TPR, ctx.call, wants_dx, u_TN, bias_N)
         return dx_TK, None, None, dy_TN if ctx.needs_input_grad[3] else None, None, None, None
 
 
 def forward(
-    x_TK: Tensor, weight: Right, bias_N: Tensor | None, residual_TN: Tensor | None, weave: Weave
+    x_TK: Tensor, weight: Right, bias_N: Tensor | None, residual_TN: Tensor | None, call: SiteCall
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return y and what its backward needs: s, and u, the unscaled outputs, or None if outputs are not
     scaled."""
-    group = weave.group
+    group = call.group
     with torch.cuda.device_of(x_TK):
         if group.computed is not None:
-            compute_pairs(x_TK, weave)
+            compute_pairs(x_TK, call)
         if group.g_in is not None:
-            x_TK = scaled(x_TK, group.g_in, ((0, x_TK.shape[1]),), weave.rows)
-        s_TPR = down(x_TK, weave)
+            x_TK = scaled(x_TK, group.g_in, ((0, x_TK.shape[1]),), call.rows)
+        s_TPR = down(x_TK, call)
         if group.lengths:
-            row_lengths(matrix_like(x_TK, weight), weave)
+            row_lengths(matrix_like(x_TK, weight), call)
         residual_TN = None if residual_TN is None else residual_TN.contiguous()
         u_TN = None if group.g_out is None else x_TK.new_empty(len(x_TK), group.columns[-1][1])
-        whole = fused_y if weave.order.fuses else wide_y
-        return whole(x_TK, weight, bias_N, residual_TN, s_TPR, u_TN, weave), s_TPR, u_TN
+        whole = fused_y if call.order.fuses else wide_y
+        return whole(x_TK, weight, bias_N, residual_TN, s_TPR, u_TN, call), s_TPR, u_TN
 
 
 def backward(
@@ -150,58 +150,58 @@ def backward(
     x_TK: Tensor,
     weight: Right,
     s_TPR: Tensor,
-    weave: Weave,
+    call: SiteCall,
     wants_dx: bool,
     u_TN: Tensor | None = None,
     bias_N: Tensor | None = None,
 ) -> Tensor | None:
     """Return dx if requested, and add the gradients of the adapters to the jobs' accumulators."""
-    group = weave.group
+    group = call.group
     with torch.cuda.device_of(x_TK):
         if group.computed is not None:
-            compute_pairs(x_TK, weave)
+            compute_pairs(x_TK, call)
         if group.g_out is not None:
             assert u_TN is not None
             # Only fused layers have groups of several sites: the operation after them has just computed dy
             # for them alone. Elsewhere dy may also be the gradient of other operations.
-            alone = weave.sites > 1
-            dy_TN = unscaled(dy_TN, u_TN, bias_N, group.g_out, group.columns, weave.rows, in_place=alone)
-        dx_TK = _low_rank_backward(dy_TN, x_TK, weight, s_TPR, weave, wants_dx or group.g_in is not None)
+            alone = call.sites > 1
+            dy_TN = unscaled(dy_TN, u_TN, bias_N, group.g_out, group.columns, call.rows, in_place=alone)
+        dx_TK = _low_rank_backward(dy_TN, x_TK, weight, s_TPR, call, wants_dx or group.g_in is not None)
         if group.g_in is not None:
             assert dx_TK is not None
             inputs = ((0, x_TK.shape[1]),)
-            dx_TK = unscaled(dx_TK, x_TK, None, group.g_in, inputs, weave.rows, in_place=True)
+            dx_TK = unscaled(dx_TK, x_TK, None, group.g_in, inputs, call.rows, in_place=True)
         if group.computed is not None:
-            take_pair_gradients(x_TK, weave)
+            take_pair_gradients(x_TK, call)
         return dx_TK if wants_dx else None
 
 
 def _low_rank_backward(
-    dy_TN: Tensor, x_TK: Tensor, weight: Right, s_TPR: Tensor, weave: Weave, wants_dx: bool
+    dy_TN: Tensor, x_TK: Tensor, weight: Right, s_TPR: Tensor, call: SiteCall, wants_dx: bool
 ) -> Tensor | None:
-    if wants_dx and weave.order.beside:
-        return _gradients_beside(dy_TN, x_TK, weight, s_TPR, weave)
-    ds_TPR, partial_db_QLN = ds_db(dy_TN, s_TPR, weave)
-    partial_da_QPRK = room_for_da(x_TK, weave)
-    da(x_TK, ds_TPR, partial_da_QPRK, weave)
-    add_gradients(partial_da_QPRK, partial_db_QLN, weave)
-    return _dx(dy_TN, weight, ds_TPR, weave) if wants_dx else None
+    if wants_dx and call.order.beside:
+        return _gradients_beside(dy_TN, x_TK, weight, s_TPR, call)
+    ds_TPR, partial_db_QLN = ds_db(dy_TN, s_TPR, call)
+    partial_da_QPRK = room_for_da(x_TK, call)
+    da(x_TK, ds_TPR, partial_da_QPRK, call)
+    add_gradients(partial_da_QPRK, partial_db_QLN, call)
+    return _dx(dy_TN, weight, ds_TPR, call) if wants_dx else None
 
 
-def _gradients_beside(dy_TN: Tensor, x_TK: Tensor, weight: Right, s_TPR: Tensor, weave: Weave) -> Tensor:
+def _gradients_beside(dy_TN: Tensor, x_TK: Tensor, weight: Right, s_TPR: Tensor, call: SiteCall) -> Tensor:
     """Return dx, which needs only ds; dA and dB are computed concurrently with the frozen product."""
-    ds_TPR = ds(dy_TN, weave)
-    partial_da_QPRK, partial_db_QLN = room_for_da(x_TK, weave), room_for_db(dy_TN, weave)
+    ds_TPR = ds(dy_TN, call)
+    partial_da_QPRK, partial_db_QLN = room_for_da(x_TK, call), room_for_db(dy_TN, call)
     aside = SideStream(x_TK.device)
     # The product first: the work on the second stream uses the multiprocessors that it leaves idle.
-    dx_TK = _dx(dy_TN, weight, ds_TPR, weave)
+    dx_TK = _dx(dy_TN, weight, ds_TPR, call)
     with aside.done():
-        db(dy_TN, s_TPR, partial_db_QLN, weave)
-        da(x_TK, ds_TPR, partial_da_QPRK, weave)
-        add_gradients(partial_da_QPRK, partial_db_QLN, weave)
+        db(dy_TN, s_TPR, partial_db_QLN, call)
+        da(x_TK, ds_TPR, partial_da_QPRK, call)
+        add_gradients(partial_da_QPRK, partial_db_QLN, call)
     return dx_TK
 
 
-def _dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, weave: Weave) -> Tensor:
-    whole = fused_dx if weave.order.fuses else wide_dx
-    return whole(dy_TN, weight, ds_TPR, weave)
+def _dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Tensor:
+    whole = fused_dx if call.order.fuses else wide_dx
+    return whole(dy_TN, weight, ds_TPR, call)

@@ -14,7 +14,7 @@ from torch import Tensor
 from weftune.ops.lora.computed import add_pair_gradients, write_pairs
 from weftune.ops.lora.rows import BLOCK
 from weftune.ops.lora.table import ALIGNMENT
-from weftune.ops.lora.weave import DIRECT_RANKS, RowSpan, Weave
+from weftune.ops.lora.tiling import DIRECT_RANKS, RowSpan, SiteCall
 
 LENGTH_ROWS, LENGTH_COLUMNS, LENGTH_RANKS = 64, 128, 64
 """Block of W that a program processes at a time to compute the norms of rows, and the total ranks of the
@@ -25,66 +25,66 @@ LARGE_SPAN = 1024
 should be few."""
 
 
-def down(x_TK: Tensor, weave: Weave) -> Tensor:
+def down(x_TK: Tensor, call: SiteCall) -> Tensor:
     """Return s = factor · drop(x)Aᵀ [T, P·R]; zero beyond a job's rank and in rows of no job."""
     from weftune.ops.triton import site
 
-    (rows, features), tiling, table, ranks = x_TK.shape, weave.tiling, weave.group.table, weave.ranks
-    s_TPR = x_TK.new_empty(rows, weave.parts * ranks)
+    (rows, features), tiling, table, ranks = x_TK.shape, call.tiling, call.group.table, call.ranks
+    s_TPR = x_TK.new_empty(rows, call.parts * ranks)
     partial = s_TPR
     if tiling.split > 1:
-        partial = x_TK.new_empty(weave.parts * tiling.split, rows, ranks, dtype=torch.float32)
-    site.down[(len(weave.rows.tiles_G3), tiling.split, weave.parts // tiling.down.together)](
+        partial = x_TK.new_empty(call.parts * tiling.split, rows, ranks, dtype=torch.float32)
+    site.down[(len(call.rows.tiles_G3), tiling.split, call.parts // tiling.down.together)](
         x_TK,
         s_TPR,
         partial,
-        weave.rows.tiles_G3,
-        weave.rows.key_S,
-        weave.rows.token_index_T,
+        call.rows.tiles_G3,
+        call.rows.key_S,
+        call.rows.token_index_T,
         table.address_PS4,
         table.factor_PS2,
         table.rank_PS,
         table.threshold_PS,
         table.crc_P,
-        int(not weave.training),
+        int(not call.training),
         rows,
         features,
-        S=weave.slots,
-        P=weave.parts,
+        S=call.slots,
+        P=call.parts,
         TOGETHER=tiling.down.together,
         R=ranks,
-        M=weave.rows.tile,
+        M=call.rows.tile,
         C=tiling.down.columns,
         SPLIT=tiling.split > 1,
-        DROPS=weave.group.drops and weave.training,
-        ALIGNMENT=alignment(x_TK, weave),
+        DROPS=call.group.drops and call.training,
+        ALIGNMENT=alignment(x_TK, call),
         PRECISION=precision(x_TK),
         num_warps=tiling.down.warps,
         num_stages=tiling.down.stages,
     )
     if tiling.split > 1:
-        sum_rows(partial, s_TPR, [tiling.split] * weave.parts, weave)
+        sum_rows(partial, s_TPR, [tiling.split] * call.parts, call)
     return s_TPR
 
 
-def sum_rows(partial_CTR: Tensor, s_TPR: Tensor, shares: list[int], weave: Weave) -> None:
+def sum_rows(partial_CTR: Tensor, s_TPR: Tensor, shares: list[int], call: SiteCall) -> None:
     """Compute s = factor · the sum of its shares; `shares` is their number per part."""
     from weftune.ops.triton import site
 
-    step = min(weave.rows.tile, max(1, 1024 // weave.ranks))
-    site.sum_rows[(len(weave.rows.tiles_G3), -(-weave.rows.tile // step))](
+    step = min(call.rows.tile, max(1, 1024 // call.ranks))
+    site.sum_rows[(len(call.rows.tiles_G3), -(-call.rows.tile // step))](
         partial_CTR,
         s_TPR,
-        weave.rows.tiles_G3,
-        weave.group.table.factor_PS2,
-        weave.group.table.rank_PS,
-        int(not weave.training),
+        call.rows.tiles_G3,
+        call.group.table.factor_PS2,
+        call.group.table.rank_PS,
+        int(not call.training),
         s_TPR.shape[0],
-        S=weave.slots,
-        P=weave.parts,
-        R=weave.ranks,
+        S=call.slots,
+        P=call.parts,
+        R=call.ranks,
         M=step,
-        SHARES=tuple(sum(shares[:part]) for part in range(weave.parts + 1)),
+        SHARES=tuple(sum(shares[:part]) for part in range(call.parts + 1)),
         num_warps=4,
     )
 
@@ -97,7 +97,7 @@ def up(
     residual_TN: Tensor | None,
     y_TN: Tensor,
     u_TN: Tensor | None,
-    weave: Weave,
+    call: SiteCall,
     scale_T: Tensor | None = None,
     scale_N: Tensor | None = None,
 ) -> None:
@@ -105,8 +105,8 @@ def up(
     `frozen` has."""
     from weftune.ops.triton import site
 
-    launch, table, g_out = weave.tiling.up, weave.group.table, weave.group.g_out
-    site.up[(span.blocks, len(weave.rows.tiles_G3))](
+    launch, table, g_out = call.tiling.up, call.group.table, call.group.g_out
+    site.up[(span.blocks, len(call.rows.tiles_G3))](
         s_TPR,
         frozen_TW,
         scale_T,
@@ -115,7 +115,7 @@ def up(
         residual_TN,
         y_TN,
         u_TN,
-        weave.rows.tiles_G3,
+        call.rows.tiles_G3,
         table.address_PS4,
         table.rank_PS,
         None if g_out is None else g_out.address_PSA,
@@ -124,150 +124,150 @@ def up(
         span.low,
         y_TN.shape[1],
         frozen_TW.shape[1],
-        COLUMNS=weave.columns,
-        S=weave.slots,
-        P=weave.parts,
-        BANDS=weave.bands,
-        R=weave.ranks,
-        M=weave.rows.tile,
+        COLUMNS=call.columns,
+        S=call.slots,
+        P=call.parts,
+        BANDS=call.bands,
+        R=call.ranks,
+        M=call.rows.tile,
         C=launch.columns,
-        ALIGNMENT=alignment(s_TPR, weave),
+        ALIGNMENT=alignment(s_TPR, call),
         PRECISION=precision(s_TPR),
         num_warps=launch.warps,
         num_stages=launch.stages,
     )
 
 
-def ds_db(dy_TN: Tensor, s_TPR: Tensor, weave: Weave) -> tuple[Tensor, Tensor]:
+def ds_db(dy_TN: Tensor, s_TPR: Tensor, call: SiteCall) -> tuple[Tensor, Tensor]:
     """Return ds = factor · dyBᵀ and the shares of dB of slots with several pieces; other dB are added at
     once."""
-    partial_db_QLN = room_for_db(dy_TN, weave)
-    if not weave.tiling.one_read:
-        db(dy_TN, s_TPR, partial_db_QLN, weave)
-        return ds(dy_TN, weave), partial_db_QLN
-    blocks = weave.blocks(weave.tiling.ds_db.columns) * weave.bands
+    partial_db_QLN = room_for_db(dy_TN, call)
+    if not call.tiling.one_read:
+        db(dy_TN, s_TPR, partial_db_QLN, call)
+        return ds(dy_TN, call), partial_db_QLN
+    blocks = call.blocks(call.tiling.ds_db.columns) * call.bands
     ds_TPR = torch.empty_like(s_TPR)
-    partial_ds_CTR = dy_TN.new_empty(sum(blocks), len(dy_TN), weave.ranks, dtype=torch.float32)
-    _launch_ds_db(dy_TN, s_TPR, partial_ds_CTR, partial_db_QLN, weave)
-    sum_rows(partial_ds_CTR, ds_TPR, blocks, weave)
+    partial_ds_CTR = dy_TN.new_empty(sum(blocks), len(dy_TN), call.ranks, dtype=torch.float32)
+    _launch_ds_db(dy_TN, s_TPR, partial_ds_CTR, partial_db_QLN, call)
+    sum_rows(partial_ds_CTR, ds_TPR, blocks, call)
     return ds_TPR, partial_db_QLN
 
 
-def room_for_db(dy_TN: Tensor, weave: Weave) -> Tensor:
+def room_for_db(dy_TN: Tensor, call: SiteCall) -> Tensor:
     """Allocate the shares of dB of slots with several pieces."""
-    shape = weave.rows.partials, weave.bands * weave.ranks, dy_TN.shape[1]
+    shape = call.rows.partials, call.bands * call.ranks, dy_TN.shape[1]
     return dy_TN.new_empty(shape, dtype=torch.float32)
 
 
-def db(dy_TN: Tensor, s_TPR: Tensor, partial_db_QLN: Tensor, weave: Weave) -> None:
+def db(dy_TN: Tensor, s_TPR: Tensor, partial_db_QLN: Tensor, call: SiteCall) -> None:
     """Compute dB alone: it is added at once, or its shares are written."""
-    _launch_ds_db(dy_TN, s_TPR, None, partial_db_QLN, weave)
+    _launch_ds_db(dy_TN, s_TPR, None, partial_db_QLN, call)
 
 
 def _launch_ds_db(
-    dy_TN: Tensor, s_TPR: Tensor, partial_ds_CTR: Tensor | None, partial_db_QLN: Tensor, weave: Weave
+    dy_TN: Tensor, s_TPR: Tensor, partial_ds_CTR: Tensor | None, partial_db_QLN: Tensor, call: SiteCall
 ) -> None:
     from weftune.ops.triton import site_gradients
 
-    (rows, outputs), tiling, table = dy_TN.shape, weave.tiling, weave.group.table
+    (rows, outputs), tiling, table = dy_TN.shape, call.tiling, call.group.table
     launch = tiling.db if partial_ds_CTR is None else tiling.ds_db
-    blocks = weave.bands * sum(weave.blocks(launch.columns))
-    site_gradients.ds_db[(blocks, len(weave.rows.pieces_Q4))](
+    blocks = call.bands * sum(call.blocks(launch.columns))
+    site_gradients.ds_db[(blocks, len(call.rows.pieces_Q4))](
         dy_TN,
         s_TPR,
         partial_ds_CTR,
         partial_db_QLN,
-        weave.rows.pieces_Q4,
+        call.rows.pieces_Q4,
         table.address_PS4,
         table.rank_PS,
         rows,
         outputs,
-        COLUMNS=weave.columns,
-        S=weave.slots,
-        P=weave.parts,
-        BANDS=weave.bands,
-        R=weave.ranks,
+        COLUMNS=call.columns,
+        S=call.slots,
+        P=call.parts,
+        BANDS=call.bands,
+        R=call.ranks,
         M=launch.rows,
         C=launch.columns,
         DS=partial_ds_CTR is not None,
-        ALIGNMENT=alignment(s_TPR, weave),
+        ALIGNMENT=alignment(s_TPR, call),
         PRECISION=precision(s_TPR),
         num_warps=launch.warps,
         num_stages=launch.stages,
     )
 
 
-def ds(dy_TN: Tensor, weave: Weave) -> Tensor:
+def ds(dy_TN: Tensor, call: SiteCall) -> Tensor:
     """Return ds = factor · dyBᵀ, without dB."""
     from weftune.ops.triton import site_gradients
 
-    launch, split, table = weave.tiling.ds, weave.tiling.ds_split, weave.group.table
-    (rows, outputs), ranks = dy_TN.shape, weave.ranks
-    ds_TPR = dy_TN.new_empty(rows, weave.parts * ranks)
+    launch, split, table = call.tiling.ds, call.tiling.ds_split, call.group.table
+    (rows, outputs), ranks = dy_TN.shape, call.ranks
+    ds_TPR = dy_TN.new_empty(rows, call.parts * ranks)
     partial = ds_TPR
     if split > 1:
-        partial = dy_TN.new_empty(weave.parts * split, rows, ranks, dtype=torch.float32)
-    site_gradients.ds_alone[(len(weave.rows.tiles_G3), split, weave.parts)](
+        partial = dy_TN.new_empty(call.parts * split, rows, ranks, dtype=torch.float32)
+    site_gradients.ds_alone[(len(call.rows.tiles_G3), split, call.parts)](
         dy_TN,
         ds_TPR,
         partial,
-        weave.rows.tiles_G3,
+        call.rows.tiles_G3,
         table.address_PS4,
         table.factor_PS2,
         table.rank_PS,
-        int(not weave.training),
+        int(not call.training),
         rows,
         outputs,
-        COLUMNS=weave.columns,
-        S=weave.slots,
-        P=weave.parts,
-        BANDS=weave.bands,
+        COLUMNS=call.columns,
+        S=call.slots,
+        P=call.parts,
+        BANDS=call.bands,
         R=ranks,
-        M=weave.rows.tile,
+        M=call.rows.tile,
         C=launch.columns,
         SPLIT=split > 1,
-        ALIGNMENT=alignment(dy_TN, weave),
+        ALIGNMENT=alignment(dy_TN, call),
         PRECISION=precision(dy_TN),
         num_warps=launch.warps,
         num_stages=launch.stages,
     )
     if split > 1:
-        sum_rows(partial, ds_TPR, [split] * weave.parts, weave)
+        sum_rows(partial, ds_TPR, [split] * call.parts, call)
     return ds_TPR
 
 
-def room_for_da(x_TK: Tensor, weave: Weave) -> Tensor:
+def room_for_da(x_TK: Tensor, call: SiteCall) -> Tensor:
     """Allocate the shares of dA of slots with several pieces."""
-    shape = weave.rows.partials, weave.parts, weave.ranks, x_TK.shape[1]
+    shape = call.rows.partials, call.parts, call.ranks, x_TK.shape[1]
     return x_TK.new_empty(shape, dtype=torch.float32)
 
 
-def da(x_TK: Tensor, ds_TPR: Tensor, partial_da_QPRK: Tensor, weave: Weave) -> None:
+def da(x_TK: Tensor, ds_TPR: Tensor, partial_da_QPRK: Tensor, call: SiteCall) -> None:
     """Compute dA: it is added at once, or its shares are written."""
     from weftune.ops.triton import site_gradients
 
-    launch, table = weave.tiling.da, weave.group.table
+    launch, table = call.tiling.da, call.group.table
     blocks = -(-x_TK.shape[1] // launch.columns)
-    site_gradients.da[(blocks, len(weave.rows.pieces_Q4), weave.parts // launch.together)](
+    site_gradients.da[(blocks, len(call.rows.pieces_Q4), call.parts // launch.together)](
         x_TK,
         ds_TPR,
         partial_da_QPRK,
-        weave.rows.pieces_Q4,
-        weave.rows.key_S,
-        weave.rows.token_index_T,
+        call.rows.pieces_Q4,
+        call.rows.key_S,
+        call.rows.token_index_T,
         table.address_PS4,
         table.rank_PS,
         table.threshold_PS,
         table.crc_P,
         x_TK.shape[1],
-        S=weave.slots,
-        P=weave.parts,
+        S=call.slots,
+        P=call.parts,
         TOGETHER=launch.together,
-        R=weave.ranks,
+        R=call.ranks,
         M=launch.rows,
         C=launch.columns,
-        DROPS=weave.group.drops and weave.training,
-        ALIGNMENT=alignment(x_TK, weave),
+        DROPS=call.group.drops and call.training,
+        ALIGNMENT=alignment(x_TK, call),
         PRECISION=precision(x_TK),
         num_warps=launch.warps,
         num_stages=launch.stages,
@@ -279,22 +279,22 @@ def add_dx(
     frozen_TW: Tensor,
     span: RowSpan,
     dx_TK: Tensor,
-    weave: Weave,
+    call: SiteCall,
     scale_T: Tensor | None = None,
 ) -> None:
     """Compute dx = frozen ⊙ scale + the dropped ds · A in the columns of the span, which are all that
     `frozen` has."""
     from weftune.ops.triton import site_gradients
 
-    launch, table = weave.tiling.up, weave.group.table
-    site_gradients.add_dx[(span.blocks, len(weave.rows.tiles_G3))](
+    launch, table = call.tiling.up, call.group.table
+    site_gradients.add_dx[(span.blocks, len(call.rows.tiles_G3))](
         ds_TPR,
         frozen_TW,
         scale_T,
         dx_TK,
-        weave.rows.tiles_G3,
-        weave.rows.key_S,
-        weave.rows.token_index_T,
+        call.rows.tiles_G3,
+        call.rows.key_S,
+        call.rows.token_index_T,
         table.address_PS4,
         table.rank_PS,
         table.threshold_PS,
@@ -302,114 +302,114 @@ def add_dx(
         span.low,
         dx_TK.shape[1],
         frozen_TW.shape[1],
-        S=weave.slots,
-        P=weave.parts,
-        BANDS=weave.bands,
-        R=weave.ranks,
-        M=weave.rows.tile,
+        S=call.slots,
+        P=call.parts,
+        BANDS=call.bands,
+        R=call.ranks,
+        M=call.rows.tile,
         C=launch.columns,
-        DROPS=weave.group.drops and weave.training,
-        ALIGNMENT=alignment(ds_TPR, weave),
+        DROPS=call.group.drops and call.training,
+        ALIGNMENT=alignment(ds_TPR, call),
         PRECISION=precision(ds_TPR),
         num_warps=launch.warps,
         num_stages=launch.stages,
     )
 
 
-def large_y(s_TPR: Tensor, y_TN: Tensor, weave: Weave) -> None:
+def large_y(s_TPR: Tensor, y_TN: Tensor, call: SiteCall) -> None:
     """Write sB of large slots to their rows of y and nowhere else."""
     from weftune.ops.triton import large
 
-    launch, table = weave.tiling.large_y, weave.group.table
-    large.large_y[(sum(weave.blocks(LARGE_SPAN)), len(weave.rows.runs_U3))](
+    launch, table = call.tiling.large_y, call.group.table
+    large.large_y[(sum(call.blocks(LARGE_SPAN)), len(call.rows.runs_U3))](
         s_TPR,
         y_TN,
-        weave.rows.runs_U3,
+        call.rows.runs_U3,
         table.address_PS4,
         table.rank_PS,
         y_TN.shape[1],
-        COLUMNS=weave.columns,
-        S=weave.slots,
-        P=weave.parts,
-        BANDS=weave.bands,
-        R=weave.ranks,
+        COLUMNS=call.columns,
+        S=call.slots,
+        P=call.parts,
+        BANDS=call.bands,
+        R=call.ranks,
         M=BLOCK,
         C=launch.columns,
         SPAN=LARGE_SPAN,
-        ALIGNMENT=alignment(s_TPR, weave),
+        ALIGNMENT=alignment(s_TPR, call),
         PRECISION=precision(s_TPR),
         num_warps=launch.warps,
         num_stages=launch.stages,
     )
 
 
-def large_dx(ds_TPR: Tensor, dx_TK: Tensor, weave: Weave) -> None:
+def large_dx(ds_TPR: Tensor, dx_TK: Tensor, call: SiteCall) -> None:
     """Write the dropped ds · A of slots at the sites where they are large to their rows of dx and nowhere
     else."""
     from weftune.ops.triton import large
 
-    launch, table, features = weave.tiling.large_dx, weave.group.table, dx_TK.shape[1]
-    large.large_dx[(-(-features // LARGE_SPAN), len(weave.rows.runs_U3))](
+    launch, table, features = call.tiling.large_dx, call.group.table, dx_TK.shape[1]
+    large.large_dx[(-(-features // LARGE_SPAN), len(call.rows.runs_U3))](
         ds_TPR,
         dx_TK,
-        weave.rows.runs_U3,
-        weave.rows.key_S,
-        weave.rows.token_index_T,
+        call.rows.runs_U3,
+        call.rows.key_S,
+        call.rows.token_index_T,
         table.address_PS4,
         table.rank_PS,
         table.threshold_PS,
         table.crc_P,
         features,
-        S=weave.slots,
-        P=weave.parts,
-        BANDS=weave.bands,
-        R=weave.ranks,
+        S=call.slots,
+        P=call.parts,
+        BANDS=call.bands,
+        R=call.ranks,
         M=BLOCK,
         C=launch.columns,
         SPAN=LARGE_SPAN,
-        DROPS=weave.group.drops and weave.training,
-        ALIGNMENT=alignment(ds_TPR, weave),
+        DROPS=call.group.drops and call.training,
+        ALIGNMENT=alignment(ds_TPR, call),
         PRECISION=precision(ds_TPR),
         num_warps=launch.warps,
         num_stages=launch.stages,
     )
 
 
-def add_gradients(partial_da_QPRK: Tensor, partial_db_QLN: Tensor, weave: Weave) -> None:
+def add_gradients(partial_da_QPRK: Tensor, partial_db_QLN: Tensor, call: SiteCall) -> None:
     """Add the shares of slots with several pieces to their accumulators."""
     from weftune.ops.triton import site_gradients
 
     features, outputs = partial_da_QPRK.shape[-1], partial_db_QLN.shape[-1]
-    columns = max(32, 4096 // weave.ranks)
-    blocks = weave.parts * -(-features // columns) + weave.bands * sum(weave.blocks(columns))
-    site_gradients.add_gradients[(blocks, len(weave.rows.sums_M3))](
+    columns = max(32, 4096 // call.ranks)
+    blocks = call.parts * -(-features // columns) + call.bands * sum(call.blocks(columns))
+    site_gradients.add_gradients[(blocks, len(call.rows.sums_M3))](
         partial_da_QPRK,
         partial_db_QLN,
-        weave.rows.sums_M3,
-        weave.group.table.address_PS4,
-        weave.group.table.rank_PS,
+        call.rows.sums_M3,
+        call.group.table.address_PS4,
+        call.group.table.rank_PS,
         features,
         outputs,
-        COLUMNS=weave.columns,
-        S=weave.slots,
-        P=weave.parts,
-        BANDS=weave.bands,
-        R=weave.ranks,
+        COLUMNS=call.columns,
+        S=call.slots,
+        P=call.parts,
+        BANDS=call.bands,
+        R=call.ranks,
         C=columns,
-        ALIGNMENT=alignment(partial_da_QPRK, weave),
+        ALIGNMENT=alignment(partial_da_QPRK, call),
         num_warps=4,
     )
 
 
-def row_lengths(weight_NK: Tensor, weave: Weave) -> None:
+def row_lengths(weight_NK: Tensor, call: SiteCall) -> None:
     """Write 1 / ‖W + scale · BA‖ for the slots whose outputs are scaled by it besides a trained vector."""
     from weftune.ops.triton import scales
 
-    table, g_out = weave.group.table, weave.group.g_out
+    table, g_out = call.group.table, call.group.g_out
     assert g_out is not None
-    ranks = min(weave.ranks, DIRECT_RANKS)
+    ranks = min(call.ranks, DIRECT_RANKS)
     slots, half = LENGTH_RANKS // ranks, weight_NK.dtype.itemsize == 2
-    scales.row_lengths[(-(-weave.slots // slots), sum(weave.blocks(LENGTH_ROWS)))](
+    scales.row_lengths[(-(-call.slots // slots), sum(call.blocks(LENGTH_ROWS)))](
         weight_NK,
         table.address_PS4,
         table.factor_PS2,
@@ -418,37 +418,37 @@ def row_lengths(weight_NK: Tensor, weave: Weave) -> None:
         weight_NK.shape[1],
         weight_NK.stride(0),
         weight_NK.stride(1),
-        COLUMNS=weave.columns,
-        S=weave.slots,
-        P=weave.sites,
+        COLUMNS=call.columns,
+        S=call.slots,
+        P=call.sites,
         G=slots,
         R=ranks,
         M=LENGTH_ROWS,
         C=LENGTH_COLUMNS if half else LENGTH_COLUMNS // 2,
-        ALIGNMENT=alignment(weight_NK, weave),
+        ALIGNMENT=alignment(weight_NK, call),
         PRECISION=precision(weight_NK),
         num_warps=LENGTH_WARPS,
         num_stages=LENGTH_STAGES if half else 1,
     )
 
 
-def compute_pairs(like_TK: Tensor, weave: Weave) -> None:
+def compute_pairs(like_TK: Tensor, call: SiteCall) -> None:
     """Write A and B of the slots that have them computed."""
-    group = weave.group
+    group = call.group
     assert group.computed is not None
     write_pairs(like_TK, group.computed, group.table.address_PS4, group.columns)
 
 
-def take_pair_gradients(like_TK: Tensor, weave: Weave) -> None:
+def take_pair_gradients(like_TK: Tensor, call: SiteCall) -> None:
     """Add the gradients that follow from dA and dB of these slots to those of the vectors that A and B are
     computed from."""
-    group = weave.group
+    group = call.group
     assert group.computed is not None
     add_pair_gradients(like_TK, group.computed, group.table.address_PS4, group.columns)
 
 
-def alignment(x: Tensor, weave: Weave) -> int:
-    return ALIGNMENT if weave.group.table.aligned else x.element_size()
+def alignment(x: Tensor, call: SiteCall) -> int:
+    return ALIGNMENT if call.group.table.aligned else x.element_size()
 
 
 def precision(x: Tensor) -> str:

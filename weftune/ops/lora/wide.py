@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weftune.ops.lora.operands import Right, backward_operands, forward_operands
 from weftune.ops.lora.tiled_kernels import add_dx, up
-from weftune.ops.lora.weave import RowSpan, Weave
+from weftune.ops.lora.tiling import RowSpan, SiteCall
 
 SPAN_BYTES = 256 << 20
 """Bytes of a float32 product that are in memory at a time; a block of columns is never split and may exceed
@@ -31,12 +31,12 @@ def wide_y(
     residual_TN: Tensor | None,
     s_TPR: Tensor,
     u_TN: Tensor | None,
-    weave: Weave,
+    call: SiteCall,
 ) -> Tensor:
     """Return residual + bias + g ⊙ (xWᵀ + sB). If outputs are scaled, u receives them unscaled."""
     operands = forward_operands(x_TK, weight)
     y_TN = x_TK.new_empty(operands.shape)
-    for span in spans(weave.group.columns, weave.tiling.up.columns, len(y_TN)):
+    for span in spans(call.group.columns, call.tiling.up.columns, len(y_TN)):
         # Not assigned to a variable, which would keep it alive while the next one is computed.
         up(
             s_TPR,
@@ -46,19 +46,19 @@ def wide_y(
             residual_TN,
             y_TN,
             u_TN,
-            weave,
+            call,
             operands.scale_T,
             operands.scale_L,
         )
     return y_TN
 
 
-def wide_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, weave: Weave) -> Tensor:
+def wide_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Tensor:
     """Return dyW + the dropped ds · A of all parts."""
     operands = backward_operands(dy_TN, weight)
     dx_TK = dy_TN.new_empty(operands.shape)
-    for span in spans(((0, dx_TK.shape[1]),), weave.tiling.up.columns, len(dx_TK)):
-        add_dx(ds_TPR, operands.summed(span.low, span.high), span, dx_TK, weave, operands.scale_T)
+    for span in spans(((0, dx_TK.shape[1]),), call.tiling.up.columns, len(dx_TK)):
+        add_dx(ds_TPR, operands.summed(span.low, span.high), span, dx_TK, call, operands.scale_T)
     return dx_TK
 
 

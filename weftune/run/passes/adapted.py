@@ -43,7 +43,7 @@ class AdaptedBase:
                 base.whole_sites,
                 embedding,
                 base.tied,
-                weaves=self.route is Route.tiled,
+                tiled=self.route is Route.tiled,
             )
             if self.layers is not None:
                 self.layers.fuse(self.banks)
@@ -58,12 +58,12 @@ class AdaptedBase:
         """Whether passes can be captured as CUDA graphs."""
         return self.layers is not None and self.layers.capturable
 
-    def unweave(self) -> None:
+    def restore_base(self) -> None:
         """Restore the base."""
         if self.layers is not None:
             self.layers.unfuse()
             compute_by(self.base.model)
-        self.banks.unweave()
+        self.banks.restore_base()
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:

@@ -141,8 +141,8 @@ class Driver:
         """Number of CUDA graphs that this worker has captured so far. None if passes are not captured."""
         return self._own.captures
 
-    def unweave(self) -> None:
-        self._own.unweave()
+    def restore_base(self) -> None:
+        self._own.restore_base()
         self._transport.close()
 
     def attach(self, training: Training) -> None:

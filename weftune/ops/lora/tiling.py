@@ -13,6 +13,8 @@ from torch import Tensor
 from weftune.ops.lora.rows import BLOCK, Rows
 from weftune.ops.lora.table import ALIGNMENT, BAND, Group
 
+MIN_RANK = 16
+"""Smallest number of ranks that kernels multiply at once."""
 ONE_READ_RANKS = 64
 """Maximum ranks of a site for reading dy once: above, the shares of ds are larger than dy, and dy is read
 twice."""
@@ -42,7 +44,7 @@ that is less than the rounding error of the operands; longer sums are accumulate
 of 256 columns have no registers."""
 
 
-class Order(StrEnum):
+class ProductPlan(StrEnum):
     """The order of the tiled route: whether the adapters' part is added to a frozen product that the library
     has written in float32, or inside a fused product before it is written; and whether dA and dB are computed
     concurrently with the product of the backward, which costs a second read of dy, or before it.
@@ -58,11 +60,11 @@ class Order(StrEnum):
 
     @property
     def fuses(self) -> bool:
-        return self in (Order.fused, Order.fused_beside)
+        return self in (ProductPlan.fused, ProductPlan.fused_beside)
 
     @property
     def beside(self) -> bool:
-        return self in (Order.wide_beside, Order.fused_beside)
+        return self in (ProductPlan.wide_beside, ProductPlan.fused_beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +130,14 @@ class Tiling:
 
 
 @dataclass(frozen=True, slots=True)
-class Weave:
+class SiteCall:
     """One use of a group by one microbatch."""
 
     group: Group
     rows: Rows
     training: bool
     tiling: Tiling
-    order: Order = Order.wide
+    order: ProductPlan = ProductPlan.wide
 
     @property
     def sites(self) -> int:
@@ -174,7 +176,7 @@ class Weave:
 
 def rank_block(rank: int) -> int:
     """Return the ranks of a part, at most a band, rounded up to a power of two that a tensor core takes."""
-    return max(16, 1 << (min(rank, BAND) - 1).bit_length())
+    return max(MIN_RANK, 1 << (min(rank, BAND) - 1).bit_length())
 
 
 def parts_together(group: Group) -> int:
@@ -183,7 +185,7 @@ def parts_together(group: Group) -> int:
     return sites if sites * rank_block(group.rank) <= TOGETHER_RANKS else 1
 
 
-def tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -> Tiling:
+def choose_tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -> Tiling:
     """Return blocks that fit the registers and the shared memory of the device."""
     count, device = len(rows.token_index_T), rows.buffer.device
     y = blocks_for(count, group.columns, dtype, device)
@@ -214,11 +216,11 @@ def _crowded(rows: Rows, group: Group, launch: KernelLaunch, device: torch.devic
     return blocks * -(-len(rows.token_index_T) // rows.piece) > _programs(device)
 
 
-def orders_for(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[Order, ...]:
+def orders_for(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[ProductPlan, ...]:
     """Return the orders that the weight, the group and the device allow."""
     allowed = fuses(weight_NK, device) and all(low % FUSED_COLUMNS == 0 for low, _ in group.columns)
-    always = Order.wide, Order.wide_beside
-    return (*always, Order.fused, Order.fused_beside) if allowed else always
+    always = ProductPlan.wide, ProductPlan.wide_beside
+    return (*always, ProductPlan.fused, ProductPlan.fused_beside) if allowed else always
 
 
 def fuses(weight_NK: Tensor, device: torch.device) -> bool:
@@ -226,15 +228,15 @@ def fuses(weight_NK: Tensor, device: torch.device) -> bool:
     return weight_NK.dtype.itemsize <= 2 and _in_whole_rows(weight_NK) and _has_copy_engines(device)
 
 
-def contestants(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[Order, ...]:
+def contestants(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[ProductPlan, ...]:
     """Return the orders that a trial decides between; the first is a good choice without a trial.
 
     A fused product is not written in float32 and read again, so the library's is used only if fusing is not
     possible.
     """
-    if Order.fused in orders_for(weight_NK, group, device):
-        return Order.fused, Order.fused_beside
-    return Order.wide, Order.wide_beside
+    if ProductPlan.fused in orders_for(weight_NK, group, device):
+        return ProductPlan.fused, ProductPlan.fused_beside
+    return ProductPlan.wide, ProductPlan.wide_beside
 
 
 def _in_whole_rows(weight_NK: Tensor) -> bool:

@@ -14,9 +14,9 @@ from weftune.ops.dropout import step_key
 from weftune.ops.lora.operands import Right
 from weftune.ops.lora.rows import Rows, Seat
 from weftune.ops.lora.table import ALIGNMENT, Entry, Group, SlotTable, bands_for
-from weftune.ops.lora.tiled import backward, forward, woven_linear
+from weftune.ops.lora.tiled import backward, forward, lora_linear
 from weftune.ops.lora.tiled_kernels import ds
-from weftune.ops.lora.weave import Order, Weave, product_blocks, tiling
+from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling, product_blocks
 
 STEP = 3
 
@@ -238,34 +238,34 @@ def run(
     training: bool = True,
     times: int = 1,
     wants_dx: bool = True,
-    order: Order | None = None,
+    order: ProductPlan | None = None,
     one_read: bool | None = None,
     columns: int | None = None,
 ) -> dict[str, Tensor]:
     """The tiled route; `order`, `one_read` and `columns` (of a fused product) go below the autograd node."""
     made = values(case)
     weight = frozen_weight(case, made)
-    aboard, group, rows = woven(case, made)
+    aboard, group, rows = attached(case, made)
     anchor = torch.zeros((), device=case.device, requires_grad=True)
     found: dict[str, Tensor] = {}
     for _ in range(times):
         if order is None and one_read is None:
             x = made.x.clone().requires_grad_(wants_dx)
             residual = None if made.residual is None else made.residual.clone().requires_grad_()
-            y = woven_linear(x, weight, made.bias, residual, anchor, group, rows, training)
+            y = lora_linear(x, weight, made.bias, residual, anchor, group, rows, training)
             y.backward(made.dy)
             found = {"y": y.detach(), "dx": x.grad}  # type: ignore[dict-item]
             if residual is not None:
                 found["dresidual"] = residual.grad  # type: ignore[assignment]
         else:
-            chosen = tiling(rows, group, case.features, case.dtype)
+            chosen = choose_tiling(rows, group, case.features, case.dtype)
             chosen = chosen if one_read is None else replace(chosen, one_read=one_read)
             if columns is not None:
                 blocks = product_blocks(columns, case.dtype, chosen.y.programs)
                 chosen = replace(chosen, y=blocks, dx=blocks)
-            weave = Weave(group, rows, training, chosen, order or Order.wide)
-            y, s, _ = forward(made.x, weight, made.bias, made.residual, weave)
-            dx = backward(made.dy, made.x, weight, s, weave, wants_dx)
+            call = SiteCall(group, rows, training, chosen, order or ProductPlan.wide)
+            y, s, _ = forward(made.x, weight, made.bias, made.residual, call)
+            dx = backward(made.dy, made.x, weight, s, call, wants_dx)
             found = {"y": y, "dx": dx}  # type: ignore[dict-item]
             if made.residual is not None:
                 found["dresidual"] = made.dy
@@ -277,7 +277,7 @@ def run(
     return found
 
 
-def woven(case: Case, made: Values) -> tuple[dict[int, list[Entry | None]], Group, Rows]:
+def attached(case: Case, made: Values) -> tuple[dict[int, list[Entry | None]], Group, Rows]:
     """The jobs seated in the tables, and the rows dealt out."""
     device = torch.device(case.device)
     slots = max(4, len(case.jobs))
@@ -300,27 +300,27 @@ def woven(case: Case, made: Values) -> tuple[dict[int, list[Entry | None]], Grou
 
 
 @torch.no_grad()
-def kept_of_a_young_adapter(case: Case, order: Order) -> dict[str, float]:
+def kept_of_a_young_adapter(case: Case, order: ProductPlan) -> dict[str, float]:
     """What is there, after rounding and on average, of what the only job's adapter adds to y and to dx.
 
     It adds a fraction of their last digit: all traces of it are in how sums have been rounded.
     """
     made = values(case)
     made.b = {place: b / 4000 for place, b in made.b.items()}
-    aboard, group, rows = woven(case, made)
-    weave = Weave(group, rows, True, tiling(rows, group, case.features, case.dtype), order)
+    aboard, group, rows = attached(case, made)
+    call = SiteCall(group, rows, True, choose_tiling(rows, group, case.features, case.dtype), order)
     (entry,) = aboard[0]
     assert entry is not None
 
     weight = frozen_weight(case, made)
 
     def both() -> tuple[Tensor, Tensor, Tensor]:
-        y, s, _ = forward(made.x, weight, None, made.residual, weave)
-        dx = backward(made.dy, made.x, weight, s, weave, wants_dx=True)
+        y, s, _ = forward(made.x, weight, None, made.residual, call)
+        dx = backward(made.dy, made.x, weight, s, call, wants_dx=True)
         assert dx is not None
         return y, dx, s
 
-    ds_TR = ds(made.dy, weave)[:, : entry.rank]
+    ds_TR = ds(made.dy, call)[:, : entry.rank]
     y, dx, s = both()
     added = {
         "y": s[:, : entry.rank].double() @ entry.b_RN.double(),
@@ -336,10 +336,10 @@ def kept_of_a_young_adapter(case: Case, order: Order) -> dict[str, float]:
     return kept
 
 
-_KNOWN: dict[tuple[str, Order | None], dict[str, Tensor]] = {}
+_KNOWN: dict[tuple[str, ProductPlan | None], dict[str, Tensor]] = {}
 
 
-def _clean(case: Case, order: Order | None) -> dict[str, Tensor]:
+def _clean(case: Case, order: ProductPlan | None) -> dict[str, Tensor]:
     """The run without poison, once for all poisons of a case."""
     known = (repr(case), order)
     if known not in _KNOWN:
@@ -347,7 +347,7 @@ def _clean(case: Case, order: Order | None) -> dict[str, Tensor]:
     return _KNOWN[known]
 
 
-def healthy_after(case: Case, poison: str, order: Order | None = None) -> None:
+def healthy_after(case: Case, poison: str, order: ProductPlan | None = None) -> None:
     """What is not of slot 1 (or, where padding is poisoned, all that is not padding) has the bits it had."""
     clean, sick = _clean(case, order), run(case.poisoned(poison, slot=1), order=order)
     hurt = case.padding_rows if poison == "padding" else case.rows_of(1)

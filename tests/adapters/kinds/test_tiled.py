@@ -1,4 +1,4 @@
-"""Kinds that the tiled kernels weave in, in Triton's interpreter, against what their parts compute."""
+"""Kinds that the tiled kernels compute, in Triton's interpreter, against what their parts compute."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.adapters.kinds.woven import LENGTHS, SPECS, differences, drawn, passed
+from tests.adapters.kinds.tiled import LENGTHS, SPECS, differences, drawn, passed
 from tests.bench import base as tiny_base
 from tests.cases import slow_but
 from tests.interpreter import interpret
 from weftune.adapters import banks as all_banks
 from weftune.adapters.bottleneck.spec import BottleneckSpec
 from weftune.adapters.kinds import AdapterSpec
-from weftune.adapters.woven import WovenBank
+from weftune.adapters.tiled import TiledBank
 from weftune.base.model import Base
 from weftune.ops.lora.routes import Route
 
@@ -70,9 +70,9 @@ def test_a_nan_in_the_weights_of_one_stays_with_it(sick: str) -> None:
 
 def test_a_bottleneck_takes_what_the_kernels_have_written(monkeypatch: pytest.MonkeyPatch) -> None:
     specs = {"lora": SPECS["lora"], "bottleneck": BottleneckSpec(size=4), "dora": SPECS["dora"]}
-    base, linear = tiny_base("qwen2", torch.float32), WovenBank.linear
+    base, linear = tiny_base("qwen2", torch.float32), TiledBank.linear
     want, kernels = passed(base, specs, [*specs], Route.segmented), list[object]()
-    monkeypatch.setattr(WovenBank, "linear", lambda *given: kernels.append(given) or linear(*given))
+    monkeypatch.setattr(TiledBank, "linear", lambda *given: kernels.append(given) or linear(*given))
     found = differences(passed(base, specs, [*specs], Route.tiled), want)
     assert len(kernels) == 3
     assert max(found.values()) <= CLOSE, found

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weftune.adapters.form import WovenPart
+from weftune.adapters.form import TiledPart
 from weftune.adapters.kind import Frozen, Pass
 from weftune.core.shapes import SiteShape
 from weftune.ops.lora.addresses import AddressTable
@@ -21,17 +21,14 @@ from weftune.ops.lora.choice import Candidates
 from weftune.ops.lora.computed import computed_table, put_computed
 from weftune.ops.lora.scales import put_scales, scale_table
 from weftune.ops.lora.table import Group, SlotTable, bands_for
-from weftune.ops.lora.tiled import contest_at, woven_linear
-from weftune.ops.lora.weave import DIRECT_RANKS
-
-LEAST_RANK = 16
-"""Smallest number of ranks that kernels multiply at once."""
+from weftune.ops.lora.tiled import contest_at, lora_linear
+from weftune.ops.lora.tiling import DIRECT_RANKS, MIN_RANK
 
 
 @dataclass(frozen=True, slots=True)
 class _Seat:
     slot: int
-    parts: tuple[WovenPart | None, ...]
+    parts: tuple[TiledPart | None, ...]
     """One part for every site. They are kept alive here, since the tables hold only addresses."""
 
     @property
@@ -50,7 +47,7 @@ class _Tables:
     g_in: AddressTable | None
     computed: AddressTable | None
 
-    def put(self, slot: int, parts: Sequence[WovenPart | None]) -> None:
+    def put(self, slot: int, parts: Sequence[TiledPart | None]) -> None:
         """Write a job's parts to the tables on the host: many jobs may be attached and detached before the
         next pass."""
         self.low_rank.put(self.low_rank_views, slot, [part.low_rank if part else None for part in parts])
@@ -67,7 +64,7 @@ class _Tables:
                 table.send()
 
 
-class WovenBank:
+class TiledBank:
     """All attached adapters that the tiled kernels compute at a group of sites that share their input. The
     kernels read the owner of each row from `Pass.rows`, so that a captured pass serves any jobs."""
 
@@ -77,14 +74,14 @@ class WovenBank:
         self._seats: dict[str, _Seat] = {}
         self._tables: _Tables | None = None
         self._unsent = False
-        self._rank, self._large_rank, self._drops = LEAST_RANK, LEAST_RANK, False
+        self._rank, self._large_rank, self._drops = MIN_RANK, MIN_RANK, False
         self._scales_out = self._scales_in = self._lengths = self._computes = False
         self._large: set[str] = set()
         """Jobs that have more ranks than a fused product takes by itself."""
         stops = list(accumulate(site.out_features for site in sites))
         self._columns = tuple(zip([0, *stops[:-1]], stops, strict=True))
 
-    def attach(self, job: str, slot: int, parts: Sequence[WovenPart | None]) -> None:
+    def attach(self, job: str, slot: int, parts: Sequence[TiledPart | None]) -> None:
         """Attach a job with one part for every site, None where it has no adapter."""
         seat = self._seats[job] = _Seat(slot, tuple(parts))
         self._grow(job, seat)
@@ -139,7 +136,7 @@ class WovenBank:
             self._tables.send()
             self._unsent = False
 
-    def _put(self, slot: int, parts: Sequence[WovenPart | None]) -> None:
+    def _put(self, slot: int, parts: Sequence[TiledPart | None]) -> None:
         if self._tables is not None:
             self._tables.put(slot, parts)
             self._unsent = True
@@ -152,7 +149,7 @@ class WovenBank:
     def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
         """Compute the frozen product of all sites side by side, with every job's part."""
         assert bound.rows is not None, "the rows were not dealt out"
-        return woven_linear(
+        return lora_linear(
             x_TK,
             frozen.weight,
             frozen.bias_N,

@@ -12,19 +12,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weftune.ops.lora import weave
+from weftune.ops.lora import tiling
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.table import Group, SlotTable, bands_for
-from weftune.ops.lora.weave import (
+from weftune.ops.lora.tiling import (
     KernelLaunch,
-    Order,
-    Weave,
+    ProductPlan,
+    SiteCall,
+    choose_tiling,
     contestants,
     orders_for,
     parts_together,
     product_blocks,
     rank_block,
-    tiling,
 )
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -41,9 +41,9 @@ def group_of(rank=8, widths=(4096,), drops=False, first=0):
 
 def tiled(monkeypatch, rows=64, features=4096, dtype=HALF, programs=132, shared=ROOMY, piece=1024, **group):
     """The tiling of a GPU with so many multiprocessors and so much shared memory."""
-    monkeypatch.setattr(weave, "_programs", lambda device: programs)
-    monkeypatch.setattr(weave, "_shared_memory", lambda device: shared)
-    return tiling(Rows.empty(rows, 2, CPU, piece=piece), group_of(**group), features, dtype)
+    monkeypatch.setattr(tiling, "_programs", lambda device: programs)
+    monkeypatch.setattr(tiling, "_shared_memory", lambda device: shared)
+    return choose_tiling(Rows.empty(rows, 2, CPU, piece=piece), group_of(**group), features, dtype)
 
 
 def shown(chosen):
@@ -220,7 +220,7 @@ def test_the_blocks_of_a_product_fit_its_shared_memory(dtype, inner, columns, st
 
 
 def test_without_a_gpu_three_programs_take_turns_and_nothing_limits_the_shared_memory():
-    chosen = tiling(Rows.empty(1000, 2, CPU), group_of(), 512, HALF)
+    chosen = choose_tiling(Rows.empty(1000, 2, CPU), group_of(), 512, HALF)
     assert (chosen.y.programs, chosen.dx.programs) == (3, 3)
     assert chosen.up.columns == 128
 
@@ -241,14 +241,14 @@ def test_parts_whose_ranks_fit_the_registers_share_programs(rank, parts, togethe
     assert parts_together(group_of(rank, (64,) * parts)) == together
 
 
-def test_a_weave_counts_its_parts_ranks_slots_and_blocks():
+def test_a_call_counts_its_parts_ranks_slots_and_blocks():
     group, rows = group_of(17, (100, 128, 129)), Rows.empty(64, 5, CPU)
-    use = Weave(group, rows, True, tiling(rows, group, 64, HALF))
+    use = SiteCall(group, rows, True, choose_tiling(rows, group, 64, HALF))
     assert (use.parts, use.ranks, use.slots) == (3, 32, 5)
     assert use.columns == (0, 100, 100, 228, 228, 357)
     assert use.blocks(64) == [2, 2, 3]
     assert use.blocks(128) == [1, 1, 2]
-    assert use.order is Order.wide
+    assert use.order is ProductPlan.wide
     assert (use.sites, use.bands, use.has_large) == (3, 1, False)
 
 
@@ -258,7 +258,7 @@ def test_a_weave_counts_its_parts_ranks_slots_and_blocks():
 )
 def test_a_rank_above_a_band_is_several_parts_of_a_site(rank, bands, ranks, large):
     group, rows = group_of(rank, (100, 128)), Rows.empty(64, 5, CPU)
-    use = Weave(group, rows, True, tiling(rows, group, 64, HALF))
+    use = SiteCall(group, rows, True, choose_tiling(rows, group, 64, HALF))
     assert (use.sites, use.bands, use.parts, use.ranks) == (2, bands, 2 * bands, ranks)
     assert use.has_large == large
     assert (use.tiling.down.together, use.tiling.da.together, use.tiling.ds.together) == (2, 2, 1)
@@ -266,11 +266,14 @@ def test_a_rank_above_a_band_is_several_parts_of_a_site(rank, bands, ranks, larg
 
 
 def test_an_order_says_whether_it_fuses_and_what_is_made_beside():
-    assert [order for order in Order if order.fuses] == [Order.fused, Order.fused_beside]
-    assert [order for order in Order if order.beside] == [Order.wide_beside, Order.fused_beside]
+    assert [order for order in ProductPlan if order.fuses] == [ProductPlan.fused, ProductPlan.fused_beside]
+    assert [order for order in ProductPlan if order.beside] == [
+        ProductPlan.wide_beside,
+        ProductPlan.fused_beside,
+    ]
 
 
-WIDE, FUSED = (Order.wide, Order.wide_beside), (Order.fused, Order.fused_beside)
+WIDE, FUSED = (ProductPlan.wide, ProductPlan.wide_beside), (ProductPlan.fused, ProductPlan.fused_beside)
 
 
 @pytest.fixture
@@ -339,10 +342,10 @@ def test_copy_engines_and_room_are_those_of_gpus_for_data_centres(device, capabi
 def test_a_gpu_has_a_program_for_every_multiprocessor_and_the_shared_memory_that_it_says(card):
     device = torch.device("cuda", 7)
     card.multi_processor_count = 77
-    assert weave._programs(device) == 77
-    assert weave._shared_memory(device) == 232_448
-    assert weave._shared_memory(CPU) == ROOMY
-    assert weave._programs(CPU) == 3
+    assert tiling._programs(device) == 77
+    assert tiling._shared_memory(device) == 232_448
+    assert tiling._shared_memory(CPU) == ROOMY
+    assert tiling._programs(CPU) == 3
 
 
 def test_what_is_lean_keeps_all_but_its_blocks(monkeypatch):

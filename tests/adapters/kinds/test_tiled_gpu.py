@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 
-from tests.adapters.kinds.woven import SPECS, differences, passed
+from tests.adapters.kinds.tiled import SPECS, differences, passed
 from weftune.adapters.bottleneck.spec import BottleneckSpec
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
