@@ -38,7 +38,7 @@ from weftune.base.spec import DEMO, BaseSpec
 from weftune.bench.recorder import Recorder
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
-from weftune.core.paths import cache_folder
+from weftune.core.files import cache_folder
 from weftune.jobs.spec.spec import JobSpec
 from weftune.plan.program.program import Program
 from weftune.run.training.schedule import learning_rate

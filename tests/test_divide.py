@@ -8,7 +8,7 @@ import pytest
 
 from tests import bench
 from weftune import JobSpec, Options
-from weftune.core.paths import cache_folder
+from weftune.core.files import cache_folder
 from weftune.errors import PlanError
 from weftune.launch.split import SAMPLED, Hosts, divide, work_left
 from weftune.plan.cost.memory import SLACK_BYTES, MemoryModel

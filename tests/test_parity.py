@@ -12,7 +12,7 @@ from tests import bench, oracle
 from tests.cases import slow_but
 from tests.families import FAMILIES, tiny
 from weftune import JobSpec, Options, Trainer
-from weftune.core.paths import cache_folder
+from weftune.core.files import cache_folder
 from weftune.data.order import SampleOrder
 from weftune.data.prepare import prepare
 from weftune.data.spec import DataSpec

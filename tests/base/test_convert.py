@@ -18,7 +18,7 @@ from weftune.base.convert import converted, narrowed
 from weftune.base.load import load_base, load_tokenizer
 from weftune.base.place import demo_folder
 from weftune.base.spec import BaseSpec
-from weftune.core.paths import cache_folder
+from weftune.core.files import cache_folder
 from weftune.errors import BaseModelError, MissingPackage
 
 gguf = pytest.importorskip("gguf")

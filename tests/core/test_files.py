@@ -1,5 +1,7 @@
 """Lines are whole or gone, and JSON is valid whatever the numbers are."""
 
+from __future__ import annotations
+
 import json
 import math
 import os
@@ -8,9 +10,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from tests.faults import Disk
-from weftune.core.files import LineFile, json_text, kept_lines, refuse_full_folder, replace_file, temporary
+from weftune.core.files import (
+    LineFile,
+    cache_folder,
+    dump_yaml,
+    json_text,
+    kept_lines,
+    load_yaml,
+    refuse_full_folder,
+    replace_file,
+    temporary,
+)
 from weftune.errors import OutputError
 
 
@@ -160,3 +173,39 @@ def test_a_folder_of_its_own_is_new_or_empty(tmp_path):
         refuse_full_folder(tmp_path)
     with pytest.raises(OutputError, match=r"a is a file; name a folder that is new or empty"):
         refuse_full_folder(tmp_path / "a")
+
+
+def test_the_cache_lies_where_the_user_says_else_where_caches_lie(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.delenv("WEFTUNE_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_folder() == Path("/home/someone/.cache/weftune")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert cache_folder() == Path("/caches/weftune")
+    monkeypatch.setenv("WEFTUNE_CACHE", "~/mine")
+    assert cache_folder() == Path("/home/someone/mine")
+
+
+VALUES = {
+    "job": {"name": "ä-1", "rate": 2e-4, "big": 1e22, "text": "no", "empty": "", "none": None},
+    "long": "word " * 60,
+    "lines": "a\nb: c\n# d",
+    "list": [1, [2.5, True], {"k": []}],
+}
+
+
+def test_what_is_written_is_read_back_by_either_reader() -> None:
+    text = dump_yaml(VALUES).decode()
+    assert load_yaml(text) == yaml.safe_load(text) == VALUES
+    assert list(load_yaml(text)) == list(VALUES)
+
+
+@pytest.mark.parametrize("text", ["- " * 8000 + "x", "[" * 3000 + "]" * 3000])
+def test_what_is_nested_deeply_is_refused_as_before(text: str) -> None:
+    with pytest.raises(RecursionError):
+        load_yaml(text)
+
+
+def test_what_is_no_yaml_is_said_alike() -> None:
+    with pytest.raises(yaml.YAMLError):
+        load_yaml("a: [1, 2")

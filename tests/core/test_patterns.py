@@ -12,7 +12,7 @@ from tests.families import tiny
 from tests.oracle import lora_config, write_start
 from weftune.adapters.lora.files import read_adapter
 from weftune.base.generate import with_adapter
-from weftune.core.patterns import ending, slow_sentence
+from weftune.core.limited import ending, slow_sentence
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import AdapterError, SpecError
 from weftune.jobs.spec.checks import check_targets

@@ -11,7 +11,7 @@ from weftune.base.quant.fp8 import Fp8
 from weftune.base.quant.int8 import Int8
 from weftune.base.quant.linear import QuantLinear, plainly
 from weftune.base.quant.nf4 import Nf4
-from weftune.core.coded import CODED_PARAMETERS, multiply_codes, side_by_side
+from weftune.core.weights import CODED_PARAMETERS, multiply_codes, side_by_side
 from weftune.ops.dequantise import KERNELS
 from weftune.ops.fp8 import multiply
 from weftune.ops.lora.routes import Route

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from weftune.core.coded import CODES, CodedMatrix, multiply_codes
-from weftune.core.coded import row_codes as plain_codes
+from weftune.core.weights import CODES, CodedMatrix, multiply_codes
+from weftune.core.weights import row_codes as plain_codes
 from weftune.ops.fp8 import codes_in_float32, launch_row_codes, multiply
 
 SHAPES = [(1, 16), (7, 48), (33, 200), (5, 1024)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from weftune.core import shapes
-from weftune.core.head import Head, HeadRows
+from weftune.core.weights import Head, HeadRows
 from weftune.ops.logprobs import target_logprobs
 
 

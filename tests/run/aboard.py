@@ -9,7 +9,7 @@ from tests import bench
 from weftune import JobSpec
 from weftune.adapters.kind import JobAdapter
 from weftune.base.model import Base
-from weftune.core.paths import cache_folder
+from weftune.core.files import cache_folder
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import one_device
 from weftune.plan.program.program import Program

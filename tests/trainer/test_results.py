@@ -12,7 +12,7 @@ from tests.families import tiny
 from weftune import JobSpec
 from weftune.base.spec import BaseSpec
 from weftune.cli.generate import base_of
-from weftune.core.paths import cache_folder
+from weftune.core.files import cache_folder
 from weftune.errors import OutputError, SpecError
 from weftune.jobs.spec.checks import warnings
 from weftune.trainer.job import PreparedJob, make_ready

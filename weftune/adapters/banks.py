@@ -39,10 +39,18 @@ from weftune.adapters.token_rows import TrainedTokens, trained_tokens
 from weftune.adapters.tokens import TOKENS
 from weftune.adapters.vector import SHARED, VectorLayout
 from weftune.core.batch import Microbatch, Segment, to_device
-from weftune.core.coded import CODED_PARAMETERS, is_coded, joined, side_by_side
-from weftune.core.head import HeadRows
 from weftune.core.shapes import SiteShape, layer_of
-from weftune.core.weight import FrozenWeight, HoldsWeight, Weight, stacked
+from weftune.core.weights import (
+    CODED_PARAMETERS,
+    FrozenWeight,
+    HeadRows,
+    HoldsWeight,
+    Weight,
+    is_coded,
+    joined,
+    side_by_side,
+    stacked,
+)
 from weftune.errors import AdapterError
 from weftune.ops.accumulate import accumulated
 from weftune.ops.dropout import step_key

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weftune.adapters.target import TargetSpec
-from weftune.core.patterns import slow_sentence
+from weftune.core.limited import slow_sentence
 from weftune.errors import AdapterError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -14,7 +14,7 @@ from weftune.adapters.form import SiteTensors, TiledPart
 from weftune.adapters.vector import VectorLayout
 from weftune.core.batch import Microbatch, Segment
 from weftune.core.shapes import SiteShape
-from weftune.core.weight import Weight, frozen_product, part_of
+from weftune.core.weights import Weight, frozen_product, part_of
 from weftune.ops.draw import parameter_key
 from weftune.ops.experts import ExpertPart
 from weftune.ops.lora.choice import Choices

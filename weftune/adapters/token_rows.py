@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from weftune.adapters.kind import NewAdapter, Parameters
 from weftune.adapters.tokens import TOKENS
 from weftune.core.batch import Microbatch, Segment
-from weftune.core.head import HeadRows
 from weftune.core.shapes import EMBED_SCALE
+from weftune.core.weights import HeadRows
 from weftune.errors import AdapterError
 from weftune.ops.accumulate import accumulated
 

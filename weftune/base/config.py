@@ -9,8 +9,8 @@ from typing import Any
 from weftune.base.quant.stored import quantised
 from weftune.base.safe_files import refuse_unsafe
 from weftune.base.spec import DEMO, BaseSpec
+from weftune.core.files import cache_folder
 from weftune.core.hub import why_absent
-from weftune.core.paths import cache_folder
 from weftune.errors import BaseModelError
 
 CONFIG = "config.json"

@@ -34,8 +34,7 @@ from transformers import (
 )
 
 from weftune.base.gguf_check import read_header
-from weftune.core.disk import ordinary_modes
-from weftune.core.paths import cache_folder
+from weftune.core.files import cache_folder, ordinary_modes
 from weftune.errors import BaseModelError, MissingPackage, UserError
 
 FORMAT = 1

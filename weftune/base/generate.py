@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 from weftune.base.load import best_device, load_plain, load_tokenizer
 from weftune.base.quant.linear import dequantise_linears
 from weftune.base.spec import BaseSpec
-from weftune.core.patterns import ending, slow_sentence
+from weftune.core.limited import ending, slow_sentence
 from weftune.errors import AdapterError
 
 BASE = "base"

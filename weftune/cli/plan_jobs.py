@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weftune.adapters.start import source_of
-from weftune.core.paths import cache_folder
+from weftune.core.files import cache_folder
 from weftune.core.shapes import JobShape, ModelShape, layer_sums
 from weftune.data.order import SampleOrder
 from weftune.data.prepare import Prepared, SharedData, data_identity

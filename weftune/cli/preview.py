@@ -90,7 +90,7 @@ def chosen_jobs(run: RunSpec, name: str | None) -> tuple[JobSpec, ...]:
 
 def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[Shown]:
     """Prepare every job's samples, identical data once; raise the mistakes of all jobs at once."""
-    from weftune.core.paths import cache_folder
+    from weftune.core.files import cache_folder
     from weftune.data.prepare import SharedData
     from weftune.errors import DataError, Mistake
     from weftune.jobs.courses import cut_data

@@ -25,16 +25,16 @@ REFUSED = re.compile(r"^(\S+) does not have a deterministic implementation")
 
 
 @contextmanager
-def deterministic_kernels(asked: bool = True) -> Iterator[None]:
-    """Make torch compute the same bits each time inside the context, if `asked`; restore its settings
+def deterministic_kernels(enabled: bool = True) -> Iterator[None]:
+    """Make torch compute the same bits each time inside the context, if `enabled`; restore its settings
     afterwards.
 
     An operation that torch refuses ends in a UserError that names it.
     """
-    if not asked:
+    if not enabled:
         yield
         return
-    settle_workspace()
+    set_workspace()
     before = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
     details: Any = torch.utils.deterministic
@@ -55,7 +55,7 @@ def deterministic_kernels(asked: bool = True) -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
-def settle_workspace() -> None:
+def set_workspace() -> None:
     """Set the cuBLAS workspace that deterministic products need, unless the user has set it. Must run before
     the first product on a GPU."""
     os.environ.setdefault(WORKSPACE, WORKSPACE_SIZE)

@@ -1,4 +1,5 @@
-"""Files that survive a kill: replaced whole or not at all, and lines that are complete or gone."""
+"""Files of Weftune: replaced whole or not at all, JSON lines that are complete or gone, YAML, format versions
+and the cache folder."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ import json
 import math
 import numbers
 import os
+import re
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,17 @@ from weftune.errors import OutputError
 
 MOST_UNWRITTEN = 50_000
 """Maximum number of lines kept in memory while the disk accepts none; beyond it the oldest are dropped."""
+FORMAT = 1
+"""Current format version of job.yaml, checkpoints and status.json. Raise it whenever one of them changes so
+that an older Weftune would misread it."""
+BEFORE = 0
+"""Version of files without a format field: they were written before there was one, and are still read."""
+OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""End of the text of an I/O error from safetensors and tokenizers, which write from Rust."""
+LONGEST_YAML = 1 << 16
+MOST_BRACKETS = 200
+NESTED = re.compile(r"^[ \t?:-]{100}", re.MULTILINE)
+"""Beginning of a deeply indented line."""
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
@@ -117,12 +130,12 @@ class LineFile:
         self._size += len(content)
         self._unwritten.clear()
 
-    def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Drop every line that is torn or not `wanted`, replacing the file only if that changes it."""
+    def keep(self, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Drop every line that is torn or not kept, replacing the file only if that changes it."""
         self.close()
         if not self.path.exists():
             return
-        kept = kept_lines(self.path, wanted)
+        kept = kept_lines(self.path, is_kept)
         if kept != self.path.read_bytes():
             replace_file(self.path, kept)
 
@@ -140,21 +153,19 @@ class LineFile:
             self._handle = None
 
 
-def kept_lines(path: Path, wanted: Callable[[Mapping[str, Any]], bool]) -> bytes:
-    """Return the complete lines of a file that are `wanted`; empty if there is no file."""
+def kept_lines(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> bytes:
+    """Return the complete lines of a file that are kept; empty if there is no file."""
     if not path.exists():
         return b""
-    return b"".join(line for line in path.read_bytes().splitlines(keepends=True) if _is_kept(line, wanted))
-
-
-def _is_kept(line: bytes, wanted: Callable[[Mapping[str, Any]], bool]) -> bool:
-    if not line.endswith(b"\n"):
-        return False
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return False
-    return isinstance(value, dict) and wanted(value)
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            value = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            continue
+        if isinstance(value, dict) and is_kept(value):
+            kept.append(line)
+    return b"".join(kept)
 
 
 def refuse_full_folder(target: Path) -> None:
@@ -162,3 +173,75 @@ def refuse_full_folder(target: Path) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         what = "is not empty" if target.is_dir() else "is a file"
         raise OutputError(f"{target} {what}; name a folder that is new or empty.")
+
+
+def cache_folder() -> Path:
+    """Return `WEFTUNE_CACHE` if it is set, else `weftune` in the user's cache folder. The folder is not
+    created."""
+    chosen = os.environ.get("WEFTUNE_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "weftune"
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """Convert an I/O error that a library raises as another exception into an OSError."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        found = OS_ERROR.search(str(error))
+        if found is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number)) from error
+
+
+def ordinary_modes(folder: Path) -> None:
+    """Give all files below `folder` the mode of the user's umask: some libraries create private files."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
+
+
+class UnknownFormat(OutputError):
+    """A file was written by a later version of Weftune."""
+
+
+def refuse_unknown_format(found: Any, path: Path) -> None:
+    """Raise UnknownFormat if this Weftune cannot read the format. `found` is the format field of the file at
+    `path`; None if it has none."""
+    version = BEFORE if found is None else found
+    if isinstance(version, int) and not isinstance(version, bool) and BEFORE <= version <= FORMAT:
+        return
+    raise UnknownFormat(
+        f"{path} has the format {version}, and this Weftune knows formats up to {FORMAT}: "
+        "use the Weftune that wrote it, or a newer one"
+    )
+
+
+def load_yaml(text: str) -> Any:
+    """Return the plain values of a file that Weftune wrote, read by libyaml if it is installed: with
+    thousands of jobs, the reader in Python takes longer than their training. Deeply nested text is left to
+    Python's reader, which raises RecursionError: code that walks through the values would fail later."""
+    import yaml
+
+    brackets = text.count("[") + text.count("{")
+    is_shallow = len(text) <= LONGEST_YAML and brackets <= MOST_BRACKETS and NESTED.search(text) is None
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader) if is_shallow else yaml.SafeLoader)
+
+
+def dump_yaml(values: Any) -> bytes:
+    """Return plain values as YAML, with keys in their own order, written by libyaml if it is installed."""
+    import yaml
+
+    dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    text: str = yaml.dump(values, Dumper=dumper, sort_keys=False, allow_unicode=True)
+    return text.encode()

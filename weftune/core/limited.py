@@ -1,4 +1,4 @@
-"""Functions run in a separate process with limits on time and memory.
+"""Untrusted work in a separate process with limits on time and memory.
 
 An untrusted chat template, regular expression or compressed file can loop or grow without end, often inside
 one call of a C library, where Python can neither count nor interrupt. A signal works in the main thread only,
@@ -7,6 +7,10 @@ its processor time is up, and refuses it memory beyond the limit. It is started 
 reused; a batch of rows is one call, so the overhead for ordinary data is small.
 
 Arguments are pickled, since they are trusted. Results are JSON, which cannot execute code here.
+
+Regular expressions are tried there before they are used: Python's `re` backtracks, and `(.*.*)*x` takes
+practically forever on a name of thirty letters. The cost of a pattern on a name is the same every time, so it
+is tried once on all the names that it will be matched against, and used without a limit if it passes.
 """
 
 from __future__ import annotations
@@ -16,11 +20,13 @@ import functools
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -39,6 +45,17 @@ PROGRAM = "import sys; sys.path[:] = {path!r}; from weftune.core.limited import 
 QUIET = {"OMP_NUM_THREADS": "1", "ARROW_IO_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
 """Environment variables that keep threads and allocators from reserving memory, which would use up the limit
 before any work is done."""
+LONGEST_PATTERN = 10_000
+PATTERN_SECONDS = 0.5
+"""Limit for all names together, in seconds; ordinary patterns take less than a thousandth of it."""
+REPEATS = re.compile(r"[*+?{]")
+TYPICAL = tuple(
+    f"{stem}.{layer}.{part}"
+    for stem in ("model.layers", "transformer.h", "model.decoder.layers")
+    for layer in (0, 17)
+    for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj", "mlp.gate_up_proj", "attn.c_attn")
+)
+"""Typical module paths, used while the base is not known."""
 
 Reason = Literal["time", "memory", "crash"]
 
@@ -81,15 +98,17 @@ class _LimitedProcess:
             assert process.stdin is not None
             assert process.stdout is not None
             try:
-                reply = _asked(process, process.stdin, process.stdout, payload)
+                reply = _reply_of(process, process.stdin, process.stdout, payload)
             except BaseException:  # interrupted: a late reply must not be taken for the next call's
                 self._end()
                 raise
             if reply is None or reply.get("stopped"):
                 self._end()
-                raise Stopped("memory" if reply else _ending(process.returncode), seconds)
+                timed = {-getattr(signal, name) for name in ("SIGPROF", "SIGXCPU") if hasattr(signal, name)}
+                ending: Reason = "time" if process.returncode in timed or not timed else "crash"
+                raise Stopped("memory" if reply else ending, seconds)
         if "mistakes" in reply:
-            mistakes = [Mistake(place, sentence) for place, sentence in reply["mistakes"]]
+            mistakes = [Mistake(*mistake) for mistake in reply["mistakes"]]
             raise getattr(errors, reply["error"])(mistakes)
         return reply["value"]
 
@@ -115,7 +134,7 @@ class _LimitedProcess:
             process.communicate()
 
 
-def _asked(
+def _reply_of(
     process: subprocess.Popen[bytes], stdin: IO[bytes], stdout: IO[bytes], payload: bytes
 ) -> dict[str, Any] | None:
     """Return the reply, or None if the process died."""
@@ -131,11 +150,6 @@ def _asked(
         if watch is not None:
             watch.cancel()
     return None if reply is None else json.loads(reply)
-
-
-def _ending(code: int) -> Reason:
-    timed = {-getattr(signal, name) for name in ("SIGPROF", "SIGXCPU") if hasattr(signal, name)}
-    return "time" if code in timed or not timed else "crash"
 
 
 def send_bytes(stream: IO[bytes], payload: bytes) -> None:
@@ -154,22 +168,16 @@ def receive_bytes(stream: IO[bytes]) -> bytes | None:
 def serve() -> None:
     """Answer calls inside the limited process until the caller is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both, and the parent decides
-    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
-    _limit_memory()
-    while (payload := receive_bytes(stdin)) is not None:
-        send_bytes(stdout, _reply(payload))
-
-
-def _limit_memory() -> None:
-    try:
+    with suppress(ImportError):
         import resource
-    except ImportError:
-        return
-    resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+        resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    while (payload := receive_bytes(sys.stdin.buffer)) is not None:
+        send_bytes(sys.stdout.buffer, _answer(payload))
 
 
-def _reply(payload: bytes) -> bytes:
+def _answer(payload: bytes) -> bytes:
     try:
         module, name, seconds, arguments = pickle.loads(payload)
         function = getattr(import_module(module), name)
@@ -193,3 +201,41 @@ def allow_seconds(seconds: float) -> None:
     process."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def ending(pattern: str) -> str:
+    """Return the expression that matches module paths ending in a pattern, as PEFT completes it."""
+    return rf"(.*\.)?({pattern})"
+
+
+def slow_sentence(expressions: Iterable[str], names: Sequence[str] = TYPICAL) -> str | None:
+    """Return why the expressions must not be matched against `names`, or None if they may. Expressions that
+    do not compile are ignored."""
+    return next(filter(None, (_tried(expression, tuple(names)) for expression in expressions)), None)
+
+
+@functools.lru_cache(maxsize=256)
+def _tried(expression: str, names: tuple[str, ...]) -> str | None:
+    if len(expression) > LONGEST_PATTERN:
+        return f"is a regular expression of more than {LONGEST_PATTERN:,} characters; write a shorter one"
+    bare = expression.removeprefix(r"(.*\.)?")
+    if len(bare) < 500 and "(?" not in bare and len(REPEATS.findall(bare)) <= 1:
+        return None  # at most one repeat besides that of `ending` cannot take long
+    try:
+        run_limited(match_all, expression, names, seconds=PATTERN_SECONDS)
+    except Stopped as stopped:
+        return (
+            f"is a regular expression that {stopped} on the names of modules; write it without repeats "
+            "inside repeats, or list the endings of module paths instead"
+        )
+    return None
+
+
+def match_all(expression: str, names: Sequence[str]) -> list[bool]:
+    """Return for each name whether it matches as a whole. Empty if the expression does not compile, which is
+    reported elsewhere."""
+    try:
+        compiled = re.compile(expression)
+    except (re.error, RecursionError, OverflowError):
+        return []
+    return [compiled.fullmatch(name) is not None for name in names]

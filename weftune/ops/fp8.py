@@ -1,4 +1,4 @@
-"""Products of 8-bit floats on the fp8 tensor cores of a GPU; `core.coded` has what they compute.
+"""Products of 8-bit floats on the fp8 tensor cores of a GPU; `core.weights` has what they compute.
 
 torch's product with a scale per row rounds to bfloat16, which is right only if nothing is added to it; its
 product with one scale for all gives float32, and the scales are multiplied in afterwards.
@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weftune.core import coded
-from weftune.core.coded import CODES, multiply_codes
+from weftune.core import weights
+from weftune.core.weights import CODES, multiply_codes
 from weftune.ops.triton.at_hand import kernels_at_hand
 
 VALUES = 1 << 14
@@ -22,10 +22,10 @@ MULTIPLE = 16
 
 
 def row_codes(x_TM: Tensor, scale_M: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Compute `core.coded.row_codes`, by one kernel if there is one."""
+    """Compute `core.weights.row_codes`, by one kernel if there is one."""
     if x_TM.is_cuda and kernels_at_hand(x_TM):
         return launch_row_codes(x_TM, scale_M)
-    return coded.row_codes(x_TM, scale_M)
+    return weights.row_codes(x_TM, scale_M)
 
 
 def launch_row_codes(x_TM: Tensor, scale_M: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -55,7 +55,7 @@ def launch_row_codes(x_TM: Tensor, scale_M: Tensor | None) -> tuple[Tensor, Tens
 def multiply(
     left_TM: Tensor, codes_LM: Tensor, scale_M: Tensor | None, scale_L: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Implement `core.coded.MultiplyCodes` on a GPU."""
+    """Implement `core.weights.MultiplyCodes` on a GPU."""
     if left_TM.dtype is torch.float64 or not multiplied_by_library(codes_LM):
         return multiply_codes(left_TM, codes_LM, scale_M, scale_L, dtype)
     left_TM, scale_T = row_codes(left_TM, scale_M)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from weftune.core.head import Head, HeadRows
 from weftune.core.shapes import logit_rows
+from weftune.core.weights import Head, HeadRows
 from weftune.ops.triton.at_hand import kernels_at_hand
 
 

@@ -17,8 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from weftune.core.coded import is_coded, wide
-from weftune.core.weight import Weight, coded_product, frozen_product, frozen_product_by
+from weftune.core.weights import Weight, coded_product, frozen_product, frozen_product_by, is_coded, wide
 from weftune.ops.lora.operands import in_float32
 
 HALVES = (torch.bfloat16, torch.float16)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weftune.core.clock import WallTime
-from weftune.core.formats import refuse_unknown_format
+from weftune.core.files import refuse_unknown_format
 from weftune.errors import OutputError
 from weftune.jobs.store.folder import BASE_LOSS, METRICS, RUNG_LOSS, STATUS, WINDOWS
 from weftune.jobs.store.shares import combined, read_shares, share_folders
@@ -293,7 +293,7 @@ def _job(output: Path, name: str, state: Mapping[str, Any], curves: _Curves, not
 def _read_job_file(output: Path, name: str, notes: list[str]) -> Mapping[str, Any]:
     import yaml
 
-    from weftune.core.plain_yaml import load_yaml
+    from weftune.core.files import load_yaml
 
     path = output / name / "job.yaml"
     # Names come from files: one that points outside the folder reads nothing.

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weftune.core.clock import Phase, WallTime
-from weftune.core.files import replace_json
-from weftune.core.formats import FORMAT
+from weftune.core.files import FORMAT, replace_json
 from weftune.report.words import duration_text
 
 WALL_TIME = "wall.json"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from weftune.base.model import Base
-from weftune.core.interrupt import Leaving
+from weftune.core.interrupt import StopRequest
 from weftune.errors import PlanError
 from weftune.plan.program.layout import OnWorker
 from weftune.plan.program.program import (
@@ -194,20 +194,20 @@ class Executor:
             self.activations.reserve(rows_at_once(program, self.worker))
             self.passes.begin_window(program)
             self.agreement.begin_window(program)
-            yield from self._act(_OpenWindow.of(program, fetch, self.worker), Leaving(stop), overdue)
+            yield from self._act(_OpenWindow.of(program, fetch, self.worker), StopRequest(stop), overdue)
             yield from self._guarded(self.agreement.settle())
             self.agreement.end_window(self.weights.waited)
 
-    def _act(self, window: _OpenWindow, leaving: Leaving, overdue: Callable[[], bool]) -> Iterator[Event]:
+    def _act(self, window: _OpenWindow, request: StopRequest, overdue: Callable[[], bool]) -> Iterator[Event]:
         for together, run in groupby(window.actions, lambda action: isinstance(action, Step)):
             if together:
                 steps = [action for action in run if isinstance(action, Step)]
                 yield from self._guarded(self.agreement.step(steps))
                 continue
             for action in run:
-                if isinstance(action, Forward | Evaluate) and leaving.asked() and not self._under_way():
+                if isinstance(action, Forward | Evaluate) and request.is_pending() and not self._under_way():
                     return
-                late = leaving.overdue() or overdue()
+                late = request.is_overdue() or overdue()
                 if late and isinstance(action, Compute) and not self.agreement.shortage:
                     yield from self._drop()
                     if self.agreement.ends_early():

@@ -20,8 +20,7 @@ from weftune.base.quant.linear import dequantise_linears
 from weftune.base.rewrite import is_tower, write_wrapper
 from weftune.base.shape import embedding_module, model_shape, site_modules
 from weftune.base.spec import BaseSpec, Dtype
-from weftune.core.disk import disk_errors, ordinary_modes
-from weftune.core.files import refuse_full_folder
+from weftune.core.files import disk_errors, ordinary_modes, refuse_full_folder
 from weftune.errors import AdapterError, BaseModelError, OutputError
 
 Into = Literal["dequantised", "original"]

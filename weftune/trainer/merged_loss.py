@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from weftune.base.load import best_device, inspect, load_tokenizer
 from weftune.base.spec import BaseSpec, Dtype
-from weftune.core.paths import cache_folder
+from weftune.core.files import cache_folder
 from weftune.data.prepare import prepare
 from weftune.data.samples import Samples
 from weftune.data.spec import DataSpec, EvalSpec, Source

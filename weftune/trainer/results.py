@@ -19,9 +19,7 @@ from weftune.adapters.folder import CONFIG
 from weftune.adapters.kind import Parameters
 from weftune.adapters.registry import kind_named
 from weftune.base.spec import BaseSpec
-from weftune.core.disk import disk_errors, ordinary_modes
-from weftune.core.files import json_text, sync_folder
-from weftune.core.formats import FORMAT
+from weftune.core.files import FORMAT, disk_errors, json_text, ordinary_modes, sync_folder
 from weftune.core.shapes import SiteShape
 from weftune.data.template import template_source
 from weftune.errors import OutputError

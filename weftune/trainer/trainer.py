@@ -19,8 +19,8 @@ from weftune.base.quant.fp8 import refuse_without_fp8
 from weftune.base.spec import BaseSpec
 from weftune.core.clock import Phase, PhaseClock, current, phase, running
 from weftune.core.deterministic import deterministic_kernels
+from weftune.core.files import cache_folder
 from weftune.core.interrupt import interrupts
-from weftune.core.paths import cache_folder
 from weftune.core.shapes import ModelShape
 from weftune.data.encode import Encoder
 from weftune.data.prepare import SharedData

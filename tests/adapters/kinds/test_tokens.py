@@ -34,8 +34,8 @@ from weftune.base.host.streamed import stream_model
 from weftune.base.shape import embedding_module, model_shape, site_modules
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import cut_base
-from weftune.core.head import Head, HeadRows
 from weftune.core.shapes import LayerRange
+from weftune.core.weights import Head, HeadRows
 from weftune.errors import AdapterError, BaseModelError, SpecError
 from weftune.jobs.spec.checks import check_targets, warnings
 from weftune.jobs.spec.starts import check_starts

@@ -17,7 +17,7 @@ from weftune.base.quant.fp8 import Fp8, multiplies_fp8, refuse_without_fp8
 from weftune.base.quant.linear import QuantLinear, unrounded
 from weftune.base.quant.sizes import stored_bytes
 from weftune.base.spec import BaseSpec
-from weftune.core.coded import multiply_codes, multiply_unrounded
+from weftune.core.weights import multiply_codes, multiply_unrounded
 from weftune.errors import BaseModelError
 from weftune.plan.cost.memory import MemoryModel
 

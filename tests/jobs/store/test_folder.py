@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weftune.core.files import temporary
-from weftune.core.formats import UnknownFormat
+from weftune.core.files import UnknownFormat, temporary
 from weftune.errors import OutputError
 from weftune.jobs.store.folder import (
     LOCK,

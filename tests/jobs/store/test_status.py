@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weftune.core.files import json_text
-from weftune.core.formats import UnknownFormat
+from weftune.core.files import UnknownFormat, json_text
 from weftune.jobs.store import status as status_module
 from weftune.jobs.store.states import State
 from weftune.jobs.store.status import JobStatus, RunStatus, from_json, job_from_json, status_text, to_json

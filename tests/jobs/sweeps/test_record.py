@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from weftune.core.formats import UnknownFormat
+from weftune.core.files import UnknownFormat
 from weftune.jobs.sweeps.record import (
     DamagedSweep,
     SampleCount,

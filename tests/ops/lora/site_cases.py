@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from weftune.core.coded import CodedMatrix, row_codes
+from weftune.core.weights import CodedMatrix, row_codes
 from weftune.ops import dropout
 from weftune.ops.dropout import step_key
 from weftune.ops.lora.operands import Right

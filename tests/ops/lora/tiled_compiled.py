@@ -20,7 +20,7 @@ from triton.compiler import ASTSource, compile
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.ops.lora.site_cases import Case, Job, attached, frozen_weight, values
-from weftune.core.coded import CODES
+from weftune.core.weights import CODES
 from weftune.ops.lora.tiled import backward, forward
 from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling, product_blocks
 from weftune.ops.triton import large, product, site, site_gradients

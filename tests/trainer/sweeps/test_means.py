@@ -23,7 +23,7 @@ from tests.trainer.sweeps.test_running import (
     trial,
 )
 from weftune.adapters.lora.spec import A, weight_names
-from weftune.core.paths import cache_folder
+from weftune.core.files import cache_folder
 from weftune.errors import OutputError
 from weftune.jobs.sweeps.spec import Halving
 from weftune.report.read import read_run

@@ -28,7 +28,7 @@ from weftune.adapters.plain_kind import PREFIX, MergeAt, PlainKind
 from weftune.adapters.token_rows import fill_tokens, refuse_other_tokens
 from weftune.adapters.tokens import TOKENS
 from weftune.core.shapes import SiteShape
-from weftune.core.weight import matrix_of
+from weftune.core.weights import matrix_of
 from weftune.ops.lora.scales import SiteScale
 from weftune.ops.lora.tiling import DIRECT_RANKS
 

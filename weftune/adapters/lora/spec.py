@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from weftune.adapters.target import TargetSpec, ends_with
 from weftune.adapters.tokens import STORED
-from weftune.core.patterns import ending
+from weftune.core.limited import ending
 from weftune.core.shapes import EXPERT_PARAMETERS, SiteShape
 
 A, B = "a_rK", "b_rN"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weftune.base.quant.format import StoredPart, piece_values
 from weftune.base.spec import BaseSpec, Quantize
-from weftune.core.coded import CODES, row_codes
+from weftune.core.weights import CODES, row_codes
 from weftune.errors import BaseModelError
 
 READ_VALUES = 1 << 24

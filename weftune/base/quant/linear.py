@@ -20,8 +20,13 @@ from weftune.base.quant.fp8 import Fp8
 from weftune.base.quant.int8 import Int8
 from weftune.base.quant.nf4 import Nf4
 from weftune.base.spec import Quantize
-from weftune.core.coded import MultiplyCodes, multiply_codes, multiply_unrounded
-from weftune.core.weight import FrozenWeight, frozen_product
+from weftune.core.weights import (
+    FrozenWeight,
+    MultiplyCodes,
+    frozen_product,
+    multiply_codes,
+    multiply_unrounded,
+)
 
 FORMATS: Mapping[Quantize, WeightFormat] = {"nf4": Nf4(), "int8": Int8(), "fp8": Fp8()}
 

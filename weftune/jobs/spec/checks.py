@@ -12,7 +12,7 @@ from weftune.adapters.lora.config import read_spec
 from weftune.adapters.lora.spec import LoraSpec, pattern_for
 from weftune.adapters.start import source_of
 from weftune.adapters.target import TargetSpec, layer_numbers
-from weftune.core.patterns import slow_sentence
+from weftune.core.limited import slow_sentence
 from weftune.core.shapes import ModelShape, SiteShape, layer_of
 from weftune.errors import AdapterError, Mistake
 from weftune.jobs.spec.near import nearest

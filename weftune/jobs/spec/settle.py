@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from weftune.adapters.kinds import BROKEN, KINDS
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.target import ALL_LINEAR, layer_numbers
-from weftune.core.patterns import ending, slow_sentence
+from weftune.core.limited import ending, slow_sentence
 from weftune.jobs.spec.bounds import TOKEN, bound_at, number_faults
 from weftune.jobs.spec.keys import ADAPTER_KEYS, SAME_FOR_ALL
 from weftune.jobs.spec.layer import Layer

@@ -8,8 +8,7 @@ from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 
-from weftune.core.files import replace_file, temporary
-from weftune.core.formats import UnknownFormat
+from weftune.core.files import UnknownFormat, replace_file, temporary
 from weftune.errors import OutputError
 from weftune.jobs.store.states import State, move
 from weftune.jobs.store.status import RunStatus, from_json, status_text

@@ -11,9 +11,7 @@ from typing import Any
 import yaml
 
 from weftune.adapters.folder import JOB_FILE
-from weftune.core.files import replace_file
-from weftune.core.formats import refuse_unknown_format
-from weftune.core.plain_yaml import dump_yaml, load_yaml
+from weftune.core.files import dump_yaml, load_yaml, refuse_unknown_format, replace_file
 from weftune.errors import OutputError
 
 CHECKPOINTS = "checkpoints"

@@ -11,8 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from weftune.core.files import json_text
-from weftune.core.formats import FORMAT, refuse_unknown_format
+from weftune.core.files import FORMAT, json_text, refuse_unknown_format
 from weftune.jobs.store.states import State
 
 CHECKSUM = "checksum"

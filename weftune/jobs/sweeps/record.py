@@ -14,8 +14,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from weftune.adapters.folder import CONFIG
-from weftune.core.files import json_text, replace_json
-from weftune.core.formats import FORMAT, refuse_unknown_format
+from weftune.core.files import FORMAT, json_text, refuse_unknown_format, replace_json
 from weftune.errors import OutputError
 from weftune.jobs.sweeps.rungs import Decision
 from weftune.jobs.sweeps.spec import Judge, Metric, Mode, Search

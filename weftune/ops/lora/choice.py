@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from weftune.core.clock import Phase, phase
-from weftune.core.coded import CODES
+from weftune.core.weights import CODES
 from weftune.ops.lora.choice_file import ChoiceFile, MeasuredPlan
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.table import Group

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from weftune.core.paths import cache_folder
+from weftune.core.files import cache_folder
 from weftune.ops.lora.tiling import ProductPlan
 
 

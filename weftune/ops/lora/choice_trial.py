@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weftune.core.coded import CodedMatrix
 from weftune.core.deterministic import are_kernels_deterministic
+from weftune.core.weights import CodedMatrix
 from weftune.ops.dropout import step_key
 from weftune.ops.lora.choice import Choices, Shape
 from weftune.ops.lora.choice_file import file_for

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weftune.core.coded import CODES, CodedWeight
+from weftune.core.weights import CODES, CodedWeight
 from weftune.ops.fp8 import codes_in_float32, row_codes
 
 Right = Tensor | CodedWeight

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weftune.core.coded import is_coded
-from weftune.core.weight import FrozenWeight, Weight, matrix_of
+from weftune.core.weights import FrozenWeight, Weight, is_coded, matrix_of
 from weftune.ops.lora.choice import Candidates, Choices, shape_of
 from weftune.ops.lora.fused import fused_dx, fused_y
 from weftune.ops.lora.operands import Right, matrix_like

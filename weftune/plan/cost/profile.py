@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from weftune.core.paths import cache_folder
+from weftune.core.files import cache_folder
 from weftune.core.shapes import ModelShape
 from weftune.plan.cost.time import PassTime, PassWork, StateTime
 

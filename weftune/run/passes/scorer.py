@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weftune.core.batch import Segment, to_device
-from weftune.core.head import Head, HeadRows
+from weftune.core.weights import Head, HeadRows
 from weftune.objectives.objective import BatchFacts, Objective, SampleScores, ScalarHead
 from weftune.objectives.sft import SFT
 from weftune.ops.logprobs import target_logprobs

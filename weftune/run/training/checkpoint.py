@@ -28,7 +28,7 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from weftune.adapters.vector import ParameterShape, VectorLayout
-from weftune.core.formats import FORMAT, refuse_unknown_format
+from weftune.core.files import FORMAT, refuse_unknown_format
 from weftune.core.tensor_file import write_hashed_tensors
 from weftune.run.training.snapshot import MOMENTS, Snapshot, snapshot_of
 from weftune.run.training.state import Progress, Training

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from weftune.core.formats import FORMAT
+from weftune.core.files import FORMAT
 from weftune.core.tensor_file import write_hashed_tensors
 from weftune.run.training.checkpoint import (
     final_folder,

@@ -23,7 +23,7 @@ from weftune.adapters.vector import VectorLayout
 from weftune.base.host.streamed import StreamedBase
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
-from weftune.core.interrupt import Leaving
+from weftune.core.interrupt import StopRequest
 from weftune.errors import UserError
 from weftune.ops.adamw import AdamState
 from weftune.plan.cost.time import PassTime, work_of
@@ -200,7 +200,7 @@ class Driver:
         """Run a window on all workers. A window that has begun is finished, even if `stop` returns True,
         unless that would take long: then nothing more is computed, and unfinished global batches are
         dropped."""
-        self._left, leaving = False, Leaving(stop)
+        self._left, request = False, StopRequest(stop)
         evaluations = [(action, plan) for action, plan in program.compute() if isinstance(action, Evaluate)]
         held_out = {action.microbatch for action, _ in evaluations}
         self._awaited = {(segment.job, segment.step) for _, plan in evaluations for segment in plan.segments}
@@ -217,17 +217,17 @@ class Driver:
         for worker in self.staff.workers:
             self.staff.command(worker, RunProgram(program, shares[program.replica(worker)]))
         fetch = delivered(program, shares[0])
-        yield from self._own.run(program, fetch, overdue=lambda: self._leaves(leaving))
+        yield from self._own.run(program, fetch, overdue=lambda: self._leaves(request))
         self._transport.settle()
         while len(self._through) < len(self.staff.workers):
             if (heard := self.staff.heard(EVERY)) is not None:
                 self._hear(*heard)
-            self._leaves(leaving)
+            self._leaves(request)
         yield from self._end_window(program)
 
-    def _leaves(self, leaving: Leaving) -> bool:
+    def _leaves(self, request: StopRequest) -> bool:
         """Return whether the window ends early; if so, notify all workers at once."""
-        if leaving.overdue() and not self._left:
+        if request.is_overdue() and not self._left:
             self._left = True
             self.staff.command_all(EndEarly())
         return self._left

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weftune.core.coded import CODES, LARGEST, joined, multiply_codes, row_codes, side_by_side
+from weftune.core.weights import CODES, LARGEST, joined, multiply_codes, row_codes, side_by_side
 
 GRID = torch.arange(256, dtype=torch.uint8).view(CODES).float()
 GRID = GRID[GRID.isfinite()].unique()

@@ -1,0 +1,351 @@
+"""Frozen weights of the base that are not plain matrices, their products, and the output layer.
+
+A linear of the base whose weight is not a plain matrix, for example because it is stored in fewer bits,
+returns it from its method `frozen_weight`.
+
+A coded weight is multiplied as it is stored: products of 8-bit floats (e4m3), as fp8 tensor cores compute
+them. Both operands have a scale per row, so that a row's codes and products depend on that row alone: a NaN
+stays where it is, and no row depends on its neighbours. Gradients are e4m3, too: a scale per row gives them
+the range that e5m2 would pay for with half of the digits.
+
+Shapes: T rows, M columns that are summed over, L rows of the frozen operand, K inputs, N outputs; for the
+head S rows, D hidden width, V vocabulary, n tokens with rows of a job's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeGuard, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+CODES = torch.float8_e4m3fn
+LARGEST = 448.0
+"""Largest finite value of e4m3."""
+LEAST_SCALE = torch.finfo(torch.float32).tiny
+"""A row with a smaller scale is zero: the inverse would be infinite."""
+CODED_PARAMETERS = {"weight": 0, "scale": 0, "turned": 1}
+"""Maps each parameter of a linear with a coded weight to the dimension of the outputs in it."""
+
+MultiplyCodes = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, torch.dtype], Tensor]
+"""(left_TM, codes_LM, scale_M, scale_L, dtype): ((left ⊙ scale_M) · codesᵀ) ⊙ scale_L, where the left operand
+is rounded to codes; summed in at least float32 and rounded to the dtype once."""
+
+
+@runtime_checkable
+class CodedWeight(Protocol):
+    """A frozen weight W = codes · scale per output, which passes multiply by as it is stored.
+
+    The scales are outside the sum of xWᵀ but inside the sum of dyW, where they are multiplied into dy. The
+    tensor cores read both operands along the sum, so the codes are held in both orders.
+    """
+
+    def codes(self) -> Tensor:
+        """Return the codes as [N, K]."""
+
+    def turned(self) -> Tensor:
+        """Return the transposed codes, [K, N]."""
+
+    def scale(self) -> Tensor:
+        """Return the scale per output, float32 [N]."""
+
+    @property
+    def multiply(self) -> MultiplyCodes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CodedMatrix:
+    """A coded weight as its three tensors."""
+
+    codes_NK: Tensor
+    turned_KN: Tensor
+    scale_N: Tensor
+
+    @classmethod
+    def of(cls, weight_NK: Tensor) -> CodedMatrix:
+        codes_NK, scale_N = row_codes(weight_NK.float())
+        return cls(codes_NK, codes_NK.T.contiguous(), scale_N)
+
+    def codes(self) -> Tensor:
+        return self.codes_NK
+
+    def turned(self) -> Tensor:
+        return self.turned_KN
+
+    def scale(self) -> Tensor:
+        return self.scale_N
+
+    @property
+    def multiply(self) -> MultiplyCodes:
+        return multiply_codes
+
+
+def is_coded(weight: object) -> TypeGuard[CodedWeight]:
+    return not isinstance(weight, Tensor) and isinstance(weight, CodedWeight)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums of values of `dtype` are accumulated: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def row_codes(x_TM: Tensor, scale_M: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return (codes_TM, scale_T): x ⊙ scale_M ≈ codes · scale, and each row's largest code is LARGEST."""
+    x_TM = x_TM.to(wide(x_TM.dtype))
+    if scale_M is not None:
+        x_TM = x_TM * scale_M
+    # Not a division, which torch replaces by a product on a GPU: this way all devices give the same bits.
+    scale_T = x_TM.abs().amax(dim=1) * (1.0 / LARGEST)
+    inverse_T = torch.where(scale_T < LEAST_SCALE, 0.0, 1.0 / scale_T)
+    return (x_TM * inverse_T[:, None]).clamp_(-LARGEST, LARGEST).to(CODES), scale_T
+
+
+def multiply_codes(
+    left_TM: Tensor, codes_LM: Tensor, scale_M: Tensor | None, scale_L: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Implement `MultiplyCodes` on any device, with exactly the values that the tensor cores multiply."""
+    left_TM, scale_T = row_codes(left_TM, scale_M)
+    sum_TL = left_TM.to(scale_T.dtype) @ codes_LM.to(scale_T.dtype).T
+    sum_TL *= scale_T[:, None]
+    if scale_L is not None:
+        sum_TL *= scale_L
+    return sum_TL.to(dtype)
+
+
+def multiply_unrounded(
+    left_TM: Tensor, codes_LM: Tensor, scale_M: Tensor | None, scale_L: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Implement `MultiplyCodes` without rounding the left operand. Rounding to few digits turns a difference
+    in the last of many digits into one in the last of few, which hinders comparing two ways to the same
+    result."""
+    left_TM = left_TM.to(wide(left_TM.dtype))
+    left_TM = left_TM if scale_M is None else left_TM * scale_M
+    sum_TL = left_TM @ codes_LM.to(left_TM.dtype).T
+    return (sum_TL if scale_L is None else sum_TL * scale_L).to(dtype)
+
+
+def side_by_side(parts: Sequence[Tensor], dim: int) -> Tensor | None:
+    """Return a view that joins the parts along a dimension, or None if they are not adjacent in memory."""
+    first, shape = parts[0], list(parts[0].shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    whole = torch.empty(shape, device="meta")
+    address = first.data_ptr()
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        strides = zip(part.shape, part.stride(), whole.stride(), strict=True)
+        if not (same and part.data_ptr() == address and all(n == 1 or a == b for n, a, b in strides)):
+            return None
+        address += part.shape[dim] * whole.stride(dim) * part.element_size()
+    return first.as_strided(shape, whole.stride())
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Return the parts as one tensor: a view if they are adjacent in memory, otherwise a copy."""
+    if len(parts) == 1:
+        return parts[0]
+    if (view := side_by_side(parts, dim)) is not None:
+        return view
+    # Torch does not concatenate 8-bit floats on every device, but it does concatenate their bytes.
+    narrow = parts[0].element_size() == 1
+    together = torch.cat([part.view(torch.uint8) if narrow else part for part in parts], dim)
+    return together.view(parts[0].dtype)
+
+
+class FrozenWeight(Protocol):
+    @property
+    def held_bytes(self) -> int: ...
+
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor [0, K] of the matrix's dtype, on its device."""
+
+    def matrix(self) -> Tensor:
+        """Return the matrix [N, K] that passes multiply by. It is computed at every call and kept no longer
+        than a product."""
+
+    def write(self, out_NK: Tensor) -> None:
+        """Write the matrix to `out_NK`."""
+
+    def part(self, low: int, high: int) -> FrozenWeight:
+        """Return the weight of the outputs `low` to `high`."""
+
+
+Weight = Tensor | FrozenWeight
+
+
+@runtime_checkable
+class HoldsWeight(Protocol):
+    """A linear whose weight is not stored as a matrix."""
+
+    def frozen_weight(self) -> FrozenWeight: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StackedWeight:
+    """The weights of several linears, one below the other; only whole ones can be taken apart again."""
+
+    parts: tuple[tuple[int, int, Weight], ...]
+    """(low, high, weight)."""
+
+    @classmethod
+    def of(cls, weights: Sequence[Weight], outputs: Sequence[int]) -> StackedWeight:
+        stops = [sum(outputs[: number + 1]) for number in range(len(outputs))]
+        return cls(tuple(zip([0, *stops[:-1]], stops, weights, strict=True)))
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(held_bytes(weight) for _, _, weight in self.parts)
+
+    @property
+    def like(self) -> Tensor:
+        weight = self.parts[0][2]
+        return weight[:0] if isinstance(weight, Tensor) else weight.like
+
+    def matrix(self) -> Tensor:
+        like = self.like
+        out_NK = like.new_empty(self.parts[-1][1], like.shape[1])
+        self.write(out_NK)
+        return out_NK
+
+    def write(self, out_NK: Tensor) -> None:
+        for low, high, weight in self.parts:
+            if isinstance(weight, Tensor):
+                out_NK[low:high] = weight
+            else:
+                weight.write(out_NK[low:high])
+
+    def part(self, low: int, high: int) -> FrozenWeight:
+        found = next(weight for first, end, weight in self.parts if (first, end) == (low, high))
+        return stacked([found], [high - low])
+
+
+@dataclass(frozen=True, slots=True)
+class CodedStack(StackedWeight):
+    """A stack of weights that products read as they are stored. The stack is a view if their codes are
+    adjacent in memory, otherwise a copy for one product."""
+
+    @property
+    def coded(self) -> list[CodedWeight]:
+        return [weight for _, _, weight in self.parts if is_coded(weight)]
+
+    def codes(self) -> Tensor:
+        return joined([weight.codes() for weight in self.coded], dim=0)
+
+    def turned(self) -> Tensor:
+        return joined([weight.turned() for weight in self.coded], dim=1)
+
+    def scale(self) -> Tensor:
+        return joined([weight.scale() for weight in self.coded], dim=0)
+
+    @property
+    def multiply(self) -> MultiplyCodes:
+        return self.coded[0].multiply
+
+
+def stacked(weights: Sequence[Weight], outputs: Sequence[int]) -> StackedWeight:
+    return (CodedStack if all(map(is_coded, weights)) else StackedWeight).of(weights, outputs)
+
+
+def frozen_product(x_TK: Tensor, weight: Weight, bias_N: Tensor | None) -> Tensor:
+    """Return xWᵀ + b."""
+    if isinstance(weight, Tensor):
+        return linear(x_TK, weight, bias_N)
+    if not is_coded(weight):
+        return frozen_product_by(linear, x_TK, weight, bias_N)
+    if bias_N is None:
+        return coded_product(x_TK, weight, x_TK.dtype)
+    return (coded_product(x_TK, weight, wide(x_TK.dtype)) + bias_N).to(x_TK.dtype)
+
+
+def coded_product(x_TK: Tensor, weight: CodedWeight, dtype: torch.dtype) -> Tensor:
+    """Return xWᵀ rounded to the dtype. Forward and backward multiply codes; the weight gets no gradient."""
+    product: Tensor
+    if x_TK.ndim == 2:
+        # Never a view: others add to it in place.
+        product = _CodedProduct.apply(x_TK, weight, dtype)
+    else:
+        product = _CodedProduct.apply(x_TK.flatten(0, -2), weight, dtype).view(*x_TK.shape[:-1], -1)
+    return product
+
+
+class _CodedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, weight: CodedWeight, dtype: torch.dtype) -> Tensor:
+        ctx.weight, ctx.dtype = weight, x_TK.dtype
+        return weight.multiply(x_TK, weight.codes(), None, weight.scale(), dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor, None, None]:
+        weight: CodedWeight = ctx.weight
+        return weight.multiply(dy_TN, weight.turned(), weight.scale(), None, ctx.dtype), None, None
+
+
+def frozen_product_by(
+    make: Callable[..., Tensor], x_TK: Tensor, weight: Weight, bias_N: Tensor | None
+) -> Tensor:
+    """Return xWᵀ + b, computed by `make`; the weight gets no gradient."""
+    product: Tensor = _Product.apply(x_TK, weight, bias_N, make)
+    return product
+
+
+class _Product(torch.autograd.Function):
+    """A matrix that was computed from the frozen weight is recomputed in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TK: Tensor, weight: Weight, bias_N: Tensor | None, make: Callable[..., Tensor]
+    ) -> Tensor:
+        ctx.weight = weight
+        return make(x_TK, matrix_of(weight), bias_N)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor, None, None, None]:
+        weight_NK = matrix_of(ctx.weight)
+        return dy_TN.to(weight_NK.dtype) @ weight_NK, None, None, None
+
+
+def matrix_of(weight: Weight) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.matrix()
+
+
+def part_of(weight: Weight, low: int, high: int) -> Weight:
+    return weight[low:high] if isinstance(weight, Tensor) else weight.part(low, high)
+
+
+def held_bytes(weight: Weight) -> int:
+    return weight.nbytes if isinstance(weight, Tensor) else weight.held_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """logits = softcap · tanh((hWᵀ + b) · multiplier / softcap), each part optional."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None = None
+    softcap: float | None = None
+    multiplier: float = 1.0
+
+    def logits(self, h_SD: Tensor, own: HeadRows | None = None) -> Tensor:
+        """Return the logits in at least float32. The rows in `own` replace those of the head."""
+        logits_SV = linear(h_SD, self.weight_VD, self.bias_V)
+        if own is not None:
+            bias_n = None if self.bias_V is None else self.bias_V[own.ids_n]
+            logits_SV[:, own.ids_n] = linear(h_SD, own.rows_nD, bias_n)
+        if logits_SV.dtype in (torch.bfloat16, torch.float16):
+            logits_SV = logits_SV.float()
+        if self.multiplier != 1.0:
+            logits_SV = logits_SV * self.multiplier
+        if self.softcap is not None:
+            logits_SV = torch.tanh(logits_SV / self.softcap) * self.softcap
+        return logits_SV
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """Rows with which one job replaces some of the head's."""
+
+    ids_n: Tensor
+    rows_nD: Tensor
