@@ -171,7 +171,7 @@ def resident_choice(
         budget=device.budget,
         host_budget=device.host_budget,
         capacity=max(most, work.length),
-        gpu=lambda budget, host: replace(device, budget=budget, host_budget=host),
+        gpu=lambda budget, host, workers: replace(device, budget=budget, host_budget=host),
     )
     return choose_layout(shape, job_shapes(shape, work), machine)
 

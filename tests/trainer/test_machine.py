@@ -10,19 +10,23 @@ from tests.plan.costs import SHAPE
 from tests.plan.profiles import profile
 from weftune.base.spec import BaseSpec
 from weftune.plan.cost.profile import file_of, profile_folder, write_profile
-from weftune.plan.layout.choose import PROCESS_BYTES
+from weftune.plan.layout.choose import PROCESS_BYTES, part_costs
 from weftune.plan.layout.cut import measured_costs, typical_work
 from weftune.run.profile import key_here
-from weftune.trainer.machine import Setup, costs_here, machine_here, most_tokens, sheet_gpu
+from weftune.trainer.machine import Setup, machine_here, most_tokens, sheet_gpu
 
 
 def test_stages_are_cut_by_the_profile_in_the_cache_if_it_is_of_this_device_and_base(tmp_path, monkeypatch):
     monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path))
-    assert costs_here(SHAPE, CPU) is None
+
+    def costs_here(shape):
+        return part_costs(shape, machine_here(replace(SETUP, shape=shape)))
+
+    assert costs_here(SHAPE) is None
     mine = replace(profile(), key=key_here(SHAPE, CPU))
     write_profile(file_of(profile_folder(), mine.key), mine)
-    assert costs_here(SHAPE, CPU) == measured_costs(mine, SHAPE, typical_work(SHAPE, most_tokens(CPU)))
-    assert costs_here(replace(SHAPE, vocabulary=100), CPU) is None
+    assert costs_here(SHAPE) == measured_costs(mine, SHAPE, typical_work(SHAPE, most_tokens(CPU)))
+    assert costs_here(replace(SHAPE, vocabulary=100)) is None
 
 
 SETUP = Setup(

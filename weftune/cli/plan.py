@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from weftune.base.spec import BaseSpec
     from weftune.cli.plan_jobs import Outlined
-    from weftune.cli.plan_machine import LaunchChoice
     from weftune.cli.plan_sweeps import SweepOutlook
     from weftune.core.shapes import JobShape, ModelShape
     from weftune.jobs.store.scheduler import Admission
@@ -194,20 +193,16 @@ class Answered:
 
 def answer(wanted: Wanted, console: Console) -> Answered:
     """Choose as `weftune train` would, predict the first window, and print the plan."""
-    from weftune.cli.plan_machine import launch_choice
+    from weftune.cli.plan_machine import machine_of
     from weftune.plan.layout.choose import choose
 
-    launch = launch_choice(wanted)
-    if launch.shares > 1:
-        return shared(with_shared_cores(wanted, launch.shares), launch, console)
-    choice = choose(wanted.shape, wanted.shapes, launch.machine)
-    if choice.streamed and launch.flags and wanted.asked.limit is None:
-        assert choice.place is not None, "it is streamed"
-        launch = replace(launch, flags=f"{launch.flags} --gpu-memory {choice.place.budget >> 20}MiB")
-    return (streamed if choice.streamed else resident)(wanted, launch, choice, console)
+    choice = choose(wanted.shape, wanted.shapes, machine_of(wanted))
+    if choice.machine.shares > 1:
+        return shared(with_shared_cores(wanted, choice.machine.shares), choice, console)
+    return (streamed if choice.streamed else resident)(wanted, choice, console)
 
 
-def resident(wanted: Wanted, launch: LaunchChoice, choice: Choice, console: Console) -> Answered:
+def resident(wanted: Wanted, choice: Choice, console: Console) -> Answered:
     """Plan with the base resident on the devices."""
     from weftune.cli.plan_machine import source_of
     from weftune.cli.plan_numbers import common_numbers, resident_numbers, run_numbers
@@ -216,24 +211,21 @@ def resident(wanted: Wanted, launch: LaunchChoice, choice: Choice, console: Cons
     from weftune.plan.outlook.whole_run import WholeRun, at_rate, endings
 
     admission = admitted(wanted.shapes, choice)
-    found, source = (
-        foreseen(wanted, launch.machine, choice, admission),
-        source_of(wanted, launch.machine, None),
-    )
+    found, source = foreseen(wanted, choice, admission), source_of(wanted, choice)
     totals, rate = wanted.totals, found.forecast.tokens_per_second
     ends = endings(totals, admission.admitted, admission.waiting, at_rate(totals, rate))
     run = WholeRun(ends, found.window.promise.peak_bytes, choice.memory.budget)
     show_run(console, run, wanted, source)
-    show(console, found, wanted, launch)
+    show(console, found, wanted)
     ablations = studied(wanted, admission) if wanted.asked.ablated else ()
     show_more(console, wanted, admission, explain(found, source) if wanted.asked.explained else (), ablations)
     numbers = resident_numbers(found) | {"shares": None}
-    numbers |= common_numbers(wanted, launch, found.forecast, found.alternatives, source)
+    numbers |= common_numbers(wanted, choice, found.forecast, found.alternatives, source)
     numbers |= told(admission, ablations) | run_numbers(run, totals) | {"first_window": found.window.numbers}
     return Answered(numbers | swept(wanted, run), lambda: Picture(found.program, found.timeline), run)
 
 
-def streamed(wanted: Wanted, launch: LaunchChoice, choice: Choice, console: Console) -> Answered:
+def streamed(wanted: Wanted, choice: Choice, console: Console) -> Answered:
     """Plan with the base in host memory, streamed to one or several devices in stages."""
     from weftune.cli.plan_machine import source_of
     from weftune.cli.plan_numbers import common_numbers, run_numbers, stream_numbers
@@ -243,19 +235,19 @@ def streamed(wanted: Wanted, launch: LaunchChoice, choice: Choice, console: Cons
     from weftune.plan.outlook.streamed import ablate_streams, round_timeline, stream_outlook
     from weftune.plan.outlook.whole_run import WholeRun, endings
 
-    admission, source = admitted(wanted.shapes, choice), source_of(wanted, launch.machine, choice.place)
+    admission, source = admitted(wanted.shapes, choice), source_of(wanted, choice)
     found = stream_outlook(choice)
     window = first_window(choice, aboard(wanted, admission), wanted.course)
     seconds = found.forecast.seconds
     ends = endings(wanted.totals, admission.admitted, admission.waiting, lambda _: seconds)
     run = WholeRun(ends, choice.bytes, found.case.device.budget)
     show_run(console, run, wanted, source)
-    show_streams(console, found, wanted, launch)
+    show_streams(console, found, wanted)
     ablations = ablate_streams(found) if wanted.asked.ablated else ()
     sentences = explain_streams(found, source) if wanted.asked.explained else ()
     show_more(console, wanted, admission, sentences, ablations)
     numbers = stream_numbers(found, window)
-    numbers |= common_numbers(wanted, launch, found.forecast, found.alternatives, source)
+    numbers |= common_numbers(wanted, choice, found.forecast, found.alternatives, source)
     numbers |= told(admission, ablations) | run_numbers(run, wanted.totals)
     numbers |= swept(wanted, run)
     program = window.program
@@ -264,32 +256,31 @@ def streamed(wanted: Wanted, launch: LaunchChoice, choice: Choice, console: Cons
     )
 
 
-def shared(wanted: Wanted, launch: LaunchChoice, console: Console) -> Answered:
+def shared(wanted: Wanted, choice: Choice, console: Console) -> Answered:
     """Plan with the whole base on every device and a share of the jobs on each."""
-    from weftune.cli.plan_machine import source_of
+    from weftune.cli.plan_machine import source_of, train_flags
     from weftune.cli.plan_numbers import common_numbers, resident_numbers, run_numbers, share_numbers
     from weftune.cli.plan_show import show_more, show_run, show_shares
     from weftune.plan.layout.choose import choose
     from weftune.plan.outlook.explain import explain
     from weftune.plan.outlook.shares import share_outlook
 
-    source = source_of(wanted, launch.machine, None)
-    choice = choose(wanted.shape, wanted.shapes, launch.machine)
+    machine, source = choice.machine, source_of(wanted, choice)
 
     def alone(jobs: Sequence[JobShape]) -> Prediction:
-        own = choose(wanted.shape, jobs, launch.machine)
-        return foreseen(wanted, launch.machine, own, admitted(jobs, own))
+        own = choose(wanted.shape, jobs, machine)
+        return foreseen(wanted, own, admitted(jobs, own))
 
     everyone = admitted(wanted.shapes, choice)
-    found = share_outlook(wanted.shapes, job_seconds_of(wanted, launch.machine), launch.shares, alone)
+    found = share_outlook(wanted.shapes, job_seconds_of(wanted, machine), machine.shares, alone)
     run = run_of_shares(found, wanted.totals)
     show_run(console, run, wanted, source)
-    show_shares(console, found, wanted, launch)
+    show_shares(console, found, wanted, train_flags(wanted, choice))
     first = found.parts[0]
     ablations = studied(wanted, everyone) if wanted.asked.ablated else ()
     show_more(console, wanted, everyone, explain(first, source) if wanted.asked.explained else (), ablations)
     numbers = resident_numbers(first) | share_numbers(found)
-    numbers |= common_numbers(wanted, launch, first.forecast, first.alternatives, source)
+    numbers |= common_numbers(wanted, choice, first.forecast, first.alternatives, source)
     numbers |= told(everyone, ablations) | run_numbers(run, wanted.totals)
     numbers |= {"first_window": first.window.numbers}
     return Answered(numbers | swept(wanted, run), lambda: Picture(first.program, first.timeline), run)
@@ -309,11 +300,11 @@ def swept(wanted: Wanted, run: WholeRun) -> dict[str, Any]:
     return sweep_numbers(run, wanted.sweeps, wanted.totals) if wanted.sweeps else {}
 
 
-def foreseen(wanted: Wanted, machine: Machine, choice: Choice, admission: Admission) -> Prediction:
+def foreseen(wanted: Wanted, choice: Choice, admission: Admission) -> Prediction:
     from weftune.cli.plan_machine import times_of
     from weftune.plan.outlook.forecast import foresee
 
-    return foresee(choice, aboard(wanted, admission), wanted.course, times_of(wanted, machine))
+    return foresee(choice, aboard(wanted, admission), wanted.course, times_of(wanted, choice.machine))
 
 
 def aboard(wanted: Wanted, admission: Admission) -> list[JobShape]:
@@ -388,7 +379,7 @@ def job_seconds_of(wanted: Wanted, machine: Machine) -> dict[str, float]:
                 shape=one.shape, steps=one.total.steps, batches=one.curriculum.course(0, 4, True).batches
             ),
             cost,
-            machine.most,
+            machine.max_tokens,
         )
         for one in wanted.jobs
     }

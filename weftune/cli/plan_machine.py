@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weftune.base.spec import BaseSpec
     from weftune.cli.plan import Wanted
     from weftune.plan.cost.profile import Profile
-    from weftune.plan.layout.choose import Machine
+    from weftune.plan.layout.choose import Choice, Machine
     from weftune.plan.layout.foresee import StageTimes
     from weftune.plan.layout.need import StreamDevice
     from weftune.run.measure.link import HostLink
@@ -18,88 +19,59 @@ ENOUGH = 1 << 50
 """Bytes of host memory assumed for a cluster, whose description does not say how much there is."""
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchChoice:
-    """The workers that jobs get, and the flags of `weftune train` that request them."""
-
-    machine: Machine
-    flags: str = ""
-    shares: int = 1
-    """Number of devices that each hold the whole base and train a share of the jobs; `machine` is one."""
-
-
-def launch_choice(wanted: Wanted) -> LaunchChoice:
-    """Return the requested workers; without a request, follow the rule of `--pipeline auto`: shares where the
-    base fits a device, else as few stages as fit, else all devices stream it together."""
-    from weftune.errors import PlanError
-    from weftune.plan.cost.memory import SPARE
-    from weftune.plan.layout.cut import measured_costs, typical_work
-    from weftune.plan.layout.one_device import fits_whole
-    from weftune.plan.layout.stage_count import Devices, choose_stages
+def machine_of(wanted: Wanted) -> Machine:
+    """Return the machine that the options describe: with the requested workers or shares, or, if nothing is
+    requested of several devices, with those that `choose` decides."""
+    from weftune.plan.layout.choose import AUTO
 
     asked, devices = wanted.asked, wanted.cluster.devices
     if asked.gpus is not None:
         return _in_shares(wanted, asked.gpus or len(devices))
-    if asked.pipeline is not None and asked.pipeline > 1:
-        return _in_workers(wanted, asked.pipeline)
-    if asked.pipeline is None and (len(devices) == 1 or asked.replicas > 1):
-        return LaunchChoice(machine_of(wanted))
-    one = machine_of(replace(wanted, asked=replace(asked, replicas=1)))
-    kind = "GPU" if one.on_gpu else "machine"
-    found = Devices(kind, len(devices), one.budget, one.taken, one.on_gpu).shared_by(asked.replicas)
-    count = len(wanted.jobs) if asked.replicas == 1 and not wanted.sweeps else 1
-    profile = one.profile
-    costs = measured_costs(profile, wanted.shape, typical_work(wanted.shape, one.most)) if profile else None
-    try:
-        chosen = choose_stages(wanted.shape, found, SPARE, count, costs)
-    except PlanError:
-        if not one.on_gpu or len(devices) == 1:
-            raise
-        return _in_workers(wanted, len(devices), streamed=True)
-    if chosen.stages > 1:
-        return _in_workers(wanted, chosen.stages)
-    if chosen.shares == 1:
-        return LaunchChoice(one)
-    if not fits_whole(wanted.shape, wanted.shapes, one.budget):
-        # A share would refuse the job that does not fit.
-        return _in_workers(wanted, len(devices), streamed=True)
-    share = replace(one, host_budget=one.host_budget // chosen.shares)
-    return LaunchChoice(share, f"--gpus {chosen.shares}", chosen.shares)
+    if asked.pipeline is None:
+        return _in_workers(wanted, 1 if len(devices) == 1 or asked.replicas > 1 else AUTO)
+    return _in_workers(wanted, asked.pipeline)
 
 
-def _in_shares(wanted: Wanted, devices: int) -> LaunchChoice:
+def train_flags(wanted: Wanted, choice: Choice) -> str:
+    """Return the flags of `weftune train` that request the chosen workers."""
+    asked, machine = wanted.asked, choice.machine
+    if asked.gpus is not None:
+        return f"--gpus {asked.gpus or len(wanted.cluster.devices)}"
+    if machine.shares > 1:
+        return f"--gpus {machine.shares}"
+    if machine.workers == 1:
+        return ""
+    flags = f"--pipeline {machine.workers}"
+    if choice.place is None or asked.limit is not None:
+        return flags
+    return f"{flags} --gpu-memory {choice.place.budget >> 20}MiB"
+
+
+def _in_shares(wanted: Wanted, devices: int) -> Machine:
     """Return the requested number of devices, each with the whole base. On a CPU they are processes."""
     from weftune.errors import PlanError
     from weftune.plan.cost.memory import gib
     from weftune.plan.layout.one_device import fits_whole
 
-    one, known = machine_of(wanted), len(wanted.cluster.devices)
+    one, known = _in_workers(wanted, 1), len(wanted.cluster.devices)
     if one.on_gpu and devices > known:
         raise PlanError(f"--gpus {devices}: {wanted.cluster.name} has {known}; write --gpus all")
     shares = min(devices, len(wanted.jobs))
     budget = one.budget if one.on_gpu else one.budget // devices
-    share = replace(one, budget=budget, host_budget=one.host_budget // shares)
     if not fits_whole(wanted.shape, wanted.shapes, budget):
         raise PlanError(
             f"--gpus {devices}: the base and a job do not fit the {gib(budget)} that they may take of one "
             f"device; cut the base into stages with --pipeline {max(2, devices)}"
         )
-    return LaunchChoice(share, f"--gpus {devices}", shares)
+    return replace(one, budget=budget, host_budget=one.host_budget // shares, shares=shares)
 
 
-def _in_workers(wanted: Wanted, workers: int, streamed: bool = False) -> LaunchChoice:
-    return LaunchChoice(machine_of(wanted, workers, streamed), f"--pipeline {workers}")
-
-
-def machine_of(wanted: Wanted, workers: int = 1, streamed: bool = False) -> Machine:
-    """Return the machine for this number of workers.
-
-    `streamed` lets several workers stream the base although no memory limit was given.
-    """
-    from weftune.plan.layout.choose import PROCESS_BYTES, Machine
+def _in_workers(wanted: Wanted, workers: int) -> Machine:
+    """Return the machine for this number of workers, which may be `AUTO`."""
+    from weftune.plan.layout.choose import AUTO, PROCESS_BYTES, Machine
 
     asked, devices = wanted.asked, wanted.cluster.devices
-    on_gpu, processes = devices[0].is_gpu, workers * asked.replicas
+    on_gpu, processes = devices[0].is_gpu, max(1, workers) * asked.replicas
     profile = profile_of(wanted)
     worker_profile = profile if processes == 1 else profile_of(wanted, processes)
     known = worker_profile or profile
@@ -111,15 +83,19 @@ def machine_of(wanted: Wanted, workers: int = 1, streamed: bool = False) -> Mach
         limit //= sharing
     return Machine(
         on_gpu=on_gpu,
+        devices=max(1, len(devices) // asked.replicas),
         budget=budget // sharing,
         taken=0 if on_gpu else (known.process_bytes_of(processes) if known else 0) or PROCESS_BYTES,
-        stream_budget=budget // sharing if streamed else limit,
+        stream_budget=limit,
+        limited=asked.limit is not None,
         host_budget=host_budget() if asked.here else ENOUGH,
         workers=workers,
         replicas=asked.replicas,
+        # Trials are not divided into shares: they are compared while they train.
+        shares=AUTO if workers == AUTO and asked.replicas == 1 and not wanted.sweeps else 1,
         profile=profile,
         worker_profile=worker_profile,
-        gpu=lambda own, host: gpu_of(wanted, own, host, workers),
+        gpu=partial(gpu_of, wanted),
     )
 
 
@@ -148,11 +124,11 @@ def times_of(wanted: Wanted, machine: Machine) -> StageTimes:
     return StageTimes(shape.layers, sheet, Rate(), wanted.cluster.link, handed)
 
 
-def source_of(wanted: Wanted, machine: Machine, place: StreamDevice | None) -> str:
-    """Return the source of the times. `place` is the device that a base is streamed to, or None."""
+def source_of(wanted: Wanted, choice: Choice) -> str:
+    """Return the source of the times."""
     from weftune.plan.cost import profile_cost
 
-    sheet = wanted.speeds[0]
+    sheet, machine, place = wanted.speeds[0], choice.machine, choice.place
     if place is not None:
         if not machine.on_gpu:
             return "a pretended device's, not measured"

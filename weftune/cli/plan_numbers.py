@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from weftune.cli.plan_machine import train_flags
 from weftune.plan.outlook.forecast import shared_groups
 
 if TYPE_CHECKING:
     from weftune.cli.plan import Wanted
-    from weftune.cli.plan_machine import LaunchChoice
+    from weftune.plan.layout.choose import Choice
     from weftune.plan.outlook.forecast import Ablation, Forecast, Prediction
     from weftune.plan.outlook.promise import FirstWindow
     from weftune.plan.outlook.shares import ShareOutlook
@@ -98,11 +99,11 @@ def run_numbers(run: WholeRun, totals: Mapping[str, JobTotal]) -> dict[str, Any]
 
 
 def common_numbers(
-    wanted: Wanted, launch: LaunchChoice, forecast: Forecast, alternatives: Sequence[Forecast], source: str
+    wanted: Wanted, choice: Choice, forecast: Forecast, alternatives: Sequence[Forecast], source: str
 ) -> dict[str, Any]:
     return {
         "cluster": wanted.cluster.name,
-        "train": launch.flags,
+        "train": train_flags(wanted, choice),
         "source": source,
         "capacity": forecast.capacity,
         "forecast": forecast_numbers(forecast),

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from weftune.cli.plan_machine import train_flags
 from weftune.cli.plan_numbers import stage_needs
 from weftune.cli.plan_sweeps import SweepOutlook, collapsed, expected_seconds
 from weftune.plan.cost.memory import gib
@@ -16,7 +17,6 @@ from weftune.report.words import duration_text, plural
 
 if TYPE_CHECKING:
     from weftune.cli.plan import Wanted
-    from weftune.cli.plan_machine import LaunchChoice
     from weftune.jobs.store.scheduler import Admission
     from weftune.plan.outlook.forecast import Ablation, Forecast, Prediction
     from weftune.plan.outlook.shares import ShareOutlook
@@ -85,8 +85,9 @@ def span_text(seconds: float) -> str:
     return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} days {hours % 24} h"
 
 
-def show(console: Console, found: Prediction, wanted: Wanted, launch: LaunchChoice) -> None:
-    told = f" Train with {launch.flags}." if launch.flags and wanted.asked.chooses else ""
+def show(console: Console, found: Prediction, wanted: Wanted) -> None:
+    flags = train_flags(wanted, found.choice)
+    told = f" Train with {flags}." if flags and wanted.asked.chooses else ""
     console.print(
         f"{plural(len(found.window.shapes), 'job')} on {wanted.cluster.name}: they fit, with a token "
         f"capacity of {found.program.capacity:,}. The base is {found.choice.why}.{told}",
@@ -110,9 +111,9 @@ def _show_window(console: Console, found: Prediction) -> None:
     )
 
 
-def show_shares(console: Console, found: ShareOutlook, wanted: Wanted, launch: LaunchChoice) -> None:
+def show_shares(console: Console, found: ShareOutlook, wanted: Wanted, flags: str) -> None:
     console.print(
-        f"The base fits each device: train with {launch.flags}, a share of the jobs on each and nothing "
+        f"The base fits each device: train with {flags}, a share of the jobs on each and nothing "
         f"exchanged. {found.tokens_per_second:,.0f} tokens/s are predicted while all are at work.",
         highlight=False,
     )
@@ -120,11 +121,12 @@ def show_shares(console: Console, found: ShareOutlook, wanted: Wanted, launch: L
     console.print(share_table(found, wanted))
 
 
-def show_streams(console: Console, found: StreamOutlook, wanted: Wanted, launch: LaunchChoice) -> None:
+def show_streams(console: Console, found: StreamOutlook, wanted: Wanted) -> None:
     """Print the plan of a streamed base; the sentence about the base is the one that the run will print."""
     choice, seconds = found.choice, found.forecast.seconds
     where = "read from its files" if choice.mapped else "streamed from the host's memory"
-    told = f" Train with {launch.flags}." if launch.flags and wanted.asked.pipeline is None else ""
+    flags = train_flags(wanted, choice)
+    told = f" Train with {flags}." if flags and wanted.asked.pipeline is None else ""
     console.print(
         f"{plural(len(choice.aboard), 'job')} on {wanted.cluster.name}: the base does not fit with a job "
         f"aboard, so it is {where}. A round, a global batch of every job with the longest samples in it, "

@@ -235,12 +235,12 @@ def _chosen(asked: TrainAsked) -> StageCount:
 
     from weftune.base.load import device_named, inspect
     from weftune.jobs.spec.read import read_run
-    from weftune.plan.cost.memory import SPARE
-    from weftune.plan.layout.stage_count import choose_stages
+    from weftune.plan.cost.profile import find_profile
+    from weftune.plan.layout.choose import choose_workers
     from weftune.report.safe_stdout import steady_output
     from weftune.run.measure.devices import devices_here
     from weftune.run.measure.memory import steady_budget_bytes
-    from weftune.trainer.machine import costs_here
+    from weftune.run.profile import key_here
 
     device = device_named(asked.device)
     run = read_run(asked.jobs)
@@ -248,11 +248,12 @@ def _chosen(asked: TrainAsked) -> StageCount:
     if budget is None and run.deterministic:
         budget = steady_budget_bytes(device)
     shape = inspect(run.base, device)
-    devices = devices_here(device, budget).shared_by(asked.replicas)
+    machine = devices_here(device, budget).shared_by(asked.replicas)
+    machine = replace(machine, profile=find_profile(key_here(shape, device)))
     # With replicas, every job trains on all of them, so there are no shares. Trials are not divided into
     # shares either, since they are compared while they train.
     jobs = len(run.jobs) if asked.replicas == 1 and not run.sweeps else 1
-    choice = choose_stages(shape, devices, SPARE, jobs, costs_here(shape, device))
+    choice = choose_workers(shape, machine, jobs)
     Console(file=steady_output()).print(f"Weftune: {choice.why}", highlight=False, soft_wrap=True)
     return choice
 

@@ -133,7 +133,7 @@ class Hosts:
     def check(self, ready: Sequence[PreparedJob], view: View) -> frozenset[str]:
         """Return the jobs that fit on a device; raise PlanError if none does."""
         here = devices_here(self.device, None)
-        memory = MemoryModel(self.shape, self.budget, here.taken, fused=here.fused)
+        memory = MemoryModel(self.shape, self.budget, here.taken, fused=here.on_gpu)
         refused = too_large([job.shape for job in ready], memory)
         if len(refused) == len(ready):
             raise PlanError(

@@ -19,8 +19,7 @@ from weftune.errors import BaseModelError, HostTooSmall, UserError
 from weftune.plan.cost.cluster import PCIE
 from weftune.plan.cost.memory import gib
 from weftune.plan.cost.profile import Profile, find_profile, read_profile
-from weftune.plan.layout.choose import MOST_TOKENS, PROCESS_BYTES, Machine
-from weftune.plan.layout.cut import PartCosts, measured_costs, typical_work
+from weftune.plan.layout.choose import MAX_TOKENS, PROCESS_BYTES, Machine
 from weftune.plan.layout.need import StreamDevice
 from weftune.plan.layout.one_device import gpu_place, in_files
 from weftune.plan.window.length import speed_by_sheet
@@ -160,13 +159,7 @@ def _worker_profile(setup: Setup) -> Profile | None:
 
 def most_tokens(device: torch.device) -> int:
     """Return the token capacity that a device gets if memory allows more."""
-    return MOST_TOKENS[device.type == "cuda"]
-
-
-def costs_here(shape: ModelShape, device: torch.device) -> PartCosts | None:
-    """Return the costs by which stages will be cut, if the cache has a profile of this device."""
-    profile = find_profile(key_here(shape, device))
-    return measured_costs(profile, shape, typical_work(shape, most_tokens(device))) if profile else None
+    return MAX_TOKENS[device.type == "cuda"]
 
 
 def host_budget(deterministic: bool = False) -> int:
@@ -176,7 +169,7 @@ def host_budget(deterministic: bool = False) -> int:
     return int((memory.total if deterministic else memory.available) * CPU_SHARE)
 
 
-def sheet_gpu(budget: int, host: int) -> StreamDevice:
+def sheet_gpu(budget: int, host: int, _workers: int = 1) -> StreamDevice:
     """Return the GPU as its data sheet describes it: the same in every run."""
     speed = speed_by_sheet(on_gpu=True)
     if speed is None:
@@ -184,7 +177,9 @@ def sheet_gpu(budget: int, host: int) -> StreamDevice:
     return gpu_place(budget, host, PCIE.bandwidth, speed.flops, speed.bandwidth)
 
 
-def measured_gpu(spec: BaseSpec, device: torch.device, budget: int, host: int) -> StreamDevice:
+def measured_gpu(
+    spec: BaseSpec, device: torch.device, budget: int, host: int, _workers: int = 1
+) -> StreamDevice:
     """Return the GPU with its link and its matrix products as measured now."""
     link = measure_link(device, base_dtype(spec, device))
     return gpu_place(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)

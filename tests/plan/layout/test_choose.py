@@ -33,7 +33,7 @@ def gpu(gib: float, **changes) -> Machine:
         on_gpu=True,
         budget=int(gib * GIB),
         host_budget=1 << 50,
-        gpu=lambda budget, host: gpu_place(budget, host, 25e9, 300e12, 1e12),
+        gpu=lambda budget, host, workers: gpu_place(budget, host, 25e9, 300e12, 1e12),
         **changes,
     )
 

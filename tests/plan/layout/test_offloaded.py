@@ -91,7 +91,7 @@ def test_a_job_with_a_short_batch_does_not_make_the_others_pay_for_it():
     assert is_worth(offloaded, memory, [short, longer], place, 8192)
 
 
-def unmeasured(_budget, _host):
+def unmeasured(_budget, _host, _workers):
     raise AssertionError("nobody needs to know")
 
 

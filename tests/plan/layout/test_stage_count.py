@@ -1,5 +1,7 @@
 """`--pipeline auto`: shares if the base fits each device, else as few stages as fit; always a sentence."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,9 +9,10 @@ from hypothesis import strategies as st
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import PlanError
 from weftune.plan.cost.layers import stage_shape
-from weftune.plan.cost.memory import SLACK_BYTES
+from weftune.plan.cost.memory import SLACK_BYTES, MemoryModel
+from weftune.plan.layout.choose import Machine
 from weftune.plan.layout.cut import PartCosts, cut_layers
-from weftune.plan.layout.stage_count import Devices, choose_stages
+from weftune.plan.layout.stage_count import choose_stages
 
 HIDDEN, LAYERS, VOCABULARY = 1024, 12, 1000
 SITES = tuple(
@@ -19,65 +22,65 @@ PARAMETERS = LAYERS * 4 * HIDDEN**2 + 2 * HIDDEN * VOCABULARY
 SHAPE = ModelShape(LAYERS, HIDDEN, VOCABULARY, PARAMETERS, 2, SITES, context=2048)
 
 
-def devices(count, budget):
-    return Devices("GPU", count, budget)
+def chosen(count, budget, spare, jobs=1, costs=None):
+    return choose_stages(MemoryModel(SHAPE, budget, spare=spare), count, "GPU", jobs, costs)
 
 
 def test_a_base_that_fits_one_device_is_not_cut():
-    choice = choose_stages(SHAPE, devices(4, 8 << 30), spare=1)
+    choice = chosen(4, 8 << 30, spare=1)
     assert choice.stages == 1
     assert choice.why.startswith("--pipeline auto: one process, since the base and its passes need 0.")
     assert choice.why.endswith("each of 4 GPUs has 8.00 GiB for a run")
 
 
 def test_where_the_base_fits_each_device_they_share_the_jobs():
-    choice = choose_stages(SHAPE, devices(4, 8 << 30), spare=1, jobs=10)
+    choice = chosen(4, 8 << 30, spare=1, jobs=10)
     assert (choice.stages, choice.shares) == (1, 4)
     assert choice.why.startswith(
         "--pipeline auto: not cut, 4 shares of the 10 jobs, since the base and its passes need 0."
     )
     assert choice.why.endswith("each of 4 GPUs has 8.00 GiB for a run")
-    assert choose_stages(SHAPE, devices(4, 8 << 30), spare=1, jobs=3).shares == 3
-    assert choose_stages(SHAPE, devices(1, 8 << 30), spare=1, jobs=3).shares == 1
-    cut = choose_stages(SHAPE, devices(4, 600 << 20), spare=0, jobs=10)
+    assert chosen(4, 8 << 30, spare=1, jobs=3).shares == 3
+    assert chosen(1, 8 << 30, spare=1, jobs=3).shares == 1
+    cut = chosen(4, 600 << 20, spare=0, jobs=10)
     assert (cut.stages, cut.shares) == (2, 1)
 
 
 def test_a_base_that_fits_nowhere_gets_a_sentence():
     with pytest.raises(PlanError, match=r"even in 4 stages the largest needs .* each of 4 GPUs has 0.25 GiB"):
-        choose_stages(SHAPE, devices(4, SLACK_BYTES), spare=1)
+        chosen(4, SLACK_BYTES, spare=1)
     with pytest.raises(
         PlanError, match=r"the base and its passes need .* the GPU has 0.25 GiB for a run; use more or larger"
     ):
-        choose_stages(SHAPE, devices(1, SLACK_BYTES), spare=1)
+        chosen(1, SLACK_BYTES, spare=1)
 
 
 def test_otherwise_it_is_cut_into_as_few_stages_as_fit():
-    whole = choose_stages(SHAPE, devices(1, 8 << 30), spare=0)
+    whole = chosen(1, 8 << 30, spare=0)
     assert "the base and its passes need 0.63 GiB" in whole.why
-    choice = choose_stages(SHAPE, devices(4, 600 << 20), spare=0)
+    choice = chosen(4, 600 << 20, spare=0)
     assert choice.stages == 2
     assert "2 stages, since the base and its passes need 0.63 GiB, its largest stage 0.58 GiB" in choice.why
-    assert choose_stages(SHAPE, devices(4, 580 << 20), spare=0).stages == 3
+    assert chosen(4, 580 << 20, spare=0).stages == 3
 
 
 def test_no_more_stages_than_layers_are_tried():
     with pytest.raises(PlanError, match=f"even in {LAYERS} stages"):
-        choose_stages(SHAPE, devices(64, 1), spare=1)
+        chosen(64, 1, spare=1)
 
 
 def test_stages_are_counted_as_the_run_will_cut_them():
     """A dear head leaves its stage few layers, so that another holds more."""
     cheap, dear = PartCosts(0.0, 1.0, 0.1), PartCosts(0.0, 1.0, 6.0)
-    assert choose_stages(SHAPE, devices(4, 600 << 20), spare=0, costs=cheap).stages == 2
+    assert chosen(4, 600 << 20, spare=0, costs=cheap).stages == 2
     with pytest.raises(PlanError, match=r"even in 4 stages the largest needs 0.66 GiB"):
-        choose_stages(SHAPE, devices(4, 600 << 20), spare=0, costs=dear)
+        chosen(4, 600 << 20, spare=0, costs=dear)
 
 
 @given(st.integers(1, 8), st.integers(2 * SLACK_BYTES, 3 * SLACK_BYTES))
 def test_what_is_chosen_fits_and_one_stage_fewer_does_not(count, budget):
     try:
-        stages = choose_stages(SHAPE, devices(count, budget), spare=0).stages
+        stages = chosen(count, budget, spare=0).stages
     except PlanError:
         assert not any(fits(one, budget) for one in range(1, count + 1))
         return
@@ -96,5 +99,6 @@ def fits(stages, budget):
 
 
 def test_replicas_divide_the_devices_or_what_the_only_one_has():
-    assert Devices("GPU", 8, 100).shared_by(2) == Devices("GPU", 4, 100)
-    assert Devices("machine", 1, 100).shared_by(2) == Devices("machine", 1, 50)
+    gpus, cpu = Machine(on_gpu=True, devices=8, budget=100), Machine(on_gpu=False, budget=100)
+    assert gpus.shared_by(2) == replace(gpus, devices=4)
+    assert cpu.shared_by(2) == replace(cpu, budget=50)

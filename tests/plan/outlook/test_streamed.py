@@ -46,7 +46,7 @@ def foreseen(device: StreamDevice, jobs, workers: int = 1) -> StreamOutlook:
         budget=device.budget,
         stream_budget=device.budget,
         workers=workers,
-        gpu=lambda budget, host: device,
+        gpu=lambda budget, host, workers: device,
     )
     return stream_outlook(choose(SHAPE, [job.shape for job in jobs], machine))
 

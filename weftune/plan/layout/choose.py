@@ -22,7 +22,7 @@ from weftune.plan.cost.profile import Profile
 from weftune.plan.cost.profile_cost import cost_of, directions, memory_of, source_of, step_rate
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.plan.cost.time import NO_TIME, CostModel, JobShapes, Rate
-from weftune.plan.layout.cut import cut_layers, measured_costs, typical_work
+from weftune.plan.layout.cut import PartCosts, cut_layers, measured_costs, typical_work
 from weftune.plan.layout.foresee import StageTimes, taking_turns
 from weftune.plan.layout.need import StreamDevice
 from weftune.plan.layout.offloaded import is_faster, is_worth, offloaded_round, offloading, would_gain
@@ -33,6 +33,7 @@ from weftune.plan.layout.one_device import (
     pretended_place,
 )
 from weftune.plan.layout.seats import in_order, most_that_fit, seat, too_large
+from weftune.plan.layout.stage_count import StageCount, choose_stages
 from weftune.plan.layout.stream_choice import StreamChoice, choose_for_workers
 from weftune.plan.program.layout import Layout, in_stages, one_device
 from weftune.plan.program.program import Program
@@ -43,11 +44,13 @@ WINDOW_ROUNDS, PIPELINE_ROUNDS = 4, 16
 """Global batches of each job per window. Windows of several workers are long: they fill and drain once."""
 PROCESS_BYTES = 512 << 20
 """Bytes that a process training on a CPU is assumed to hold before anything is loaded, if not measured."""
-MOST_TOKENS = {False: 1024, True: 8192}
+MAX_TOKENS = {False: 1024, True: 8192}
 """Largest token capacity chosen by default: whether the device is a GPU → tokens."""
+AUTO = 0
+"""Number of workers or shares that lets `choose` decide."""
 
 
-def _no_link(_budget: int, _host: int) -> StreamDevice:
+def _no_link(_budget: int, _host: int, _workers: int) -> StreamDevice:
     raise AssertionError("nobody has said how fast this device is")
 
 
@@ -56,32 +59,38 @@ class Machine:
     """The machine that a run finds: its workers with identical devices, and the host behind them."""
 
     on_gpu: bool
+    devices: int = 1
+    """Number of devices of each replica. It matters only if `workers` is `AUTO`."""
     budget: int
     """Bytes available to the run on each worker's device if the worker's part of the base stays resident."""
     taken: int = 0
     """Device bytes held by the first worker's process before anything is loaded."""
     stream_budget: int | None = None
     """Device bytes available when the base is streamed. None disables streaming."""
+    limited: bool = False
+    """Whether the user has set the device bytes: only then may the stages that `choose` finds stream."""
     host_budget: int = 0
     """Bytes of host memory available to the run, all hosts together."""
     capacity: int | None = None
     """Maximum tokens per microbatch. None uses the default of the device."""
     workers: int = 1
-    """Number of workers per replica."""
+    """Number of workers per replica, or `AUTO`."""
     replicas: int = 1
+    shares: int = 1
+    """Number of machines like this one that each train a share of the jobs, or `AUTO`."""
     profile: Profile | None = None
     """Profile used to cut stages and to predict the times of a single worker."""
     worker_profile: Profile | None = None
     """Profile measured with as many threads as one of several workers has."""
-    gpu: Callable[[int, int], StreamDevice] = _no_link
-    """Returns a GPU with these budgets (its own and the host's), as measured or from its data sheet. Called
-    only if a base has to be streamed."""
+    gpu: Callable[[int, int, int], StreamDevice] = _no_link
+    """Returns a GPU with these budgets (its own and the host's) for this number of workers, as measured or
+    from its data sheet. Called only if a base has to be streamed."""
     files: Callable[[StreamDevice, HostTooSmall], StreamDevice] = lambda place, _short: in_files(place)
     """Returns the device for weights that stay in their files, or raises if they cannot."""
 
     @property
-    def most(self) -> int:
-        return self.capacity or MOST_TOKENS[self.on_gpu]
+    def max_tokens(self) -> int:
+        return self.capacity or MAX_TOKENS[self.on_gpu]
 
     @property
     def first_only(self) -> int:
@@ -92,11 +101,22 @@ class Machine:
 
     def place(self, budget: int) -> StreamDevice:
         """Return a device with `budget` bytes for a streamed run; without a GPU, an emulated one."""
-        return (self.gpu if self.on_gpu else pretended_place)(budget, self.host_budget)
+        if not self.on_gpu:
+            return pretended_place(budget, self.host_budget)
+        return self.gpu(budget, self.host_budget, self.workers)
+
+    def shared_by(self, replicas: int) -> Machine:
+        """Return the machine of one of `replicas` replicas: its part of the devices, or of the one that all
+        share."""
+        if self.devices >= replicas:
+            return replace(self, devices=self.devices // replicas)
+        return replace(self, devices=1, budget=self.budget * self.devices // replicas)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
+    machine: Machine
+    """Machine that each share of the jobs runs on, with the chosen numbers of workers and shares."""
     shape: ModelShape
     """Shape of the whole base."""
     layout: Layout
@@ -165,16 +185,46 @@ def choose(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Cho
     """Choose how these jobs run on this machine. PlanError says what does not fit, unless letting jobs wait
     solves it."""
     assert jobs, "there is nothing to train"
-    choose_one = _by_workers if machine.workers * machine.replicas > 1 else _by_one
-    return choose_one(shape, jobs, machine)
-
-
-def _by_one(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice:
+    if machine.workers == AUTO:
+        machine = _with_workers(shape, jobs, machine)
+    if machine.workers * machine.replicas > 1:
+        return _streamed_by_workers(shape, jobs, machine) or _in_stages(shape, jobs, machine)
     return _streamed(shape, jobs, machine) or _whole(shape, jobs, machine)
 
 
-def _by_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice:
-    return _streamed_by_workers(shape, jobs, machine) or _in_stages(shape, jobs, machine)
+def choose_workers(shape: ModelShape, machine: Machine, jobs: int) -> StageCount:
+    """Choose how many workers or shares a machine gets for this number of jobs. `choose` asks this itself; a
+    run asks before it starts its workers, when the sizes of its jobs are not known yet."""
+    memory = MemoryModel(shape, machine.budget, machine.taken, machine.on_gpu)
+    kind = "GPU" if machine.on_gpu else "machine"
+    return choose_stages(memory, machine.devices, kind, jobs, part_costs(shape, machine))
+
+
+def _with_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Machine:
+    """Return the machine with shares if the base fits a device, else with as few stages as fit, else with all
+    devices that stream the base together."""
+    streaming = replace(machine, workers=machine.devices, shares=1)
+    try:
+        found = choose_workers(shape, machine, len(jobs) if machine.shares == AUTO else 1)
+    except PlanError:
+        if not machine.on_gpu or machine.devices == 1:
+            raise
+        return streaming
+    if found.stages > 1:
+        stream_budget = machine.stream_budget if machine.limited else None
+        return replace(machine, workers=found.stages, shares=1, stream_budget=stream_budget)
+    if found.shares > 1 and not fits_whole(shape, jobs, machine.budget):
+        # A share would refuse the job that does not fit.
+        return streaming
+    host_budget = machine.host_budget // found.shares
+    return replace(machine, workers=1, shares=found.shares, host_budget=host_budget)
+
+
+def part_costs(shape: ModelShape, machine: Machine) -> PartCosts | None:
+    """Return the costs by which stages are cut, if there is a profile."""
+    if machine.profile is None:
+        return None
+    return measured_costs(machine.profile, shape, typical_work(shape, machine.max_tokens))
 
 
 # -- one device -----------------------------------------------------------------------------------------
@@ -186,12 +236,13 @@ def _whole(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Cho
     cost = None if profile is None else cost_of(profile, shape)
     together = fitting(jobs, memory)
     choice = Choice(
+        machine=machine,
         shape=shape,
         layout=one_device(shape.layers),
-        capacity=machine.most,
+        capacity=machine.max_tokens,
         memory=memory,
         aboard=together,
-        bytes=full_bytes(memory, together, machine.most),
+        bytes=full_bytes(memory, together, machine.max_tokens),
         why=f"whole on one device, which has {gib(machine.budget)} for a run",
         rounds=WINDOW_ROUNDS,
         cost=cost,
@@ -211,7 +262,7 @@ def _optimizer_offloaded(plain: Choice, jobs: Sequence[JobShape], machine: Machi
     if found is None:
         return None
     together, place, reason = found
-    after = offloaded_round(memory, together, place, machine.most)
+    after = offloaded_round(memory, together, place, machine.max_tokens)
     host_bytes, share = memory.host_bytes(together), after.unhidden / after.seconds
     why = (
         f"{plain.why}; master weights and moments of adapters live in host memory, {gib(host_bytes)} of it, "
@@ -223,7 +274,7 @@ def _optimizer_offloaded(plain: Choice, jobs: Sequence[JobShape], machine: Machi
         layout=replace(plain.layout, optimizer_offloaded=True),
         memory=memory,
         aboard=together,
-        bytes=full_bytes(memory, together, machine.most),
+        bytes=full_bytes(memory, together, machine.max_tokens),
         host_bytes=host_bytes,
         unhidden=share,
         why=why,
@@ -256,7 +307,7 @@ def _more_aboard(
     if not only_so:
         names = {job.name for job in too_large}
         others = [job for job in jobs if job.name not in names]
-        if not is_worth(memory, plain.memory, others, place, machine.most):
+        if not is_worth(memory, plain.memory, others, place, machine.max_tokens):
             return None
     reason = f"{len(together)} of {len(jobs)} jobs are aboard so and {len(plain.aboard)} otherwise"
     return _Offload(together, place, reason)
@@ -266,7 +317,7 @@ def _all_faster(
     plain: Choice, memory: MemoryModel, jobs: Sequence[JobShape], machine: Machine
 ) -> _Offload | None:
     """Return an offload for jobs that all run together either way. None unless it makes a step shorter."""
-    most = machine.most
+    most = machine.max_tokens
     if not would_gain(plain.memory, jobs, most) or memory.why_not(jobs) is not None:
         return None
     place = machine.place(machine.budget)
@@ -293,10 +344,10 @@ def _streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> 
         return None
     place = machine.place(budget)
     try:
-        found = choose_for_jobs(shape, jobs, place, machine.most)
+        found = choose_for_jobs(shape, jobs, place, machine.max_tokens)
     except HostTooSmall as short:
         place = machine.files(place, short)
-        found = choose_for_jobs(shape, jobs, place, machine.most)
+        found = choose_for_jobs(shape, jobs, place, machine.max_tokens)
     if found.choice.whole:
         return None
     choice = _as_streamed(shape, machine, place, found.choice, found.aboard)
@@ -329,6 +380,7 @@ def _as_streamed(
     head = int(memory.fit.head * memory.head_bytes(math.inf))
     rounds = TRAVEL_ROUNDS if choice.cut.travels else WINDOW_ROUNDS
     return Choice(
+        machine=machine,
         shape=shape,
         layout=choice.cut,
         capacity=choice.capacity,
@@ -388,12 +440,13 @@ def _in_stages(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) ->
     counts = " + ".join(str(one.stop - one.start) for one in held)
     times = _stage_times(shape, machine)
     return Choice(
+        machine=machine,
         shape=shape,
         layout=layout,
-        capacity=machine.most,
+        capacity=machine.max_tokens,
         memory=memory,
         aboard=together,
-        bytes=full_bytes(memory, together, machine.most),
+        bytes=full_bytes(memory, together, machine.max_tokens),
         why=f"cut into {len(held)} stages of {counts} layers" if len(held) > 1 else "whole on each replica",
         note=note,
         rounds=PIPELINE_ROUNDS,
@@ -405,10 +458,9 @@ def _layers(shape: ModelShape, machine: Machine) -> tuple[tuple[LayerRange, ...]
     """Return the layers of every stage, and a sentence that says which times they are balanced by."""
     if machine.workers == 1:
         return (LayerRange(0, shape.layers, shape.layers),), ""
+    held = cut_layers(shape, machine.workers, part_costs(shape, machine))
     if machine.profile is None:
-        return cut_layers(shape, machine.workers), ""
-    costs = measured_costs(machine.profile, shape, typical_work(shape, machine.most))
-    held = cut_layers(shape, machine.workers, costs)
+        return held, ""
     counts = " + ".join(str(one.stop - one.start) for one in held)
     return held, f"The stages hold {counts} layers, alike by times {source_of(machine.profile)}."
 
@@ -426,7 +478,7 @@ def _streamed_by_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: M
 
     def attempt(count: int) -> StreamChoice:
         together, later = ordered[:count], ordered[count:]
-        return choose_for_workers(shape, together, later, place, machine.workers, machine.most, need)
+        return choose_for_workers(shape, together, later, place, machine.workers, machine.max_tokens, need)
 
     count, found = _for_most(attempt, len(jobs))
     layer = layer_bytes(shape)

@@ -19,7 +19,7 @@ from weftune.plan.cost.estimate import (
 )
 from weftune.plan.cost.layers import LayerCost, StageCost, stage_cost
 from weftune.plan.cost.memory import FUSED_SLACK_BYTES, SLACK_BYTES, MemoryModel, gib, longest
-from weftune.plan.layout.choose import MOST_TOKENS
+from weftune.plan.layout.choose import MAX_TOKENS
 from weftune.plan.layout.partition import StageLimit, balance, stage_bytes
 from weftune.plan.program.recompute import NOTHING, Recompute
 
@@ -45,7 +45,7 @@ class ClusterCase:
 
     @property
     def most(self) -> int:
-        return MOST_TOKENS[self.is_gpu]
+        return MAX_TOKENS[self.is_gpu]
 
     @property
     def is_gpu(self) -> bool:

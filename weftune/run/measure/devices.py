@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 
 from weftune.errors import UserError
-from weftune.plan.layout.stage_count import Devices
+from weftune.plan.layout.choose import Machine
 from weftune.run.measure.memory import GPU_SHARE, budget_bytes, taken_bytes
 
 
-def devices_here(device: torch.device, budget: int | None) -> Devices:
+def devices_here(device: torch.device, budget: int | None) -> Machine:
     """Return the devices of the same kind as `device`; `budget` is the bytes that the user allows on each of
     them."""
     if device.type != "cuda":
-        return Devices("machine", 1, budget or budget_bytes(device), taken_bytes(device))
+        return Machine(on_gpu=False, budget=budget or budget_bytes(device), taken=taken_bytes(device))
     # Not the free memory: querying it creates a context on every GPU, in a process that needs none.
     sizes = [torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())]
-    return Devices("GPU", len(sizes), budget or int(min(sizes) * GPU_SHARE), fused=True)
+    return Machine(on_gpu=True, devices=len(sizes), budget=budget or int(min(sizes) * GPU_SHARE))
 
 
 def devices_asked(count: int | None, kind: str | None) -> tuple[str, ...]:
