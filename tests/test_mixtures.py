@@ -25,7 +25,7 @@ from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.config import read_spec
 from weftune.adapters.lora.spec import A, LoraSpec
 from weftune.adapters.registry import kind_named
-from weftune.base.decoders.routing import Routing
+from weftune.base.check import Routing
 from weftune.base.load import load_base
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec

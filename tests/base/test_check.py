@@ -24,8 +24,7 @@ from transformers import (
 from tests.base.packs import base_of, packed, random_samples
 from tests.families import EVERY, GROUPED, MIXTURES, WINDOW, config, randomised, tiny
 from weftune.base import attention
-from weftune.base.decoders.routing import Routing
-from weftune.base.families import refuse_config
+from weftune.base.check import Routing, refuse_config
 from weftune.errors import BaseModelError
 
 

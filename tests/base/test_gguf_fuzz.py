@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.base.packs import CPU
-from tests.base.test_convert import write_gguf
+from tests.base.test_gguf import write_gguf
 from tests.families import tiny
-from weftune.base.gguf_check import read_header
+from weftune.base.gguf import read_header
 from weftune.base.load import load_base, load_tokenizer
 from weftune.base.spec import BaseSpec
 from weftune.errors import BaseModelError

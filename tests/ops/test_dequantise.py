@@ -7,10 +7,8 @@ import torch
 from tests.base.packs import packed, random_samples
 from tests.base.quant.bases import quantised_base
 from tests.families import tiny
-from weftune.base.quant.fp8 import Fp8
-from weftune.base.quant.int8 import Int8
+from weftune.base.quant.formats import Fp8, Int8, Nf4
 from weftune.base.quant.linear import QuantLinear, plainly
-from weftune.base.quant.nf4 import Nf4
 from weftune.core.weights import CODED_PARAMETERS, multiply_codes, side_by_side
 from weftune.ops.dequantise import KERNELS
 from weftune.ops.fp8 import multiply

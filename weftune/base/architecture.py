@@ -7,13 +7,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from weftune.base.decoders.facts import DecoderFacts
-from weftune.base.decoders.known import DECODERS, extra_values
-from weftune.base.decoders.mixtures import DOWN, EXPERTS, GATE_UP, MIXTURES, MixtureFacts
-from weftune.base.quant.sizes import MULTIPLIED_AS_STORED, site_bytes_per_value
-from weftune.base.quant.stored import quantised
+from weftune.base.decoders import (
+    DECODERS,
+    DOWN,
+    EXPERTS,
+    GATE_UP,
+    MIXTURES,
+    DecoderFacts,
+    MixtureFacts,
+    extra_values,
+    is_wrapper,
+    text_values,
+    within,
+)
+from weftune.base.quant.stored import MULTIPLIED_AS_STORED, quantised, site_bytes_per_value
 from weftune.base.spec import BaseSpec
-from weftune.base.towers import is_wrapper, text_values, within
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import BaseModelError
 

@@ -1,20 +1,21 @@
-"""The check at load: packed samples must give the logits that transformers gives them one by one.
+"""The models that can be a base: the families that are known, the kinds that are refused, and the check at
+load that packed samples get the logits that transformers gives them one by one.
 
 Shapes: T rows of the pack, L rows of one sample, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 
-from weftune.base.decoders.routing import Routing
-from weftune.base.families import KNOWN
+from weftune.base.decoders import DECODERS, MIXTURES, ROUTER
 from weftune.core.batch import IGNORED, Microbatch
 from weftune.core.clock import Phase, phase
 from weftune.errors import BaseModelError, UserError
@@ -22,6 +23,23 @@ from weftune.errors import BaseModelError, UserError
 if TYPE_CHECKING:
     from weftune.base.model import Base
 
+KNOWN = frozenset({*DECODERS, *MIXTURES, "opt", "gpt2", "qwen3_5_text"})
+"""Model types tested with packed samples; any other must pass the check at load to be accepted."""
+
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_MODULES = re.compile(r"Experts|MoE|Moe")
+TRAINED = (
+    "Weftune trains dense text-only causal language models, and of mixtures of experts "
+    f"{' and '.join(MIXTURES)}."
+)
+SEPARATED = frozenset({"qwen3_5_text"})
+"""Model types whose recurrent layers begin anew with every sample (base/delta_net.py)."""
+LAYER_KINDS = ("layer_types", "layers_block_type")
+"""Keys of a config that hold a word for each layer."""
+RECURRENT = frozenset(
+    {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding"}
+)
+OTHER_SENSES = {"vision_config": "vision", "audio_config": "audio"}
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 """Dtype → tolerance relative to the logits' spread. Rows that see another sample, or have a wrong position,
 miss it by far; rounding, and eager attention's softmax in float32, stay far below it."""
@@ -29,6 +47,51 @@ miss it by far; rounding, and eager attention's softmax in float32, stay far bel
 CHEAP_WINDOW = 64
 """Largest sliding window of a known family that is exercised at load; the tests cover longer ones."""
 LONGEST_WINDOW = 8192
+
+
+def refuse_config(config: PretrainedConfig, name: str) -> None:
+    """Raise if the config of a causal language model alone shows that it cannot be a base."""
+    kind = kind_refused(config)
+    if kind is not None:
+        raise BaseModelError(f"{name} is {kind}; {TRAINED}")
+    if getattr(config, "quantization_config", None) is not None:
+        raise BaseModelError(f"{name} has quantised weights; name the unquantised model as the base instead.")
+    if config.model_type not in SEPARATED and (layers := recurrent_layers(config)):
+        raise BaseModelError(
+            f"{name} ({config.model_type}) has {layers} layers, whose state would flow from one sample of a "
+            "pack into the next one, so Weftune cannot train on it."
+        )
+
+
+def recurrent_layers(config: PretrainedConfig) -> str | None:
+    """Return the config's name for layers that carry a state from row to row. None if the model has none."""
+    kinds = [str(kind) for key in LAYER_KINDS for kind in getattr(config, key, None) or ()]
+    found = [kind for kind in kinds if kind in RECURRENT]
+    if not found and getattr(config, "state_size", None) is not None:
+        return "recurrent"
+    return found[0].replace("_", "-") if found else None
+
+
+def refuse_modules(model: PreTrainedModel, name: str) -> None:
+    """Raise for a mixture of experts whose config does not say so: the names of its modules show it."""
+    if model.config.model_type in MIXTURES:
+        return
+    if any(EXPERT_MODULES.search(type(module).__name__) for module in model.modules()):
+        raise BaseModelError(f"{name} is a mixture of experts; {TRAINED}")
+
+
+def kind_refused(config: PretrainedConfig) -> str | None:
+    for key, sense in OTHER_SENSES.items():
+        if getattr(config, key, None) is not None:
+            return f"a {sense} model ({config.model_type})"
+    if getattr(config, "is_encoder_decoder", False):
+        return f"an encoder-decoder model ({config.model_type})"
+    mixes = any((getattr(config, key, None) or 0) > 1 for key in EXPERT_COUNTS)
+    if mixes and config.model_type not in MIXTURES:
+        return f"a mixture of experts ({config.model_type})"
+    if getattr(config, "use_bidirectional_attention", False):
+        return f"a bidirectional model ({config.model_type})"
+    return None
 
 
 @phase(Phase.CHECKING)
@@ -113,3 +176,49 @@ def attention_set(model: PreTrainedModel, name: str) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before)
+
+
+Decision = tuple[Tensor, ...]
+"""Output of a router: logits, weights and indices of the experts of every token."""
+
+
+class Routing:
+    """The decisions of a mixture's routers, recorded and replayed.
+
+    Two experts may be almost equally good for a token; a different rounding then sends it to the other one.
+    When two computations of the same rows are compared, the second takes the decisions of the first.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        mixes = model.config.model_type in MIXTURES
+        found = model.named_modules() if mixes else ()
+        self._made: dict[nn.Module, list[Decision]] = {
+            module: [] for name, module in found if name.endswith(f".{ROUTER}")
+        }
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the decisions of all passes inside."""
+
+        def keep(router: nn.Module, _: Any, decision: Decision) -> None:
+            self._made[router].append(decision)
+
+        with self._hooked(keep):
+            yield
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Make a pass over all those tokens, concatenated, take the recorded decisions."""
+
+        def give(router: nn.Module, _: Any, __: Decision) -> Decision:
+            return tuple(torch.cat(parts) for parts in zip(*self._made[router], strict=True))
+
+        with self._hooked(give):
+            yield
+
+    @contextmanager
+    def _hooked(self, hook: Callable[..., Any]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for router in self._made:
+                stack.enter_context(router.register_forward_hook(hook))
+            yield

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from weftune.base.families import refuse_config
+from weftune.base.check import refuse_config
 from weftune.base.model import Base
 from weftune.base.outline import BaseConfig, base_config, outline
 from weftune.base.place import at_hand, explained, place

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weftune.base import attention
-from weftune.base.check import check_packing
-from weftune.base.decoders.mixtures import MIXTURES
+from weftune.base.check import check_packing, refuse_config, refuse_modules
+from weftune.base.decoders import MIXTURES
 from weftune.base.delta_net import separate_samples
-from weftune.base.families import refuse_config, refuse_modules
 from weftune.base.quant.linear import QuantLinear, matrix_dtype, unrounded
 from weftune.base.shape import embedding_module, model_shape, site_modules, site_shape
 from weftune.base.spec import BaseSpec

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from weftune.base.decoders import ROTATES_IMAGES, SAME_ON_TEXT, WRAPPERS, within
 from weftune.base.quant.stored import Quantised
-from weftune.base.towers import ROTATES_IMAGES, SAME_ON_TEXT, WRAPPERS, within
 
 
 @dataclass(frozen=True, slots=True)

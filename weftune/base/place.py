@@ -12,7 +12,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, Revi
 from safetensors import SafetensorError
 
 from weftune.base.config import refuse_absent
-from weftune.base.convert import FORMAT, converted, converted_into
+from weftune.base.gguf import FORMAT, converted, converted_into
 from weftune.base.safe_files import refuse_unsafe
 from weftune.base.spec import DEMO, BaseSpec
 from weftune.core.files import cache_folder

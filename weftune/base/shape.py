@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from weftune.base.decoders.known import extra_values
-from weftune.base.decoders.mixtures import DOWN, EXPERTS, GATE_UP, MIXTURES
+from weftune.base.decoders import DOWN, EXPERTS, GATE_UP, MIXTURES, extra_values
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.core.weights import HoldsWeight, Weight, held_bytes, is_coded
 

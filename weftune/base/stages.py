@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from weftune.base.decoders.known import DECODERS
-from weftune.base.decoders.mixtures import MIXTURES
-from weftune.base.families import refuse_modules
+from weftune.base.check import refuse_modules
+from weftune.base.decoders import DECODERS, MIXTURES
 from weftune.base.load import bare_model, base_dtype, load_base, load_config, load_plain
 from weftune.base.model import Base, own_config, take_packs
 from weftune.base.outline import Tower

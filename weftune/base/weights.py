@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from weftune.base.decoders.mixtures import DOWN, EXPERTS, GATE_UP, MIXTURES
-from weftune.base.quant.format import WeightFormat
+from weftune.base.decoders import DOWN, EXPERTS, GATE_UP, MIXTURES, older_name
+from weftune.base.quant.formats import WeightFormat
 from weftune.base.quant.linear import quant_paths
 from weftune.base.quant.read import QuantReader, chosen_forms, is_part, is_stored, parts_beside, stored_matrix
 from weftune.base.quant.stored import Quantised
 from weftune.base.safe_files import open_safetensors, weight_map
-from weftune.base.towers import older_name
 
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Name of a dtype in safetensors → dtype."""

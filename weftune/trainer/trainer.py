@@ -15,7 +15,7 @@ from weftune.adapters.start import source_of
 from weftune.base.host.read_ahead import base_read_ahead
 from weftune.base.load import device_named, inspect, load_tokenizer
 from weftune.base.model import Base
-from weftune.base.quant.fp8 import refuse_without_fp8
+from weftune.base.quant.formats import refuse_without_fp8
 from weftune.base.spec import BaseSpec
 from weftune.core.clock import Phase, PhaseClock, current, phase, running
 from weftune.core.deterministic import deterministic_kernels

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from tests.base.folders import word_tokenizer
 from weftune.base.model import Base
+from weftune.base.quant.formats import Nf4
 from weftune.base.quant.linear import FORMATS, dequantise_linears, quantise_linears
-from weftune.base.quant.nf4 import Nf4
 from weftune.base.quant.read import STATE, STORED_PARTS
 from weftune.base.shape import linears
 from weftune.base.spec import BaseSpec, Quantize

@@ -13,9 +13,9 @@ from weftune import JobSpec, Trainer
 from weftune.base.architecture import spec_shape
 from weftune.base.config import read_config
 from weftune.base.load import inspect, load_plain
-from weftune.base.quant.fp8 import Fp8, multiplies_fp8, refuse_without_fp8
+from weftune.base.quant.formats import Fp8, multiplies_fp8, refuse_without_fp8
 from weftune.base.quant.linear import QuantLinear, unrounded
-from weftune.base.quant.sizes import stored_bytes
+from weftune.base.quant.stored import stored_bytes
 from weftune.base.spec import BaseSpec
 from weftune.core.weights import multiply_codes, multiply_unrounded
 from weftune.errors import BaseModelError
@@ -54,7 +54,7 @@ def test_rows_of_zeros_stay_zeros_and_a_nan_is_not_hidden():
 def test_a_matrix_that_is_quantised_in_pieces_has_the_bits_of_one(monkeypatch):
     weight_NK, form = matrix((300, 128)), Fp8()
     whole = form.quantise(weight_NK)
-    monkeypatch.setattr("weftune.base.quant.fp8.READ_VALUES", 1000)
+    monkeypatch.setattr("weftune.base.quant.formats.READ_VALUES", 1000)
     pieces = form.quantise(weight_NK)
     assert all(torch.equal(pieces[part].view(torch.uint8), whole[part].view(torch.uint8)) for part in whole)
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from tests.base.quant.test_nf4 import dequantised, matrix
-from weftune.base.quant.format import PIECE_VALUES
-from weftune.base.quant.int8 import Int8
-from weftune.base.quant.sizes import stored_bytes
+from weftune.base.quant.formats import PIECE_VALUES, Int8
+from weftune.base.quant.stored import stored_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -51,6 +50,6 @@ def test_a_matrix_of_many_pieces_is_that_of_one(monkeypatch):
 def test_a_matrix_that_is_quantised_in_pieces_has_the_bits_of_one(monkeypatch):
     weight_NK, form = matrix((300, 128)), Int8()
     whole = form.quantise(weight_NK)
-    monkeypatch.setattr("weftune.base.quant.int8.READ_VALUES", 100)
+    monkeypatch.setattr("weftune.base.quant.formats.READ_VALUES", 100)
     pieces = form.quantise(weight_NK)
     assert all(torch.equal(pieces[part], value) for part, value in whole.items())

@@ -29,8 +29,8 @@ from weftune.base.config import read_config
 from weftune.base.host.streamed import load_streamed, weights_in_files
 from weftune.base.load import inspect, load_base, load_plain
 from weftune.base.model import Base
+from weftune.base.quant.formats import Nf4
 from weftune.base.quant.linear import QuantLinear, QuantWeight, quant_paths
-from weftune.base.quant.nf4 import Nf4
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import load_stage
 from weftune.core.shapes import LayerRange

@@ -8,9 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weftune.base.quant.format import PIECE_VALUES
-from weftune.base.quant.nf4 import Nf4
-from weftune.base.quant.sizes import stored_bytes
+from weftune.base.quant.formats import PIECE_VALUES, Nf4
+from weftune.base.quant.stored import stored_bytes
 
 SHAPES = [(96, 64), (48, 32), (300, 128), (7, 10), (512, 320)]
 """Whole blocks, and rests of both kinds."""
@@ -115,6 +114,6 @@ def test_a_matrix_of_many_pieces_is_that_of_one(monkeypatch):
 def test_a_matrix_that_is_quantised_in_pieces_has_the_bits_of_one(monkeypatch):
     weight_NK, form = matrix((300, 128)), Nf4()
     whole = form.quantise(weight_NK)
-    monkeypatch.setattr("weftune.base.quant.nf4.READ_VALUES", 16384)
+    monkeypatch.setattr("weftune.base.quant.formats.READ_VALUES", 16384)
     pieces = form.quantise(weight_NK)
     assert all(torch.equal(pieces[part], value) for part, value in whole.items())

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from weftune.base.families import refuse_modules
+from weftune.base.check import refuse_modules
 from weftune.base.host.mapped import MappedWeights, map_weights
 from weftune.base.host.pinned import host_bytes
 from weftune.base.host.source import HostStage, MappedStage, SourcePart, StageSource, Staging

@@ -15,10 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from weftune.base.quant.format import WeightFormat
-from weftune.base.quant.fp8 import Fp8
-from weftune.base.quant.int8 import Int8
-from weftune.base.quant.nf4 import Nf4
+from weftune.base.quant.formats import Fp8, Int8, Nf4, WeightFormat
 from weftune.base.spec import Quantize
 from weftune.core.weights import (
     FrozenWeight,
@@ -62,7 +59,7 @@ class QuantLinear(nn.Linear):
         stored = form.parts(*shape)
         self._parts = tuple(stored)
         for name, part in stored.items():
-            value = torch.empty(part.shape, dtype=part.dtype, device=device)
+            value = torch.empty_like(part, device=device)
             self.register_parameter(name, nn.Parameter(value, requires_grad=False))
         made = torch.empty(self.out_features, dtype=dtype, device=device) if bias else None
         self.register_parameter("bias", None if made is None else nn.Parameter(made, requires_grad=False))

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weftune.base.quant.format import WeightFormat
+from weftune.base.quant.formats import Nf4, WeightFormat
 from weftune.base.quant.linear import FORMATS, QuantLinear
-from weftune.base.quant.nf4 import Nf4
-from weftune.base.quant.sizes import NESTED_BLOCK, NF4_BLOCK
-from weftune.base.quant.stored import Quantised
+from weftune.base.quant.stored import NESTED_BLOCK, NF4_BLOCK, Quantised
 from weftune.base.shape import linears
 from weftune.core.shapes import layer_of
 

@@ -1,18 +1,24 @@
-"""The quantisation of a base, from its spec or from its own config. No torch here: commands that only count
-import this."""
+"""The quantisation of a base, from its spec or from its own config, and the bytes of its weights. No torch
+here: commands that only count import this."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from weftune.base.decoders.mixtures import MIXTURES
+from weftune.base.decoders import MIXTURES
 from weftune.base.spec import BaseSpec, Quantize
+from weftune.core.shapes import SiteShape, layer_of
 from weftune.errors import BaseModelError
 
 CONFIG_KEY = "quantization_config"
 INSTEAD = "name the unquantised model as the base, with quantize: nf4 or int8 where memory is short"
+NF4_BLOCK, NESTED_BLOCK = 64, 256
+"""Number of values that share a maximum, and of maxima that share one in turn, as in bitsandbytes."""
+NF4_CODES, NESTED_CODES = 16, 256
+MULTIPLIED_AS_STORED: tuple[Quantize, ...] = ("fp8",)
+"""Formats from which products are computed directly, so that no matrix is computed for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +73,30 @@ def _stored(values: Mapping[str, Any], model: str) -> Quantised:
             f"{INSTEAD}."
         )
     return Quantised("nf4", stored=True, nested=bool(values.get("bnb_4bit_use_double_quant")))
+
+
+def stored_bytes(quantize: Quantize, outputs: int, inputs: int, nested: bool = True) -> int:
+    """Return the bytes of a quantised matrix. int8 has one byte per value and a float32 scale per row, fp8
+    one byte per value in either order. nf4 has two values per byte and one maximum per block; if `nested`,
+    maxima take one byte each, plus the values that they are relative to."""
+    values = outputs * inputs
+    if quantize != "nf4":
+        return (2 if quantize == "fp8" else 1) * values + 4 * outputs
+    packed, blocks = -(-values // 2), -(-values // NF4_BLOCK)
+    if not nested:
+        return packed + 4 * blocks + 4 * NF4_CODES
+    return packed + blocks + 4 * (-(-blocks // NESTED_BLOCK) + NESTED_CODES + NF4_CODES + 1)
+
+
+def site_bytes_per_value(
+    sites: Iterable[SiteShape], quantize: Quantize, bytes_per_value: int, nested: bool = True
+) -> float:
+    """Return the bytes per value of the sites' weights if those of the layers are quantised."""
+    stored = values = 0
+    for site in sites:
+        values += site.weights
+        if layer_of(site.name) is None:
+            stored += site.weights * bytes_per_value
+        else:
+            stored += stored_bytes(quantize, site.out_features, site.in_features, nested)
+    return stored / values

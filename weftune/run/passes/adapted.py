@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weftune.adapters.banks import Banks
 from weftune.base.model import Base
-from weftune.base.quant.format import WeightFormat
+from weftune.base.quant.formats import WeightFormat
 from weftune.base.quant.linear import compute_by
 from weftune.ops.dequantise import KERNELS
 from weftune.ops.fp8 import multiply

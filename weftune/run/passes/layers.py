@@ -22,9 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weftune.adapters.banks import Banks
 from weftune.base.attention import Pack, Rule, attend_behind, kernel_serves
-from weftune.base.decoders.facts import DecoderFacts
-from weftune.base.decoders.known import DECODERS
-from weftune.base.decoders.mixtures import MIXTURES
+from weftune.base.decoders import DECODERS, MIXTURES, DecoderFacts
 from weftune.base.model import Base
 from weftune.base.stages import Elsewhere, decoder_of
 from weftune.ops.norm import rms_norm, rms_norm_onto, skip_rms_norm

@@ -1,7 +1,9 @@
 """Conversion of GGUF files to ordinary model folders, once, in the cache.
 
 Transformers takes half a minute to read a GGUF file and loses some of its tokenizer; the folder loads in a
-second and has been repaired.
+second and has been repaired. The header of a file is checked before anything is made from it: its lengths and
+counts are 64-bit numbers that readers trust, and one flipped bit requests a list of billions of values or a
+model of terabytes.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -33,7 +36,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from weftune.base.gguf_check import read_header
 from weftune.core.files import cache_folder, ordinary_modes
 from weftune.errors import BaseModelError, MissingPackage, UserError
 
@@ -49,6 +51,20 @@ SINGLE_DIGITS = frozenset({"smollm", "starcoder"})
 """The `tokenizer.ggml.pre` names whose digits are tokens of their own; transformers drops that rule."""
 PLAIN_BYTES = frozenset({"", "default", "gpt-2"})
 """The `tokenizer.ggml.pre` names that need no rule besides splitting into bytes."""
+
+GGUF_MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Number of a type → bytes per value."""
+INTEGERS = frozenset({0, 1, 2, 3, 4, 5, 10, 11})
+STRING, ARRAY = 8, 9
+MAX_KEYS = 10_000
+MAX_TENSORS = 100_000
+MAX_KEY_BYTES = 65_535
+MAX_DIMENSIONS = 4
+LENGTHS = ("context_length", "window")
+"""Parts of the names of sizes that no tensor has."""
+MAX_LENGTH = 2**27
 
 
 def converted(file: Path) -> Path:
@@ -80,7 +96,9 @@ def converted_into(folder: Path, file: Path) -> Path:
     try:
         write_folder(file, unfinished)
         ordinary_modes(unfinished)
-        write_checksums(unfinished)
+        record = {path.name: file_checksums(path) for path in sorted(unfinished.iterdir())}
+        (unfinished / CHECKSUMS).write_text(json.dumps(record))
+        flush(unfinished / CHECKSUMS)
         try:
             unfinished.rename(folder)
         except OSError:
@@ -89,16 +107,6 @@ def converted_into(folder: Path, file: Path) -> Path:
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder
-
-
-# -- checksums ------------------------------------------------------------------------------------------
-
-
-def write_checksums(folder: Path) -> None:
-    record = {path.name: file_checksums(path) for path in sorted(folder.iterdir())}
-    path = folder / CHECKSUMS
-    path.write_text(json.dumps(record))
-    flush(path)
 
 
 def damaged(folder: Path) -> str:
@@ -154,7 +162,8 @@ def write_folder(file: Path, folder: Path) -> None:
         raise MissingPackage(f"Reading {file.name} needs the package gguf: pip install gguf") from None
     with readable(file), read_once(gguf):
         refuse_larger(file)
-        pre_tokenizer = gguf_text(gguf.GGUFReader(file), "tokenizer.ggml.pre")
+        field = gguf.GGUFReader(file).fields.get("tokenizer.ggml.pre")
+        pre_tokenizer = "" if field is None else str(field.contents())
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
         mend_tokenizer(tokenizer, pre_tokenizer, file)
@@ -179,12 +188,12 @@ def readable(file: Path) -> Iterator[None]:
 
 def refuse_larger(file: Path) -> None:
     """Raise for a file whose header describes a larger model than its tensors form."""
-    header = read_header(file)
+    sizes = [prod(shape) for shape in read_header(file).tensors.values()]
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     # An output layer tied to the embedding is in the file only once.
-    if sum(value.numel() for value in model.parameters()) > header.elements + header.largest:
+    if sum(value.numel() for value in model.parameters()) > sum(sizes) + max(sizes, default=0):
         raise ValueError("its header describes a larger model than its tensors make")
 
 
@@ -222,11 +231,6 @@ def write_model(model: PreTrainedModel, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def gguf_text(reader: object, key: str) -> str:
-    field = reader.fields.get(key)  # type: ignore[attr-defined]
-    return "" if field is None else str(field.contents())
-
-
 def mend_tokenizer(tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, file: Path) -> None:
     """Restore the splitting rule that the GGUF names and transformers did not restore."""
     backend = tokenizer.backend_tokenizer
@@ -262,3 +266,113 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_header(path: Path) -> GgufHeader:
+    if not path.stat().st_size:
+        raise ValueError("it is empty (0 bytes); download or copy it again")
+    with path.open("rb") as file:
+        return GgufHeader(file)
+
+
+class GgufHeader:
+    """The header of a GGUF file: every length ends within the file, every tensor lies in it, and no size of
+    the model exceeds what its tensors have."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        """Read the header. Raise ValueError with the reason if it cannot be true."""
+        self.integers: dict[str, int] = {}
+        """Key → value, for every key whose value is one integer."""
+        self.tensors: dict[str, tuple[int, ...]] = {}
+        """Name of a tensor → its shape."""
+        self._file = file
+        self._remaining_bytes = os.fstat(file.fileno()).st_size
+        if self._take(4) != GGUF_MAGIC:
+            raise ValueError("it does not begin as GGUF files do")
+        if (version := self._number(4)) not in VERSIONS:
+            raise ValueError(f"its version is {version}, and known are 2 and 3")
+        tensors, keys = self._number(8), self._number(8)
+        if tensors > MAX_TENSORS or keys > MAX_KEYS:
+            raise ValueError(f"it claims {tensors:,} tensors and {keys:,} keys")
+        for _ in range(keys):
+            self._read_key()
+        extents = [self._read_tensor() for _ in range(tensors)]
+        if len(self.tensors) < tensors:
+            raise ValueError("two of its tensors have the same name")
+        alignment = self.integers.get("general.alignment", 32)
+        if not 1 <= alignment <= 2**20:
+            raise ValueError(f"its alignment is {alignment}")
+        room = self._remaining_bytes - -file.tell() % alignment
+        if any(start % alignment or start + size > room for start, size in extents):
+            raise ValueError("not all of its tensors lie within the file")
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        largest = max([len(self.tensors), *(size for shape in self.tensors.values() for size in shape)])
+        for name, value in self.integers.items():
+            if name.startswith(("general.", "tokenizer.", "quantize.", "split.")):
+                continue
+            limit = MAX_LENGTH if any(part in name for part in LENGTHS) else largest
+            if not 0 <= value <= limit:
+                raise ValueError(f"its {name} is {value:,}, which its tensors do not have")
+
+    def _take(self, size: int) -> bytes:
+        self._spend(size)
+        return self._file.read(size)
+
+    def _spend(self, size: int) -> None:
+        if size > self._remaining_bytes:
+            raise ValueError("it ends in the middle of its header; download or copy it again")
+        self._remaining_bytes -= size
+
+    def _number(self, size: int) -> int:
+        return int.from_bytes(self._take(size), "little")
+
+    def _name(self) -> str:
+        size = self._number(8)
+        if size > MAX_KEY_BYTES:
+            raise ValueError(f"a name in its header claims {size:,} bytes")
+        return self._take(size).decode()
+
+    def _read_key(self) -> None:
+        name, kind = self._name(), self._number(4)
+        if kind in INTEGERS:
+            value = self._take(SIZES[kind])
+            self.integers[name] = int.from_bytes(value, "little", signed=kind in (1, 3, 5, 11))
+        else:
+            self._skip_value(kind)
+
+    def _skip_value(self, kind: int, within: int = 0) -> None:
+        if kind == STRING:
+            self._skip(self._number(8))
+        elif kind == ARRAY and within < 4:
+            inner, count = self._number(4), self._number(8)
+            if inner in SIZES:
+                self._skip(SIZES[inner] * count)
+            elif 8 * count > self._remaining_bytes:
+                raise ValueError(f"a list in its header claims {count:,} values")
+            else:
+                for _ in range(count):
+                    self._skip_value(inner, within + 1)
+        elif kind in SIZES:
+            self._skip(SIZES[kind])
+        else:
+            raise ValueError(f"its header holds a value of the unknown type {kind}")
+
+    def _skip(self, size: int) -> None:
+        self._spend(size)
+        self._file.seek(size, os.SEEK_CUR)
+
+    def _read_tensor(self) -> tuple[int, int]:
+        """Read the header of a tensor; return where the tensor begins and its number of bytes."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        name, dimensions = self._name(), self._number(4)
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
+            raise ValueError(f"its tensor {name[:80]!r} claims {dimensions} dimensions")
+        shape = tuple(self._number(8) for _ in range(dimensions))
+        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(self._number(4))]
+        if not prod(shape) or prod(shape) % block:
+            raise ValueError(f"its tensor {name[:80]!r} has the shape {list(shape)}")
+        self.tensors[name] = shape
+        return self._number(8), prod(shape) // block * size

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from tests.base.packs import CPU, packed, random_samples
 from tests.families import VOCABULARY, tiny
-from weftune.base import convert
-from weftune.base.convert import converted, narrowed
+from weftune.base import gguf as conversion
+from weftune.base.gguf import converted, narrowed
 from weftune.base.load import load_base, load_tokenizer
 from weftune.base.place import demo_folder
 from weftune.base.spec import BaseSpec
@@ -140,16 +140,16 @@ def test_a_conversion_that_comes_second_leaves_the_first_ones_folder(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_gguf(tmp_path / "small.gguf", tiny("llama", torch.float32))
-    target, write_folder = own_cache / "race" / "small", convert.write_folder
+    target, write_folder = own_cache / "race" / "small", conversion.write_folder
 
     def overtaken(source: Path, folder: Path) -> None:
-        monkeypatch.setattr(convert, "write_folder", write_folder)
+        monkeypatch.setattr(conversion, "write_folder", write_folder)
         write_folder(source, folder)
-        convert.converted_into(target, source)
+        conversion.converted_into(target, source)
         (target / "first").touch()
 
-    monkeypatch.setattr(convert, "write_folder", overtaken)
-    assert convert.converted_into(target, file) == target
+    monkeypatch.setattr(conversion, "write_folder", overtaken)
+    assert conversion.converted_into(target, file) == target
     assert list(target.parent.iterdir()) == [target]
     names = {path.name for path in target.iterdir()}
     assert {"first", "config.json", "model.safetensors", "tokenizer.json"} <= names
@@ -184,7 +184,7 @@ def test_any_flipped_bit_of_the_weights_is_found(tmp_path: Path, own_cache: Path
         flipped = bytearray(whole)
         flipped[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
         path.write_bytes(flipped)
-        assert convert._damaged.__wrapped__(folder, ()) == "model.safetensors"
+        assert conversion._damaged.__wrapped__(folder, ()) == "model.safetensors"
 
 
 def test_a_folder_from_before_checksums_is_converted_again(tmp_path: Path, own_cache: Path) -> None:

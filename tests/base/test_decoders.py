@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.families import FAMILIES, MORE, config
-from weftune.base.decoders.known import DECODERS
+from weftune.base.decoders import DECODERS
 
 WITHOUT_FACTS = {"opt", "gpt2"}
 """Their layers run as transformers runs them."""

@@ -1,0 +1,267 @@
+"""The facts about a family's decoder layers that transformers' own code does not tell. No torch here.
+
+The facts of a family are one entry of `DECODERS`, or of `MIXTURES`, whose layers have experts in the place of
+an MLP, or of `WRAPPERS`, in which the language model is one tower of a model that also sees images. They
+determine the fused layers (run/passes/layers.py), the sizes known from config.json alone
+(base/architecture.py), and where the base can be cut into stages (base/stages.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weftune.core.shapes import EXPERT_PARAMETERS, TEXT_TOWER, SiteShape, in_wrapper
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderFacts:
+    """The structure of a layer: norm → q,k,v → rotary → attention → o, and norm → gate,up → activation →
+    down, each branch around a residual. Names are module paths inside a layer; the defaults are Llama's."""
+
+    config: Mapping[str, Any]
+    """Default values of keys that the family's config.json may omit."""
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """Paths of q, k and v in this order, also if they are one linear."""
+    o: str = "self_attn.o_proj"
+    o_first: bool = False
+    """Whether o comes before q, k and v among the layer's modules, and so in adapters' layouts."""
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    qkv_bias: bool | None = None
+    """Whether q, k and v have biases. None means that `attention_bias` in the config decides."""
+    heeds_biases: bool = True
+    """Whether `attention_bias` and `mlp_bias` in the config have an effect."""
+    before_attention: str = "input_layernorm"
+    after_attention: str | None = None
+    """Norm of the branch's output, before the residual is added."""
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str | None = None
+    head_norms: tuple[str, str] | None = None
+    """Norms of every head of q and of k, before the rotation."""
+    norm_offset: float = 0.0
+    """Value added to the weights of all norms."""
+    norm_eps: str = "variance_epsilon"
+    """Name of the attribute in which a norm's module keeps its eps."""
+    activation_key: str = "hidden_act"
+    """Key of the activation in the config."""
+    activations: tuple[str, ...] = ("silu",)
+    """Activations that fused layers support; a config with another one runs as in transformers."""
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Norms that are as wide as the hidden state."""
+        every = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
+        return tuple(name for name in every if name is not None)
+
+
+COMMON: Mapping[str, Any] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+"""Default values that most configs have in common."""
+HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+
+DECODERS: Mapping[str, DecoderFacts] = {
+    "llama": DecoderFacts(
+        config={**COMMON, "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048}
+    ),
+    "mistral": DecoderFacts(
+        config={
+            **COMMON,
+            "intermediate_size": 14336,
+            "vocab_size": 32000,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+        }
+    ),
+    "qwen2": DecoderFacts(
+        config={**COMMON, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768},
+        qkv_bias=True,
+    ),
+    "qwen3": DecoderFacts(
+        config={
+            **COMMON,
+            "intermediate_size": 22016,
+            "vocab_size": 151936,
+            "max_position_embeddings": 32768,
+            "head_dim": 128,
+        },
+        head_norms=HEAD_NORMS,
+    ),
+    # Phi 3 and Phi 4 mini. Phi 4 mini rotates parts of heads.
+    "phi3": DecoderFacts(
+        config={
+            **COMMON,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "vocab_size": 32064,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+        },
+        qkv=("self_attn.qkv_proj",),
+        o_first=True,
+        gate_up=("mlp.gate_up_proj",),
+        heeds_biases=False,
+    ),
+    "gemma3_text": DecoderFacts(
+        config={
+            **COMMON,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+        },
+        after_attention="post_attention_layernorm",
+        before_mlp="pre_feedforward_layernorm",
+        after_mlp="post_feedforward_layernorm",
+        head_norms=HEAD_NORMS,
+        norm_offset=1.0,
+        norm_eps="eps",
+        activation_key="hidden_activation",
+        activations=("gelu_pytorch_tanh",),
+    ),
+}
+"""Model type → facts."""
+
+
+def extra_values(family: str, sites: Sequence[SiteShape]) -> int:
+    """Return the number of values per token that a fused layer keeps beyond those of a Llama layer with
+    linears of these widths; 0 for a family whose layers are not fused."""
+    if (facts := DECODERS.get(family)) is None:
+        return 0
+
+    def outputs(name: str) -> int:
+        return next((site.out_features for site in sites if site.name.endswith(f".{name}")), 0)
+
+    # The memory model counts the input of every linear: one in the place of three counts two less.
+    inputs = (3 - len(facts.qkv)) + (2 - len(facts.gate_up))
+    # A norm keeps its input.
+    branches = sum(name is not None for name in (facts.after_attention, facts.after_mlp))
+    heads = sum(map(outputs, facts.qkv)) if facts.head_norms else 0
+    return heads + (inputs + branches) * outputs(facts.o)
+
+
+# -- mixtures of experts: a router sends every token to a few experts --------------------------------------
+
+EXPERTS, ROUTER = "mlp.experts", "mlp.gate"
+"""Module paths inside a layer."""
+GATE_UP, DOWN = EXPERT_PARAMETERS
+"""Parameters of the experts' module: [experts, 2 · inner, hidden] and [experts, hidden, inner]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureFacts:
+    """A family with the attention of a dense one, also for adapters. Its layers run as in transformers."""
+
+    attention: DecoderFacts
+    inner: str
+    """Key of an expert's width in the config."""
+    stored: tuple[str, str, str]
+    """Names of gate, up and down of one expert in files."""
+    stored_mlp: str = "mlp"
+    """Name of the module around the experts in files."""
+
+
+MIXTURES: Mapping[str, MixtureFacts] = {
+    "mixtral": MixtureFacts(
+        attention=DecoderFacts(
+            config={
+                **COMMON,
+                "intermediate_size": 14336,
+                "vocab_size": 32000,
+                "max_position_embeddings": 131072,
+                "num_key_value_heads": 8,
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+            },
+            heeds_biases=False,
+        ),
+        inner="intermediate_size",
+        stored=("w1", "w3", "w2"),
+        stored_mlp="block_sparse_moe",
+    ),
+    "qwen3_moe": MixtureFacts(
+        attention=DecoderFacts(
+            config={
+                **COMMON,
+                "hidden_size": 2048,
+                "num_hidden_layers": 24,
+                "intermediate_size": 6144,
+                "moe_intermediate_size": 768,
+                "vocab_size": 151936,
+                "max_position_embeddings": 32768,
+                "num_key_value_heads": 4,
+                "num_local_experts": 128,
+                "num_experts_per_tok": 8,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": (),
+            },
+            head_norms=HEAD_NORMS,
+        ),
+        inner="moe_intermediate_size",
+        stored=("gate_proj", "up_proj", "down_proj"),
+    ),
+}
+"""Model type → facts."""
+
+
+# -- wrappers: only their text tower is trained, under the names that it has in the wrapper, so that PEFT and
+# -- vLLM apply its adapters to the whole model -----------------------------------------------------------
+
+WRAPPERS: Mapping[str, str] = {
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_5": "qwen3_5_text",
+}
+"""Model type of a wrapper → that of its text tower, used if config.json does not say."""
+
+SAME_ON_TEXT: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "qwen3_vl_text": ("qwen3", {"max_position_embeddings": 128000}),
+}
+"""Text tower without a causal language model of its own → the family that computes the same on text, and
+default values that differ from that family's. (Qwen3-VL rotates by three positions, which are equal for
+text.)"""
+ROTATES_IMAGES = ("mrope_section", "mrope_interleaved")
+"""Keys of the rotary embedding that do not affect text."""
+
+
+def is_wrapper(config: Mapping[str, Any]) -> bool:
+    return config.get("model_type") in WRAPPERS
+
+
+def text_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the text tower's values of a wrapper's config.json, for the family that computes it."""
+    own = {key: value for key, value in (config.get("text_config") or {}).items() if value is not None}
+    kind = str(own.get("model_type") or WRAPPERS[config["model_type"]])
+    tied = config.get("tie_word_embeddings")
+    family, defaults = SAME_ON_TEXT.get(kind, (kind, {}))
+    return {
+        **defaults,
+        **({} if tied is None else {"tie_word_embeddings": tied}),
+        **own,
+        "model_type": family,
+    }
+
+
+def within(name: str) -> str:
+    """Return the name in the wrapper of a module or weight of the text model."""
+    return f"{TEXT_TOWER}.{name.removeprefix('model.')}" if name.startswith("model.") else name
+
+
+def older_name(name: str) -> str:
+    """Return the name of a weight of the wrapper in files from before transformers 4.52."""
+    if in_wrapper(name):
+        return f"language_model.model.{name.removeprefix(f'{TEXT_TOWER}.')}"
+    return f"language_model.{name}"

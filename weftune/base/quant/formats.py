@@ -1,0 +1,238 @@
+"""The formats of quantised weights: tensors that represent a matrix, and the conversion both ways.
+
+nf4 is stored as bitsandbytes stores it: four bits per value, blocks of 64 with one maximum each, and the
+maxima quantised in turn (double quantisation). W = code[bits] · maximum of the block, which is
+nested_code[absmax] · nested_absmax + offset; all of it is computed in float32 and rounded once.
+
+int8 and fp8 (e4m3) have one scale per row: W = weight · scale. In int8 only weights are quantised:
+activations are not rounded, so the result of a row of a microbatch does not depend on its neighbours, as it
+would if outlier columns were split off. Passes multiply by the codes of fp8 as they are, and `turned` are the
+same codes as [K, N]: the tensor cores read both operands along the summed dimension, which is the outputs in
+the backward.
+
+Shapes: K inputs, N outputs, B blocks of 64 values, M blocks of 256 maxima.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from weftune.base.quant.stored import NESTED_BLOCK, NESTED_CODES, NF4_BLOCK, NF4_CODES
+from weftune.base.spec import BaseSpec, Quantize
+from weftune.core.weights import CODES, row_codes
+from weftune.errors import BaseModelError
+
+CODE = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
+    1.0,
+)  # fmt: skip
+"""The values of NF4: quantiles of the normal distribution (Dettmers et al. 2023), as its authors round
+them."""
+READ_VALUES = 1 << 24
+"""Number of values that are quantised at a time: whole rows, or whole blocks of either kind."""
+PIECE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Device type → number of values that plain torch dequantises at a time: the intermediate values stay in a
+CPU's caches, or keep a GPU busy, and are small beside the matrix."""
+LEAST = 1e-38
+"""Lower limit of a maximum when values are divided by it: a block may be all zeros."""
+LARGEST = 127
+LEAST_CAPABILITY = (8, 9)
+"""CUDA capability of the first GPUs with fp8 tensor cores: Ada, then Hopper."""
+
+
+class WeightFormat(Protocol):
+    @property
+    def name(self) -> Quantize: ...
+
+    def parts(self, outputs: int, inputs: int) -> Mapping[str, Tensor]:
+        """Return the tensors of a matrix of that shape by name, without values; the largest is `weight`."""
+
+    def quantise(self, weight_NK: Tensor) -> dict[str, Tensor]:
+        """Return these tensors, on the device of the matrix."""
+
+    def write(self, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
+        """Write the matrix, in the dtype of `out_NK`, which is contiguous in memory."""
+
+
+def _without_values(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def piece_values(device: torch.device) -> int:
+    return PIECE_VALUES.get(device.type, PIECE_VALUES["cpu"])
+
+
+class Int8:
+    name: Quantize = "int8"
+    codes = torch.int8
+
+    def parts(self, outputs: int, inputs: int) -> dict[str, Tensor]:
+        return {
+            "weight": _without_values(self.codes, outputs, inputs),
+            "scale": _without_values(torch.float32, outputs),
+        }
+
+    def quantise(self, weight_NK: Tensor) -> dict[str, Tensor]:
+        codes_NK = torch.empty(weight_NK.shape, dtype=self.codes, device=weight_NK.device)
+        scale_N = torch.empty(len(weight_NK), device=weight_NK.device)
+        rows = max(1, READ_VALUES // weight_NK.shape[1])
+        pieces = (tensor.split(rows) for tensor in (weight_NK, codes_NK, scale_N))
+        for piece_RK, codes_RK, scale_R in zip(*pieces, strict=True):
+            codes, scale = self._row_codes(piece_RK.float())
+            codes_RK.copy_(codes)
+            scale_R.copy_(scale)
+        return {"weight": codes_NK, "scale": scale_N}
+
+    def _row_codes(self, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the codes and scales of some rows."""
+        scale_N = weight_NK.abs().amax(dim=1) / LARGEST
+        # A row of zeros has the scale 0, and its codes do not matter.
+        codes_NK = (weight_NK / scale_N.where(scale_N != 0, 1)[:, None]).round_().clamp_(-LARGEST, LARGEST)
+        return codes_NK.to(torch.int8), scale_N
+
+    def write(self, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
+        rows = max(1, piece_values(out_NK.device) // out_NK.shape[1])
+        pieces = (tensor.split(rows) for tensor in (out_NK, parts["weight"], parts["scale"]))
+        for out_RK, codes_RK, scale_R in zip(*pieces, strict=True):
+            out_RK.copy_(codes_RK.float().mul_(scale_R[:, None]))
+
+
+class Fp8(Int8):
+    name: Quantize = "fp8"
+    codes = CODES
+
+    def parts(self, outputs: int, inputs: int) -> dict[str, Tensor]:
+        return {**super().parts(outputs, inputs), "turned": _without_values(self.codes, inputs, outputs)}
+
+    def quantise(self, weight_NK: Tensor) -> dict[str, Tensor]:
+        found = super().quantise(weight_NK)
+        return {**found, "turned": found["weight"].T.contiguous()}
+
+    def _row_codes(self, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+        return row_codes(weight_NK)
+
+
+@dataclass(frozen=True, slots=True)
+class Nf4:
+    nested: bool = True
+    """Whether the maxima are quantised too; weights that are stored without this are read as they are."""
+
+    @property
+    def name(self) -> Quantize:
+        return "nf4"
+
+    def parts(self, outputs: int, inputs: int) -> dict[str, Tensor]:
+        values = outputs * inputs
+        blocks = -(-values // NF4_BLOCK)
+        found = {
+            "weight": _without_values(torch.uint8, -(-values // 2), 1),
+            "absmax": _without_values(torch.uint8 if self.nested else torch.float32, blocks),
+            "code": _without_values(torch.float32, NF4_CODES),
+        }
+        if self.nested:
+            found["nested_absmax"] = _without_values(torch.float32, -(-blocks // NESTED_BLOCK))
+            found["nested_code"] = _without_values(torch.float32, NESTED_CODES)
+            found["offset"] = _without_values(torch.float32)
+        return found
+
+    def quantise(self, weight_NK: Tensor) -> dict[str, Tensor]:
+        code = torch.tensor(CODE, device=weight_NK.device)
+        absmax_B, codes = _in_blocks(weight_NK.flatten(), code, NF4_BLOCK)
+        if len(codes) % 2:
+            # The last byte is filled with the code of zero.
+            codes = pad(codes, (0, 1), value=CODE.index(0.0))
+        found = {"weight": (codes[::2] << 4 | codes[1::2])[:, None], "code": code}
+        if not self.nested:
+            return {**found, "absmax": absmax_B}
+        offset, nested_code = absmax_B.mean(), dynamic_code().to(weight_NK.device, copy=True)
+        nested_absmax_M, nested_B = _in_blocks(absmax_B - offset, nested_code, NESTED_BLOCK)
+        return {
+            **found,
+            "absmax": nested_B,
+            "nested_absmax": nested_absmax_M,
+            "nested_code": nested_code,
+            "offset": offset,
+        }
+
+    def write(self, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
+        absmax_B = parts["absmax"]
+        if self.nested:
+            values_B = parts["nested_code"].index_select(0, absmax_B.int())
+            absmax_B = _scaled(values_B, parts["nested_absmax"], NESTED_BLOCK) + parts["offset"]
+        # Both values of a byte are looked up at once.
+        pair_C2 = torch.stack(
+            (parts["code"].repeat_interleave(NF4_CODES), parts["code"].repeat(NF4_CODES)), dim=1
+        )
+        out = out_NK.view(-1)
+        packed = parts["weight"].view(-1)
+        piece = piece_values(out.device)
+        for start in range(0, len(out), piece):
+            stop = min(start + piece, len(out))
+            bits = packed[start // 2 : -(-stop // 2)].int()
+            values = pair_C2.index_select(0, bits).view(-1)[: stop - start]
+            scale_B = absmax_B[start // NF4_BLOCK : -(-stop // NF4_BLOCK)]
+            out[start:stop].copy_(_scaled(values, scale_B, NF4_BLOCK))
+
+
+def _in_blocks(values: Tensor, code: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Return the largest absolute value of each block, and the nearest code of each value as a byte. Values
+    are processed in pieces, since they may be a matrix that fills much of the memory."""
+    pieces = [_piece_in_blocks(piece, code, block) for piece in values.split(READ_VALUES)]
+    return torch.cat([absmax for absmax, _ in pieces]), torch.cat([codes for _, codes in pieces])
+
+
+def _piece_in_blocks(values: Tensor, code: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    values = values.float()
+    blocks = -(-len(values) // block)
+    whole = pad(values, (0, blocks * block - len(values))).view(blocks, block)
+    absmax = whole.abs().amax(dim=1)
+    scaled = (whole * (1 / absmax.clamp(min=LEAST))[:, None]).clamp_(-1, 1).view(-1)[: len(values)]
+    nearest = torch.bucketize(scaled, (code[:-1] + code[1:]) / 2, out_int32=True)
+    return absmax, nearest.to(torch.uint8)
+
+
+def _scaled(values: Tensor, scale: Tensor, block: int) -> Tensor:
+    """Multiply every block of the values by its scale; the last block may be shorter."""
+    rest = len(values) % block
+    if not rest:
+        return (values.view(-1, block) * scale[:, None]).view(-1)
+    whole = values[: len(values) - rest].view(-1, block) * scale[:-1, None]
+    return torch.cat((whole.view(-1), values[-rest:] * scale[-1]))
+
+
+@cache
+def dynamic_code() -> Tensor:
+    """Return the 8-bit code of the maxima: 0, 1, and in every decade from 1e-6 up twice as many values as in
+    the one below, of either sign (Dettmers 2016)."""
+    found = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        middles = (edges[:-1] + edges[1:]) / 2
+        found += [sign * value for value in ((10 ** (decade - 6)) * middles).tolist() for sign in (1, -1)]
+    return torch.tensor(sorted(found), dtype=torch.float32)
+
+
+def refuse_without_fp8(spec: BaseSpec, device: torch.device) -> None:
+    """Raise BaseModelError if `spec` requests fp8 and the device cannot multiply it: emulating it would be
+    slower than any other format."""
+    if spec.quantize != "fp8" or multiplies_fp8(device):
+        return
+    gpu = device.type == "cuda"
+    described = torch.cuda.get_device_name(device) if gpu else f"the {device.type.upper()}"
+    raise BaseModelError(
+        f"base.quantize: fp8 needs a GPU with fp8 tensor cores (Ada, Hopper or later), which {described} "
+        "does not have: write nf4 or int8, or leave quantize out."
+    )
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
