@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from weftune.bench.gpu_step import ranks_of
+from benchmarks.gpu_step import ranks_of
 from weftune.bench.result import arguments, finish
 from weftune.ops.lora import table as slot_table
 from weftune.ops.lora import tiling
@@ -194,7 +194,7 @@ def words(launch: KernelLaunch) -> str:
     return f"({launch.columns}, {launch.warps}, {launch.stages}){rows}{together}"
 
 
-def prepared(asked: Mapping[str, Callable[[], Step]]) -> dict[str, Step]:
+def prepared(options: Mapping[str, Callable[[], Step]]) -> dict[str, Step]:
     """Every step once, side by side, since each is compiled then; those that do not fit are left out."""
 
     def ready(make: Callable[[], Step]) -> Step | None:
@@ -205,7 +205,7 @@ def prepared(asked: Mapping[str, Callable[[], Step]]) -> dict[str, Step]:
         return None
 
     with ThreadPoolExecutor(16) as threads:
-        made = zip(asked, threads.map(ready, asked.values()), strict=True)
+        made = zip(options, threads.map(ready, options.values()), strict=True)
     torch.cuda.synchronize()
     return {name: step for name, step in made if step is not None}
 
@@ -230,13 +230,13 @@ def microseconds(steps: Mapping[str, Step], scratch: torch.Tensor) -> dict[str, 
 def sweep(ranks: tuple[int, ...], kernels: list[str], groups: list[str]) -> dict[str, Any]:
     scratch = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     sites = {name: site_of(*GROUPS[name], ranks, scratch.device) for name in groups}
-    asked = {
+    options = {
         (kernel, group, option): make
         for kernel in kernels
         for group in groups
         for option, make in steps_of(KERNELS[kernel], sites[group])
     }
-    ready = prepared(asked)  # type: ignore[arg-type]
+    ready = prepared(options)  # type: ignore[arg-type]
     found: dict[str, Any] = {kernel: {group: {} for group in groups} for kernel in kernels}
     for kernel in kernels:
         for group in groups:
@@ -265,16 +265,16 @@ def main() -> None:
     parser.add_argument("--band", type=int, default=slot_table.BAND, help="ranks of a band: 64 or 128")
     parser.add_argument("--kernels", default=",".join(KERNELS), help="some of them, with commas")
     parser.add_argument("--groups", default=",".join(GROUPS), help="some of them, with commas")
-    asked = parser.parse_args()
-    kernels, groups = asked.kernels.split(","), asked.groups.split(",")
+    options = parser.parse_args()
+    kernels, groups = options.kernels.split(","), options.groups.split(",")
     if unknown := (set(kernels) - set(KERNELS)) | (set(groups) - set(GROUPS)):
         parser.error(f"{min(unknown)} is none of {', '.join((*KERNELS, *GROUPS))}")
     if not torch.cuda.is_available():
         parser.error("no CUDA device that torch can use")
-    slot_table.BAND = tiling.BAND = asked.band
-    found = sweep(asked.ranks, kernels, groups)
-    print(f"\nranks {asked.ranks}, bands of {asked.band}, {LAYERS} layers:\n{whole(found)}")
-    finish({"ranks": asked.ranks, "band": asked.band, "microseconds": found}, asked.json)
+    slot_table.BAND = tiling.BAND = options.band
+    found = sweep(options.ranks, kernels, groups)
+    print(f"\nranks {options.ranks}, bands of {options.band}, {LAYERS} layers:\n{whole(found)}")
+    finish({"ranks": options.ranks, "band": options.band, "microseconds": found}, options.json)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.folder import read_lines
 from weftune.bench.table import aligned, number
-from weftune.bench.timing import BenchPlace, fresh
+from weftune.bench.timing import Hardware, fresh
 from weftune.core.clock import Phase
 from weftune.report.wall import label, read_wall_times
 
@@ -54,7 +54,10 @@ def kept(caches: Path) -> dict[str, str]:
     """What a user's machine keeps from one run to the next, in a place of its own: Python's compiled modules,
     Triton's kernels, our caches."""
     places = {"WEFTUNE_CACHE": "cache", "TRITON_CACHE_DIR": KERNELS, "PYTHONPYCACHEPREFIX": "modules"}
-    return {"PYTHONDONTWRITEBYTECODE": "", **{name: str(caches / place) for name, place in places.items()}}
+    return {
+        "PYTHONDONTWRITEBYTECODE": "",
+        **{name: str(caches / folder) for name, folder in places.items()},
+    }
 
 
 def has_kernels(caches: Path) -> bool:
@@ -86,9 +89,9 @@ def train(
 ) -> Run:
     """`weftune train` of a jobs file in the folder, which has the caches too unless they are elsewhere."""
     output = output_of(name, folder)
-    asked = [sys.executable, "-m", "weftune", "train", str(folder / jobs), "--output", str(output)]
+    options = [sys.executable, "-m", "weftune", "train", str(folder / jobs), "--output", str(output)]
     began = time.perf_counter()
-    ended = subprocess.run([*asked, *words], env=os.environ | kept(caches or folder), check=False)
+    ended = subprocess.run([*options, *words], env=os.environ | kept(caches or folder), check=False)
     seconds, ended_at = time.perf_counter() - began, time.time()
     walls = read_wall_times(output)
     windows, steps = (_lines(output / file) for file in ("windows.jsonl", "metrics.jsonl"))
@@ -108,12 +111,12 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return list(read_lines(path)) if path.exists() else []
 
 
-def room(place: BenchPlace, one_peak: int | None) -> int:
+def room(hardware: Hardware, one_peak: int | None) -> int:
     """How many processes fit at once, where one by itself took `one_peak`."""
-    if place.device.type != "cuda" or one_peak is None:
+    if hardware.device.type != "cuda" or one_peak is None:
         return 2
-    fresh(place.device)
-    free, _ = torch.cuda.mem_get_info(place.device)
+    fresh(hardware.device)
+    free, _ = torch.cuda.mem_get_info(hardware.device)
     return max(1, int(free // (one_peak * SLACK + CONTEXT_BYTES)))
 
 

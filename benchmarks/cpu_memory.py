@@ -47,13 +47,13 @@ def main() -> None:
     parser.add_argument(
         "--train", type=int, metavar="JOBS", help="train in this process; used by the benchmark itself"
     )
-    asked = parser.parse_args()
-    if asked.train:
-        train(asked.train, asked.steps)
+    options = parser.parse_args()
+    if options.train:
+        train(options.train, options.steps)
         return
-    one, many = peak_bytes(1, asked.steps), peak_bytes(MANY, asked.steps)
+    one, many = peak_bytes(1, options.steps), peak_bytes(MANY, options.steps)
     print(f"1 job  {one / 2**30:6.2f} GiB\n{MANY} jobs {many / 2**30:6.2f} GiB   {many / one:.2f} ×")
-    finish({"one": one, "many": many, "jobs": MANY, "ratio": many / one}, asked.json)
+    finish({"one": one, "many": many, "jobs": MANY, "ratio": many / one}, options.json)
 
 
 if __name__ == "__main__":

@@ -23,12 +23,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
+from weftune.core.paths import cache_folder
 
 from weftune.base.load import load_base, load_plain, load_tokenizer
 from weftune.base.model import Base
 from weftune.bench.result import arguments, finish
-from weftune.bench.timing import BenchPlace, gemm_rate
-from weftune.core.files import cache_folder
+from weftune.bench.timing import Hardware, gemm_rate
 from weftune.jobs.spec.read import read_run
 from weftune.jobs.spec.spec import JobSpec, RunSpec
 from weftune.run.training.schedule import learning_rate
@@ -129,9 +129,9 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="name the operations that take most")
     parser.add_argument("--steps", type=int, help="steps of each job; else as in jobs.yaml")
     parser.add_argument("--batch-size", type=int, help="samples in a batch of each job; else as in jobs.yaml")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     run = read_run(JOBS)
-    steps, size = asked.steps, asked.batch_size
+    steps, size = options.steps, options.batch_size
     jobs = [
         replace(job, eval=None, steps=steps or job.steps, batch_size=size or job.batch_size)
         for job in run.jobs
@@ -148,14 +148,14 @@ def main() -> None:
         "Weftune, one after another": with_weftune(base, run, [[job] for job in jobs]),
         "Weftune, together": with_weftune(base, run, [jobs]),
     }
-    rate = gemm_rate(BenchPlace(CPU, torch.float32), edge=1024)
+    rate = gemm_rate(Hardware(CPU, torch.float32), edge=1024)
     floor = least_operations(base, ready) / rate
     together, plain_seconds = seconds["Weftune, together"], seconds["PEFT, one after another"]
     print(f"{len(jobs)} jobs, {tokens} useful tokens, a large product: {rate / 1e9:.0f} GFLOP/s")
     for name, taken in seconds.items():
         rates = f"{taken:8.1f} s {tokens / taken:8.0f} tokens/s   ρ {floor / taken:4.2f}"
         print(f"{name:<26}{rates}   {taken / together:5.2f} × together, {taken / plain_seconds:4.2f} × PEFT")
-    if asked.profile:
+    if options.profile:
         for name, way in (
             ("Weftune, together", lambda: with_weftune(base, run, [jobs])),
             ("PEFT", lambda: with_peft(plain, ready)),
@@ -163,7 +163,7 @@ def main() -> None:
             print(f"\n{name}, seconds by operation:")
             for operation, taken in heaviest(way):
                 print(f"  {operation:<50}{taken:7.2f}")
-    finish({"jobs": len(jobs), "tokens": tokens, "seconds": seconds, "floor_seconds": floor}, asked.json)
+    finish({"jobs": len(jobs), "tokens": tokens, "seconds": seconds, "floor_seconds": floor}, options.json)
 
 
 if __name__ == "__main__":

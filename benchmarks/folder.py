@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from weftune.bench.sizes import Size, build
-from weftune.bench.timing import BenchPlace
+from weftune.bench.timing import Hardware
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 
@@ -28,9 +28,9 @@ class Rows:
     longest: int
 
 
-def write_base(folder: Path, size: Size, place: BenchPlace) -> None:
+def write_base(folder: Path, size: Size, hardware: Hardware) -> None:
     """A folder as it comes from the Hub; a word of the tokenizer is a token."""
-    build(size, place).save_pretrained(folder)
+    build(size, hardware).save_pretrained(folder)
     words = {word: number for number, word in enumerate(SPECIAL)}
     words |= {f"w{number}": number for number in range(len(words), size.vocabulary)}
     inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
@@ -59,11 +59,11 @@ def ranked_jobs(ranks: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def write_jobs(
-    path: Path, base: Path, place: BenchPlace, jobs: Sequence[dict[str, Any]], **defaults: object
+    path: Path, base: Path, hardware: Hardware, jobs: Sequence[dict[str, Any]], **defaults: object
 ) -> None:
     """A jobs file; all jobs have the keys of `defaults`."""
     whole = {
-        "base": {"model": str(base), "dtype": str(place.dtype).removeprefix("torch.")},
+        "base": {"model": str(base), "dtype": str(hardware.dtype).removeprefix("torch.")},
         "defaults": defaults,
         "jobs": list(jobs),
     }

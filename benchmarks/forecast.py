@@ -27,7 +27,7 @@ from weftune.base.spec import BaseSpec
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, build
 from weftune.bench.table import aligned
-from weftune.bench.timing import BenchPlace
+from weftune.bench.timing import Hardware
 from weftune.data.spec import EvalSpec
 from weftune.jobs.spec.spec import JobSpec
 from weftune.plan.cost.profile import write_profile
@@ -120,8 +120,8 @@ def word_tokenizer(size: int) -> PreTrainedTokenizerFast:
 def opened(asked: argparse.Namespace, device: torch.device) -> tuple[Base, Any]:
     if asked.shape or asked.toy:
         size = SIZES["toy" if asked.toy else asked.shape]
-        place = BenchPlace(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-        base = Base.from_model(build(size, place), BaseSpec(model=f"random {size.name}"), device)
+        hardware = Hardware(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+        base = Base.from_model(build(size, hardware), BaseSpec(model=f"random {size.name}"), device)
         return base, word_tokenizer(1000)
     wanted = BaseSpec(model=asked.base)
     return load_base(wanted, device), load_tokenizer(wanted)

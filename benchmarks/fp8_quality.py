@@ -127,15 +127,15 @@ def main() -> None:
     parser.add_argument("--jobs", default=",".join(JOBS), help=f"some of {','.join(JOBS)}")
     parser.add_argument("--formats", default="fp8", help=f"some of {','.join(get_args(Quantize))}")
     parser.add_argument("--model", default=DEMO, help="another base than the demo one")
-    asked = parser.parse_args()
-    jobs = [spec_of(name, asked.steps, asked.batch_size) for name in asked.jobs.split(",")]
-    spec = BaseSpec(model=asked.model, dtype="float32")
+    options = parser.parse_args()
+    jobs = [spec_of(name, options.steps, options.batch_size) for name in options.jobs.split(",")]
+    spec = BaseSpec(model=options.model, dtype="float32")
     tokenizer = load_tokenizer(spec)
     found, served = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         plain = base_in(load_plain(spec, CPU), None, spec)
         found[PLAIN] = validated(plain, tokenizer, jobs, Path(folder) / PLAIN)
-        for form in cast(list[Quantize], asked.formats.split(",")):
+        for form in cast(list[Quantize], options.formats.split(",")):
             base, trained = base_in(load_plain(spec, CPU), form, spec), Path(folder) / form
             found[form] = validated(base, tokenizer, jobs, trained)
             served[form] = on_plain(plain, tokenizer, jobs, trained, Path(folder) / f"{form}-served")
@@ -150,8 +150,8 @@ def main() -> None:
         verdict = "reached" if worst <= CLOSE else "missed"
         print(f"{where} are at most {worst:.2%} from those of the plain base (bar {CLOSE:.1%}: {verdict})")
     finish(
-        {"steps": asked.steps, "batch_size": asked.batch_size, "jobs": [asdict(one) for one in rows]},
-        asked.json,
+        {"steps": options.steps, "batch_size": options.batch_size, "jobs": [asdict(one) for one in rows]},
+        options.json,
     )
 
 

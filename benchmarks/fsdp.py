@@ -10,28 +10,28 @@ import torch.distributed as dist
 
 from weftune.bench.baselines import BaselineWork, job_step, peft_model
 from weftune.bench.sizes import Size, random_ids
-from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, fresh, measure, repeated
+from weftune.bench.timing import Hardware, MeasuredStep, Repeats, fresh, measure, repeated
 
 
 def peft_offloaded(
-    size: Size, work: BaselineWork, place: BenchPlace, pace: Repeats, capped: AbstractContextManager[None]
+    size: Size, work: BaselineWork, hardware: Hardware, pace: Repeats, capped: AbstractContextManager[None]
 ) -> MeasuredStep:
     """One job's step, times the jobs: every layer comes from the host, and is made again in the backward.
 
     The cap holds from the first step on: weights are drawn on the device, since a host would take minutes,
     and leave it layer by layer.
     """
-    if place.device.type != "cuda":
+    if hardware.device.type != "cuda":
         return MeasuredStep(None, None, "needs a GPU")
     with_group()
-    model = peft_model(size, work.rank, place, wide=False)
+    model = peft_model(size, work.rank, hardware, wide=False)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     sharded(model)
-    fresh(place.device)
-    step = job_step(model, random_ids(size, work.batch, work.length, place))
+    fresh(hardware.device)
+    step = job_step(model, random_ids(size, work.batch, work.length, hardware))
     with capped:
-        one = measure(repeated(step), place, pace)
+        one = measure(repeated(step), hardware, pace)
     assert one.seconds is not None
     return MeasuredStep(one.seconds * work.jobs, one.peak_bytes)
 

@@ -178,12 +178,12 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--toy", action="store_true", help="small sizes on the CPU: shows only that it runs")
-    asked = parser.parse_args()
-    if not asked.toy and not torch.cuda.is_available():
+    options = parser.parse_args()
+    if not options.toy and not torch.cuda.is_available():
         parser.error("there is no CUDA device here; --toy runs on the CPU")
     device, dtype = (torch.device("cuda", 0), torch.bfloat16)
-    rows, sizes = asked.rows, Sizes()
-    if asked.toy:
+    rows, sizes = options.rows, Sizes()
+    if options.toy:
         device, dtype, rows = torch.device("cpu"), torch.float32, 16
         sizes = Sizes(width=64, hidden=96, heads=4, groups=2, head=16)
     copy = copy_rate(device)
@@ -198,7 +198,7 @@ def main() -> None:
             table.append((case.name, name, *cells, f"{usual / taken:.1f}"))
     print(f"{rows} rows, {str(dtype).removeprefix('torch.')}; a copy moves {copy / 1e9:,.0f} GB/s\n")
     print(aligned(("op", "pass", "µs", "GB/s", "of copy", "transformers µs", "× faster"), table))
-    finish({"rows": rows, "copy": copy, "ops": numbers}, asked.json)
+    finish({"rows": rows, "copy": copy, "ops": numbers}, options.json)
 
 
 if __name__ == "__main__":

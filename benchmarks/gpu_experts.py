@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from benchmarks.where import spent, traced
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.apply import Lora
 from weftune.adapters.lora.experts import LoraExperts
@@ -24,8 +25,7 @@ from weftune.bench.baselines import EXPERTS
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, Size, build, toy_of
 from weftune.bench.table import aligned, number
-from weftune.bench.timing import BenchPlace, Repeats, here, measure, repeated
-from weftune.bench.where import spent, traced
+from weftune.bench.timing import Hardware, Repeats, bench_hardware, measure, repeated
 from weftune.core.shapes import SiteShape
 from weftune.ops.lora.experts import ExpertSite, Owners, lora_experts
 from weftune.ops.lora.tiling import ProductPlan
@@ -70,8 +70,8 @@ class Layer:
         y_TD.backward(self.x_TD)
 
 
-def layer_of(size: Size, jobs: int, tokens: int, rank: int, place: BenchPlace) -> Layer:
-    module = build(size, place).get_submodule("model.layers.0.mlp.experts")
+def layer_of(size: Size, jobs: int, tokens: int, rank: int, hardware: Hardware) -> Layer:
+    module = build(size, hardware).get_submodule("model.layers.0.mlp.experts")
     names, shapes = ("gate_up_proj", "down_proj"), size.expert
     sites = tuple(
         SiteShape(f"mlp.experts.{name}", *shape, experts=size.experts, active=size.active)
@@ -80,20 +80,20 @@ def layer_of(size: Size, jobs: int, tokens: int, rank: int, place: BenchPlace) -
     bank, kind, spec = LoraExperts(sites), Lora(), LoraSpec(rank=rank, target_parameters=tuple(EXPERTS))
     layout = kind.layout(spec, sites)
     for job in range(jobs):
-        weights = torch.randn(layout.size, device=place.device, dtype=place.dtype) * 0.01
-        totals = torch.zeros(layout.size, device=place.device)
+        weights = torch.randn(layout.size, device=hardware.device, dtype=hardware.dtype) * 0.01
+        totals = torch.zeros(layout.size, device=hardware.device)
         bank.attach(JobAdapter(str(job), spec, job), layout.views(weights), layout.views(totals))
-    scores_TE = torch.randn(tokens, size.experts, device=place.device)
+    scores_TE = torch.randn(tokens, size.experts, device=hardware.device)
     weights_Tk, chosen_Tk = scores_TE.softmax(dim=-1).topk(size.active, dim=-1)
-    owner_T = torch.arange(tokens, device=place.device) * jobs // tokens
+    owner_T = torch.arange(tokens, device=hardware.device) * jobs // tokens
     return Layer(
         module=module,
         sites=sites,
         bank=bank,
         owners=Owners(owner_T.int(), tuple(map(str, range(jobs)))),
-        x_TD=torch.randn(tokens, size.hidden, device=place.device, dtype=place.dtype),
+        x_TD=torch.randn(tokens, size.hidden, device=hardware.device, dtype=hardware.dtype),
         chosen_Tk=chosen_Tk,
-        weights_Tk=weights_Tk.to(place.dtype),
+        weights_Tk=weights_Tk.to(hardware.dtype),
     )
 
 
@@ -106,29 +106,29 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--breakdown", action="store_true", help="the kernels of each row")
     parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU")
-    asked = parser.parse_args()
-    place = here(asked.toy)
-    if place is None:
+    options = parser.parse_args()
+    hardware = bench_hardware(options.toy)
+    if hardware is None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")
-    size, pace, tokens = SIZES[asked.shape], Repeats(), asked.tokens
-    if asked.toy:
+    size, pace, tokens = SIZES[options.shape], Repeats(), options.tokens
+    if options.toy:
         size, pace = toy_of(size), Repeats(0, 1, 1)
-    layer = layer_of(replace(size, layers=1), asked.jobs, tokens, asked.rank, place)
+    layer = layer_of(replace(size, layers=1), options.jobs, tokens, options.rank, hardware)
     steps: dict[str, Callable[[], None]] = {"transformers, frozen": layer.plain}
     if kernels_at_hand(layer.x_TD):
         for order, product in ((ProductPlan.fused, "our product"), (ProductPlan.wide, "the library's")):
             steps[f"kernels, frozen, {product}"] = partial(layer.lora, order, adapted=False)
-            steps[f"kernels, {asked.jobs} adapters, {product}"] = partial(layer.lora, order, adapted=True)
-    found = {name: measure(repeated(step), place, pace).seconds or 0.0 for name, step in steps.items()}
-    print(f"{size.name}: {asked.jobs} jobs of rank {asked.rank}, {tokens} tokens, one layer's experts\n")
+            steps[f"kernels, {options.jobs} adapters, {product}"] = partial(layer.lora, order, adapted=True)
+    found = {name: measure(repeated(step), hardware, pace).seconds or 0.0 for name, step in steps.items()}
+    print(f"{size.name}: {options.jobs} jobs of rank {options.rank}, {tokens} tokens, one layer's experts\n")
     frozen = found["transformers, frozen"]
     lines = [(name, number(time, scale=1e3), number(time / frozen, ".2f")) for name, time in found.items()]
     print(aligned(("", "ms", "× frozen"), lines))
-    for name, step in steps.items() if asked.breakdown else ():
+    for name, step in steps.items() if options.breakdown else ():
         print(f"\n{name}:")
-        for one in spent(traced(step, place.device)).heaviest:
+        for one in spent(traced(step, hardware.device)).heaviest:
             print(f"  {one.microseconds:8.0f} µs  {one.name[:100]}")
-    finish({"shape": size.name, "jobs": asked.jobs, "tokens": tokens, "seconds": found}, asked.json)
+    finish({"shape": size.name, "jobs": options.jobs, "tokens": tokens, "seconds": found}, options.json)
 
 
 if __name__ == "__main__":

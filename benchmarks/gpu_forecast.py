@@ -9,7 +9,7 @@ which that happened are in the table and counted apart; such passes are not fitt
 from __future__ import annotations
 
 from benchmarks.forecast import forecast, forecast_arguments
-from weftune.bench.timing import here
+from weftune.bench.timing import bench_hardware
 
 BAR = 0.10
 
@@ -17,13 +17,13 @@ BAR = 0.10
 def main() -> None:
     parser = forecast_arguments(__doc__ or "")
     parser.set_defaults(base="", shape="1b", scale=2, steps=4.0)
-    asked = parser.parse_args()
-    place = here(asked.toy)
-    if place is None:
+    options = parser.parse_args()
+    hardware = bench_hardware(options.toy)
+    if hardware is None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")
-    if asked.base:
-        asked.shape = None
-    forecast(asked, place.device, BAR)
+    if options.base:
+        options.shape = None
+    forecast(options, hardware.device, BAR)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, VeraConfig, get_peft_model
 
+from benchmarks.where import Spent, drawn, spent, traced
 from weftune.adapters.bottleneck.spec import BottleneckSpec
 from weftune.adapters.dora.spec import DoraSpec
 from weftune.adapters.ia3.spec import Ia3Spec
@@ -34,18 +35,17 @@ from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, Size, build, outline, random_ids
 from weftune.bench.table import aligned, number, ratio
 from weftune.bench.timing import (
-    BenchPlace,
+    Hardware,
     MeasuredStep,
     Repeats,
     attempted,
+    bench_hardware,
     fresh,
     gemm_rate,
-    here,
     measure,
     repeated,
 )
-from weftune.bench.weftune_side import JobsAboard, resident
-from weftune.bench.where import Spent, drawn, spent, traced
+from weftune.bench.weftune_side import AttachedJobs, resident
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import MemoryModel
 
@@ -101,47 +101,47 @@ class Row:
     """Bytes of the peak, as a run would count them beforehand."""
 
 
-def aboard(case: Case, place: BenchPlace, kinds: Sequence[str]) -> JobsAboard:
-    together = resident(build(case.size, place), place.device)
+def aboard(case: Case, hardware: Hardware, kinds: Sequence[str]) -> AttachedJobs:
+    together = resident(build(case.size, hardware), hardware.device)
     for at, kind in enumerate(kinds):
         together.join(f"{kind}{at}", case.spec(kind), [[case.length] * case.batch], seed=at)
     return together
 
 
-def with_weftune(case: Case, place: BenchPlace, kinds: Sequence[str]) -> MeasuredStep:
-    together = aboard(case, place, kinds)
-    measured = measure(together.block(case.capacity), place, case.pace)
+def with_weftune(case: Case, hardware: Hardware, kinds: Sequence[str]) -> MeasuredStep:
+    together = aboard(case, hardware, kinds)
+    measured = measure(together.block(case.capacity), hardware, case.pace)
     captures = together.executor.captures
     return replace(measured, note="" if captures is None else f"{captures} captured")
 
 
-def predicted_bytes(case: Case, place: BenchPlace, kinds: Sequence[str]) -> int:
+def predicted_bytes(case: Case, hardware: Hardware, kinds: Sequence[str]) -> int:
     """The peak of a company, as a run would count it beforehand."""
-    shape = model_shape(outline(case.size, torch.device("meta"), place.dtype), place.dtype)
+    shape = model_shape(outline(case.size, torch.device("meta"), hardware.dtype), hardware.dtype)
     tokens, jobs = case.batch * case.length, []
     for at, kind in enumerate(kinds):
         spec = case.spec(kind)
         trainable, scaled = layout_of(spec, shape.sites).size, spec.scaled_outputs(shape.sites)
         jobs.append(JobShape(f"{kind}{at}", 0, at, trainable, case.length, tokens, scaled=scaled))
-    memory = MemoryModel(shape, 0, fused=place.device.type == "cuda")
+    memory = MemoryModel(shape, 0, fused=hardware.device.type == "cuda")
     return memory.peak_bytes(jobs, min(case.capacity, tokens * len(jobs)))
 
 
-def profiled(case: Case, place: BenchPlace, kinds: Sequence[str]) -> Spent:
+def profiled(case: Case, hardware: Hardware, kinds: Sequence[str]) -> Spent:
     """Where one round goes, after enough others that it replays a captured graph."""
-    block = aboard(case, place, kinds).block(case.capacity)
+    block = aboard(case, hardware, kinds).block(case.capacity)
     block(max(2, case.pace.warmup))()
-    return spent(traced(lambda: block(1)(), place.device))
+    return spent(traced(lambda: block(1)(), hardware.device))
 
 
-def with_peft(case: Case, place: BenchPlace, kinds: Sequence[str]) -> MeasuredStep:
+def with_peft(case: Case, hardware: Hardware, kinds: Sequence[str]) -> MeasuredStep:
     """One step of each kind, times how often it is among `kinds`."""
-    model, seconds, peak = build(case.size, place), 0.0, 0
-    ids_BL = random_ids(case.size, case.batch, case.length, place)
+    model, seconds, peak = build(case.size, hardware), 0.0, 0
+    ids_BL = random_ids(case.size, case.batch, case.length, hardware)
     for kind, times in Counter(kinds).items():
-        fresh(place.device)
+        fresh(hardware.device)
         adapted = get_peft_model(model, case.peft_config(kind), autocast_adapter_dtype=False).train()
-        step = measure(repeated(job_step(adapted, ids_BL)), place, case.pace)
+        step = measure(repeated(job_step(adapted, ids_BL)), hardware, case.pace)
         assert step.seconds is not None
         print(f"  PEFT, {kind}: {1e3 * step.seconds:.1f} ms", flush=True)
         seconds, peak = seconds + times * step.seconds, max(peak, step.peak_bytes or 0)
@@ -151,21 +151,21 @@ def with_peft(case: Case, place: BenchPlace, kinds: Sequence[str]) -> MeasuredSt
     return MeasuredStep(seconds, peak or None)
 
 
-def rows(case: Case, place: BenchPlace, peft: bool) -> Iterator[Row]:
+def rows(case: Case, hardware: Hardware, peft: bool) -> Iterator[Row]:
     ways = [(name, with_weftune, kinds) for name, kinds in COMPANIES.items()]
     if peft:
         ways += [(f"PEFT, {name}", with_peft, kinds) for name, kinds in COMPANIES.items()]
     for name, way, kinds in ways:
-        measured = attempted(lambda way=way, kinds=kinds: way(case, place, kinds), place)  # type: ignore[misc]
+        measured = attempted(lambda way=way, kinds=kinds: way(case, hardware, kinds), hardware)  # type: ignore[misc]
         print(f"{name}: {number(measured.seconds, scale=1e3)} ms {measured.note}", flush=True)
-        predicted = predicted_bytes(case, place, kinds) if way is with_weftune else None
+        predicted = predicted_bytes(case, hardware, kinds) if way is with_weftune else None
         yield Row(name, measured, predicted)
 
 
-def captures_of_joins(case: Case, place: BenchPlace) -> dict[str, list[int]]:
+def captures_of_joins(case: Case, hardware: Hardware) -> dict[str, list[int]]:
     """For every kind that comes twice and goes twice among LoRA jobs: graphs captured until it had come, by
     the time it had gone, when it had come again and when it had gone for good."""
-    together = aboard(case, place, ["lora"] * 3)
+    together = aboard(case, hardware, ["lora"] * 3)
     counted = {"lora": [_settled(together, case)]}
     for kind in JOINING:
         found = []
@@ -178,7 +178,7 @@ def captures_of_joins(case: Case, place: BenchPlace) -> dict[str, list[int]]:
     return counted
 
 
-def _settled(together: JobsAboard, case: Case) -> int:
+def _settled(together: AttachedJobs, case: Case) -> int:
     """Graphs captured so far, after rounds enough to capture whatever is going to be."""
     for _ in range(4):
         together.run(together.plan(1, case.capacity))
@@ -189,7 +189,7 @@ def table(made: Sequence[Row]) -> str:
     seconds = {row.name: row.measured.seconds for row in made}
     lora = seconds["8 LoRA"]
     return aligned(
-        ("", "ms a round", "× 8 LoRA", "peak GB", "predicted", ""),
+        ("", "ms per round", "× 8 LoRA", "peak GB", "predicted", ""),
         [
             (
                 row.name,
@@ -205,38 +205,38 @@ def table(made: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    asked = _parser().parse_args()
-    place = here(asked.toy)
-    if place is None:
+    options = _parser().parse_args()
+    hardware = bench_hardware(options.toy)
+    if hardware is None:
         raise SystemExit("no CUDA device that torch can use; --toy runs on the CPU")
-    case, rate = _case(asked), gemm_rate(place)
-    made = list(rows(case, place, asked.peft))
+    case, rate = _case(options), gemm_rate(hardware)
+    made = list(rows(case, hardware, options.peft))
     print(f"\n{case.size.name}, {case.size.layers} layers: 8 jobs, {case.batch}×{case.length} tokens each\n")
     print(f"large product: {rate / 1e12:,.3f} TFLOP/s\n")
     print(table(made))
     print(f"\nThe bar of 8 DoRA and of the mixed company is {BAR} × 8 LoRA.")
-    fresh(place.device)
-    if asked.profile:
+    fresh(hardware.device)
+    if options.profile:
         for name, kinds in COMPANIES.items():
-            print(f"\nOne round of {name}, under the profiler:\n{drawn(profiled(case, place, kinds))}\n")
-            fresh(place.device)
-    counted = captures_of_joins(case, place)
+            print(f"\nOne round of {name}, under the profiler:\n{drawn(profiled(case, hardware, kinds))}\n")
+            fresh(hardware.device)
+    counted = captures_of_joins(case, hardware)
     print(f"Graphs captured so far as kinds come, go, come again and go: {counted}")
-    finish({"case": asdict(case), "rows": [asdict(row) for row in made], "captures": counted}, asked.json)
+    finish({"case": asdict(case), "rows": [asdict(row) for row in made], "captures": counted}, options.json)
 
 
-def _case(asked: argparse.Namespace) -> Case:
-    size, pace = SIZES[asked.shape], Repeats(asked.warmup, asked.blocks, asked.steps)
-    batch, length = (int(word) for word in asked.batch.lower().split("x"))
-    if asked.toy:
+def _case(options: argparse.Namespace) -> Case:
+    size, pace = SIZES[options.shape], Repeats(options.warmup, options.blocks, options.steps)
+    batch, length = (int(word) for word in options.batch.lower().split("x"))
+    if options.toy:
         size, batch, length, pace = SIZES["toy"], 2, 12, Repeats(1, 1, 1)
     return Case(
-        size=replace(size, layers=min(asked.layers or size.layers, size.layers)),
+        size=replace(size, layers=min(options.layers or size.layers, size.layers)),
         batch=batch,
         length=length,
-        rank=4 if asked.toy else asked.rank,
-        bottleneck=8 if asked.toy else asked.size,
-        prefix=3 if asked.toy else asked.tokens,
+        rank=4 if options.toy else options.rank,
+        bottleneck=8 if options.toy else options.size,
+        prefix=3 if options.toy else options.tokens,
         pace=pace,
         capacity=max(8192, batch * length),
     )

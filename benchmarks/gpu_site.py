@@ -189,16 +189,16 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="try blocks, warps and stages of every kernel")
     parser.add_argument("--kernels", default=",".join(KERNELS), help="what is swept, with commas")
     parser.add_argument("--seconds", type=float, default=90.0, help="how long a sweep may take")
-    asked = parser.parse_args()
-    kernels = asked.kernels.split(",")
+    options = parser.parse_args()
+    kernels = options.kernels.split(",")
     if unknown := set(kernels) - set(KERNELS):
         parser.error(f"--kernels: {min(unknown)} is none of {', '.join(KERNELS)}")
     assert torch.cuda.is_available(), "this benchmark needs a CUDA device"
-    sets = [adapters for adapters in ADAPTER_SETS if asked.only in adapters.name]
-    if asked.sweep:
-        finish(sweep(sets[0], SHAPES, kernels, asked.seconds), asked.json)
+    sets = [adapters for adapters in ADAPTER_SETS if options.only in adapters.name]
+    if options.sweep:
+        finish(sweep(sets[0], SHAPES, kernels, options.seconds), options.json)
     else:
-        finish(report(sets, asked.breakdown), asked.json)
+        finish(report(sets, options.breakdown), options.json)
 
 
 if __name__ == "__main__":

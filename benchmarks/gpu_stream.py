@@ -36,8 +36,16 @@ from weftune.bench.processes import first_line
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, Size, base_bytes, floor_seconds
 from weftune.bench.table import aligned, number, ratio
-from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, attempted, gemm_rate, here, measure
-from weftune.bench.weftune_side import JobsAboard
+from weftune.bench.timing import (
+    Hardware,
+    MeasuredStep,
+    Repeats,
+    attempted,
+    bench_hardware,
+    gemm_rate,
+    measure,
+)
+from weftune.bench.weftune_side import AttachedJobs
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.plan.layout.choose import Choice
 from weftune.report.curves import Point
@@ -76,7 +84,7 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class Case:
     size: Size
-    place: BenchPlace
+    hardware: Hardware
     pace: Repeats
     cap: int | None
     """Bytes; None: all that the device has."""
@@ -87,12 +95,12 @@ class Case:
     """What the weights of the layers are stored in."""
 
     @property
-    def held(self) -> tuple[Size, BenchPlace, Quantize | None]:
+    def held(self) -> tuple[Size, Hardware, Quantize | None]:
         """The base that it is about, and where."""
-        return self.size, self.place, self.quantize
+        return self.size, self.hardware, self.quantize
 
 
-def join_all(together: JobsAboard, work: BaselineWork) -> None:
+def join_all(together: AttachedJobs, work: BaselineWork) -> None:
     for at in range(work.jobs):
         adapter = LoraSpec(rank=work.rank, alpha=2.0 * work.rank)
         together.join(f"job{at}", adapter, [[work.length] * work.batch], seed=at)
@@ -105,7 +113,7 @@ def streamed_row(case: Case, work: BaselineWork, how: str) -> Row:
     def run() -> MeasuredStep:
         with capped(case):
             made = streamed_jobs_aboard(
-                case.size, case.place, work, case.cap, case.most, case.link, how, case.quantize
+                case.size, case.hardware, work, case.cap, case.most, case.link, how, case.quantize
             )
             found.append(made)
             join_all(made.together, work)
@@ -114,9 +122,9 @@ def streamed_row(case: Case, work: BaselineWork, how: str) -> Row:
             captured = made.together.executor.captures is not None
             block(max(2 if captured else 1, case.pace.warmup))()
             made.forget_waits()
-            return measure(block, case.place, replace(case.pace, warmup=0))
+            return measure(block, case.hardware, replace(case.pace, warmup=0))
 
-    measured = attempted(run, case.place)
+    measured = attempted(run, case.hardware)
     name = f"Weftune, {how} cut" if how != "chosen" else STREAMED
     if not found:
         return Row(name, work.jobs, work.tokens, measured)
@@ -161,28 +169,28 @@ def resident_row(case: Case, work: BaselineWork, passes: int | None = None) -> R
         choice = None if passes else resident_choice(*case.held, work, case.most, case.link)
         base = random_base(*case.held)
         part = choice.layout.on(0) if choice else None
-        together = JobsAboard(resident_executor(base, graphs=passes is None, part=part))
+        together = AttachedJobs(resident_executor(base, graphs=passes is None, part=part))
         capacity = roomy(together, choice, case.most) if choice else passes or work.length
         described = f"{capacity} tokens a microbatch, {together.recompute.layers} layers recomputed"
         join_all(together, work)
         if choice:
             # Said before anything is computed, so that a shortage says where it came from.
-            aboard = resident_bytes(case.place.device)
+            aboard = resident_bytes(case.hardware.device)
             described += f", {choice.bytes / GIB:.1f} GiB predicted, {aboard / GIB:.1f} before the first pass"
             if choice.layout.optimizer_offloaded:
                 described += f", optimizer in host memory ({choice.host_bytes / GIB:.1f} GiB)"
             print(described, flush=True)
-        measured = measure(together.block(capacity), case.place, few(case.pace))
+        measured = measure(together.block(capacity), case.hardware, few(case.pace))
         losses = all_losses(together)
         return measured
 
-    measured = attempted(run, case.place)
+    measured = attempted(run, case.hardware)
     floor = floor_seconds(case.size, case.rate, work.lengths, work.rank)
     name = RESIDENT if passes is None else SAME
     return Row(name, work.jobs, work.tokens, measured, floor, losses=losses, cut=described)
 
 
-def roomy(together: JobsAboard, choice: Choice, most: int) -> int:
+def roomy(together: AttachedJobs, choice: Choice, most: int) -> int:
     """Tokens of a microbatch, with what must be recomputed for so many to fit, as a run would choose them."""
     together.recompute = choice.memory.recompute(choice.aboard, most)
     return choice.memory.capacity(choice.aboard, most, together.recompute)
@@ -197,7 +205,8 @@ def streamed_capacity(rows: Sequence[Row], work: BaselineWork) -> int:
 def fsdp_row(case: Case, work: BaselineWork) -> Row:
     try:
         measured = attempted(
-            lambda: peft_offloaded(case.size, work, case.place, few(case.pace), capped(case)), case.place
+            lambda: peft_offloaded(case.size, work, case.hardware, few(case.pace), capped(case)),
+            case.hardware,
         )
     except RuntimeError as error:
         # Of all rows this one alone hangs on libraries of others: what they say is its finding.
@@ -210,14 +219,14 @@ def few(pace: Repeats) -> Repeats:
     return replace(pace, steps=min(pace.steps, FEW))
 
 
-def all_losses(together: JobsAboard) -> tuple[tuple[float, ...], ...]:
+def all_losses(together: AttachedJobs) -> tuple[tuple[float, ...], ...]:
     return tuple(map(tuple, together.losses.values()))
 
 
 @contextmanager
 def capped(case: Case) -> Iterator[None]:
     """Torch's allocator refuses what is above the cap while this lasts."""
-    device = case.place.device
+    device = case.hardware.device
     if case.cap is None or device.type != "cuda":
         yield
         return
@@ -282,12 +291,12 @@ def plot(rows: Sequence[Row], size: Size, path: Path) -> None:
 
 def main() -> None:
     parser = stream_arguments()
-    asked = parser.parse_args()
-    place = here(asked.toy)
-    if place is None:
+    options = parser.parse_args()
+    hardware = bench_hardware(options.toy)
+    if hardware is None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")
-    compared, cuts = _listed(parser, asked.compare, COMPARED), _listed(parser, asked.cuts, CUTS)
-    case = case_of(asked, place)
+    compared, cuts = _listed(parser, options.compare, COMPARED), _listed(parser, options.cuts, CUTS)
+    case = case_of(options, hardware)
     stored = f", of which those of layers are stored in {case.quantize}" if case.quantize else ""
     print(f"{case.size.name}: {base_bytes(case.size) / 1e9:.1f} GB of weights in bf16{stored}")
     print(
@@ -301,11 +310,11 @@ def main() -> None:
         print(", ".join(f"{title} {cell}".strip() for title, cell in zip(TITLES, cells(row), strict=True)))
         sys.stdout.flush()
 
-    counts = [2] if asked.toy else [int(word) for word in asked.jobs.split(",")]
+    counts = [2] if options.toy else [int(word) for word in options.jobs.split(",")]
     for count in counts:
         for how in cuts:
-            add(streamed_row(case, work_of(asked, count), how))
-    most = work_of(asked, max(counts))
+            add(streamed_row(case, work_of(options, count), how))
+    most = work_of(options, max(counts))
     others: dict[str, Callable[[], Row]] = {
         "same": lambda: resident_row(case, most, passes=streamed_capacity(rows, most)),
         "resident": lambda: resident_row(case, most),
@@ -317,8 +326,8 @@ def main() -> None:
     gaps = {name: gap for name in (SAME, RESIDENT) if (gap := loss_gap(rows, name)) is not None}
     for name, gap in gaps.items():
         print(f'\nlosses of all jobs, in rounds of both, streamed against "{name}": {gap:.2e} apart at most')
-    if asked.plot is not None:
-        plot(rows, case.size, asked.plot)
+    if options.plot is not None:
+        plot(rows, case.size, options.plot)
     finish(
         {
             "shape": case.size.name,
@@ -327,7 +336,7 @@ def main() -> None:
             "loss_gaps": gaps,
             "rows": [as_json(r) for r in rows],
         },
-        asked.json,
+        options.json,
     )
 
 
@@ -375,28 +384,30 @@ def stream_arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def case_of(asked: argparse.Namespace, place: BenchPlace) -> Case:
-    if asked.toy:
+def case_of(options: argparse.Namespace, hardware: Hardware) -> Case:
+    if options.toy:
         size = replace(SIZES["toy"], layers=4)
         # Not enough for its four layers, of 31 KiB each in float32, beside what else there is.
-        link = measure_link(*_where(place))
-        return Case(size, place, Repeats(1, 1, 1), TOY_CAP, 32, gemm_rate(place), link, asked.quantize)
-    pace = Repeats(asked.warmup, asked.blocks, asked.steps)
-    cap = None if asked.cap is None else int(asked.cap * GIB)
-    link = measure_link(*_where(place))
-    rate = gemm_rate(place)
-    return Case(SIZES[asked.shape], place, pace, cap, asked.capacity, rate, link, asked.quantize)
+        link = measure_link(*_where(hardware))
+        return Case(
+            size, hardware, Repeats(1, 1, 1), TOY_CAP, 32, gemm_rate(hardware), link, options.quantize
+        )
+    pace = Repeats(options.warmup, options.blocks, options.steps)
+    cap = None if options.cap is None else int(options.cap * GIB)
+    link = measure_link(*_where(hardware))
+    rate = gemm_rate(hardware)
+    return Case(SIZES[options.shape], hardware, pace, cap, options.capacity, rate, link, options.quantize)
 
 
-def _where(place: BenchPlace) -> tuple[torch.device, torch.dtype]:
-    return place.device, place.dtype
+def _where(hardware: Hardware) -> tuple[torch.device, torch.dtype]:
+    return hardware.device, hardware.dtype
 
 
-def work_of(asked: argparse.Namespace, jobs: int) -> BaselineWork:
-    if asked.toy:
+def work_of(options: argparse.Namespace, jobs: int) -> BaselineWork:
+    if options.toy:
         return BaselineWork(jobs=jobs, batch=2, length=16, rank=4)
-    batch, length = (int(word) for word in asked.batch.lower().split("x"))
-    return BaselineWork(jobs=jobs, batch=batch, length=length, rank=asked.rank)
+    batch, length = (int(word) for word in options.batch.lower().split("x"))
+    return BaselineWork(jobs=jobs, batch=batch, length=length, rank=options.rank)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from weftune.bench.gpu_lengths import draw_rounds
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, Size, base_bytes
 from weftune.bench.table import aligned, number, ratio
-from weftune.bench.timing import BenchPlace, fresh, here
+from weftune.bench.timing import Hardware, bench_hardware, fresh
 from weftune.core.clock import Phase
 from weftune.data.order import SampleOrder
 from weftune.jobs.spec.read import read_run
@@ -112,7 +112,7 @@ class Work:
 
     folder: Path
     caches: Path
-    place: BenchPlace
+    hardware: Hardware
     case: Case
     run: RunSpec
 
@@ -122,9 +122,9 @@ class Work:
         return self.run.jobs[0]
 
 
-def write_work(folder: Path, case: Case, place: BenchPlace, caches: Path | None = None) -> Work:
-    write_base(folder / "base", case.size, place)
-    fresh(place.device)
+def write_work(folder: Path, case: Case, hardware: Hardware, caches: Path | None = None) -> Work:
+    write_base(folder / "base", case.size, hardware)
+    fresh(hardware.device)
     lengths = sample_lengths(case)
     rng = np.random.default_rng(0)
     for name, some in (("rows", lengths[:SAMPLES]), ("held_out", lengths[SAMPLES:])):
@@ -133,7 +133,7 @@ def write_work(folder: Path, case: Case, place: BenchPlace, caches: Path | None 
     write_jobs(
         folder / "jobs.yaml",
         folder / "base",
-        place,
+        hardware,
         [{"name": SWEEP, "sweep": sweep}],
         data=str(folder / "rows.jsonl"),
         eval={"path": str(folder / "held_out.jsonl")},
@@ -141,7 +141,7 @@ def write_work(folder: Path, case: Case, place: BenchPlace, caches: Path | None 
         batch_size=case.batch_size,
         warmup=WARMUP,
     )
-    return Work(folder, caches or folder, place, case, read_run(folder / "jobs.yaml"))
+    return Work(folder, caches or folder, hardware, case, read_run(folder / "jobs.yaml"))
 
 
 def sample_lengths(case: Case) -> list[int]:
@@ -161,8 +161,8 @@ def peft_task(work: Work, name: str, processes: int) -> SweepTask:
     assert job.clip is not None
     return SweepTask(
         model=str(work.folder / "base"),
-        device=str(work.place.device),
-        dtype=str(work.place.dtype).removeprefix("torch."),
+        device=str(work.hardware.device),
+        dtype=str(work.hardware.dtype).removeprefix("torch."),
         output=str(output_of(name, work.folder)),
         processes=processes,
         rows=str(work.folder / "rows.jsonl"),
@@ -206,7 +206,7 @@ class Side:
 
 def with_weftune(name: str, work: Work) -> Side:
     print(f"measuring: {name}", flush=True)
-    run = train(name, work.folder, ["--device", work.place.device.type], caches=work.caches)
+    run = train(name, work.folder, ["--device", work.hardware.device.type], caches=work.caches)
     record = record_of(name, work)
     if record is None or not record.best:
         return Side(key="weftune", run=replace(run, exit_code=run.exit_code or 1))
@@ -233,9 +233,9 @@ def with_peft(key: str, name: str, work: Work, processes: int, record: SweepReco
     """As a process; `record` is that of Weftune's sweep, which an extrapolation goes by."""
     print(f"measuring: {name}", flush=True)
     task = peft_task(work, name, processes)
-    asked, answer = (work.folder / f"{key}-{kind}.json" for kind in ("task", "result"))
-    task.write(asked)
-    command = [sys.executable, "-m", "benchmarks.peft_sweep", str(asked), str(answer)]
+    options, answer = (work.folder / f"{key}-{kind}.json" for kind in ("task", "result"))
+    task.write(options)
+    command = [sys.executable, "-m", "benchmarks.peft_sweep", str(options), str(answer)]
     exit_code, seconds = timed([command], work.caches)
     found = json.loads(answer.read_text()) if answer.exists() else {"phases": {}}
     run = Run(
@@ -270,9 +270,9 @@ def absent(key: str, name: str, note: str) -> Side:
 
 def fits(work: Work, processes: int, one_peak: int | None) -> bool:
     """Whether so many bases fit on the GPU, with what else a process takes."""
-    if work.place.device.type != "cuda":
+    if work.hardware.device.type != "cuda":
         return True
-    return room(work.place, one_peak or base_bytes(work.case.size)) >= processes
+    return room(work.hardware, one_peak or base_bytes(work.case.size)) >= processes
 
 
 # -- extrapolation ----------------------------------------------------------------------------------------
@@ -374,18 +374,18 @@ def verdict(value: float, bar: float | None) -> str:
 # -- the command ------------------------------------------------------------------------------------------
 
 
-def measure(work: Work, asked: Sequence[str], names: Sequence[str]) -> list[Side]:
+def measure(work: Work, options: Sequence[str], names: Sequence[str]) -> list[Side]:
     """The sides; `names` are those of Weftune's runs."""
     case = work.case
-    sides = [told(with_weftune(name, work)) for name in names] if "weftune" in asked else []
+    sides = [told(with_weftune(name, work)) for name in names] if "weftune" in options else []
     record = record_of(sides[-1].run.name, work) if sides and sides[-1].seconds is not None else None
     if case.peft_steps is not None and record is None:
         return sides
     one_peak = None
-    if "peft" in asked:
+    if "peft" in options:
         sides.append(told(with_peft("peft", PLAIN, work, 1, record)))
         one_peak = sides[-1].run.peak_bytes
-    if "processes" in asked:
+    if "processes" in options:
         name = f"PEFT, {case.processes} processes at once"
         if fits(work, case.processes, one_peak):
             sides.append(told(with_peft("processes", name, work, case.processes, record)))
@@ -396,23 +396,23 @@ def measure(work: Work, asked: Sequence[str], names: Sequence[str]) -> list[Side
 
 def main() -> None:
     parser = _parser()
-    asked = parser.parse_args()
-    sides = asked.sides.split(",")
+    options = parser.parse_args()
+    sides = options.sides.split(",")
     if unknown := set(sides) - set(ALL):
         parser.error(f"--sides takes some of {','.join(ALL)}, not {', '.join(sorted(unknown))}")
-    if asked.peft_steps is not None and "weftune" not in sides:
+    if options.peft_steps is not None and "weftune" not in sides:
         parser.error("--peft-steps needs weftune among the sides: its sweep says who made how many steps")
-    place = here(asked.toy)
-    if place is None:
+    hardware = bench_hardware(options.toy)
+    if hardware is None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")
-    case = _case(asked)
-    names = weftune_runs(asked.caches, asked.runs)
+    case = _case(options)
+    names = weftune_runs(options.caches, options.runs)
     with tempfile.TemporaryDirectory() as name:
-        work = write_work(Path(name), case, place, asked.caches)
-        if not asked.toy:
+        work = write_work(Path(name), case, hardware, options.caches)
+        if not options.toy:
             compile_modules(work.caches)
         found = measure(work, sides, names)
-    tell(case, found, asked.json)
+    tell(case, found, options.json)
     sys.exit(max(side.run.exit_code for side in found))
 
 
@@ -438,28 +438,28 @@ def tell(case: Case, sides: Sequence[Side], where: Path | None) -> None:
     finish({"case": about, "ratios": found, "bars": bars, "sides": [asdict(side) for side in sides]}, where)
 
 
-def _case(asked: argparse.Namespace) -> Case:
-    batch, length = map(int, (asked.batch or ("2x8" if asked.toy else "4x64")).lower().split("x"))
+def _case(options: argparse.Namespace) -> Case:
+    batch, length = map(int, (options.batch or ("2x8" if options.toy else "4x64")).lower().split("x"))
     whole = Case(
-        shape=asked.shape,
-        size=SIZES[SHAPES[asked.shape]],
-        trials=asked.trials or TRIALS[asked.shape],
-        steps=asked.steps or 300,
+        shape=options.shape,
+        size=SIZES[SHAPES[options.shape]],
+        trials=options.trials or TRIALS[options.shape],
+        steps=options.steps or 300,
         batch_size=batch,
         length=length,
-        real=asked.lengths == "real",
-        processes=asked.processes or 8,
-        peft_steps=asked.peft_steps,
+        real=options.lengths == "real",
+        processes=options.processes or 8,
+        peft_steps=options.peft_steps,
     )
-    if not asked.toy:
+    if not options.toy:
         return whole
     return replace(
         whole,
         shape="toy",
         size=SIZES["toy"],
-        trials=asked.trials or 6,
-        steps=asked.steps or 10,
-        processes=asked.processes or 2,
+        trials=options.trials or 6,
+        steps=options.steps or 10,
+        processes=options.processes or 2,
         ranks=(4, 8),
     )
 

@@ -41,7 +41,7 @@ from weftune.base.place import demo_folder
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, build
 from weftune.bench.table import number, ratio
-from weftune.bench.timing import BenchPlace, fresh, here
+from weftune.bench.timing import Hardware, bench_hardware, fresh
 from weftune.core.clock import Phase
 from weftune.data.order import SampleOrder
 from weftune.data.template import template_source
@@ -62,7 +62,7 @@ class Work:
     """The folder with everything in it, and how it is trained."""
 
     folder: Path
-    place: BenchPlace
+    hardware: Hardware
     steps: int
     batch: int
     peft_steps: int
@@ -129,7 +129,7 @@ def peft_jobs(work: Work) -> list[PeftJob]:
 def peft(name: str, work: Work, strong: bool, processes: int = 1) -> Run:
     """Every process has a share of the jobs; the phases are those of the longest."""
     jobs = peft_jobs(work)
-    dtype, device = str(work.place.dtype).removeprefix("torch."), str(work.place.device)
+    dtype, device = str(work.hardware.dtype).removeprefix("torch."), str(work.hardware.device)
     output = str(output_of(name, work.folder))
     commands, results = [], []
     for share in range(processes):
@@ -155,7 +155,7 @@ def peft(name: str, work: Work, strong: bool, processes: int = 1) -> Run:
 
 def peft_at_once(work: Work, one_peak: int | None) -> Run:
     """As many processes as fit, each with its share of the jobs."""
-    count = min(len(work.files), room(work.place, one_peak))
+    count = min(len(work.files), room(work.hardware, one_peak))
     while True:
         found = peft(f"PEFT, {count} processes at once", work, strong=False, processes=count)
         if found.exit_code == 0 or count == 1:
@@ -218,41 +218,46 @@ def tell(runs: Sequence[Run], found: Mapping[str, float], about: dict[str, Any],
 
 def main() -> None:
     parser = _parser()
-    asked = parser.parse_args()
-    if asked.cut is not None:
-        if asked.data is None:
+    options = parser.parse_args()
+    if options.cut is not None:
+        if options.data is None:
             parser.error("--cut goes with --data")
         cut_rows(
-            asked.data, asked.cut, real_tokenizer(asked.tokenizer), asked.rows, asked.longest, asked.jobs
+            options.data,
+            options.cut,
+            real_tokenizer(options.tokenizer),
+            options.rows,
+            options.longest,
+            options.jobs,
         )
         return
-    if asked.long and asked.data is None:
+    if options.long and options.data is None:
         parser.error("--long goes with --data")
-    place = here(asked.toy)
-    if place is None:
+    hardware = bench_hardware(options.toy)
+    if hardware is None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")
-    words = ["--device", place.device.type]
-    words += ["--gpu-memory", asked.gpu_memory] if asked.gpu_memory else []
+    words = ["--device", hardware.device.type]
+    words += ["--gpu-memory", options.gpu_memory] if options.gpu_memory else []
     with tempfile.TemporaryDirectory() as name:
-        work = (_real if asked.data else _random)(asked, Path(name), place)
-        if not asked.toy:
+        work = (_real if options.data else _random)(options, Path(name), hardware)
+        if not options.toy:
             compile_modules(work.folder)
-        runs = _runs(asked, work, words)
+        runs = _runs(options, work, words)
         found = ratios(runs)
-        if asked.long:
-            long = replace(work, steps=asked.long, peft_steps=work.steps)
-            _write_real_jobs(long, "long.yaml", asked.longest)
-            longer = train(f"Weftune, {asked.long} steps", work.folder, words, "long.yaml")
+        if options.long:
+            long = replace(work, steps=options.long, peft_steps=work.steps)
+            _write_real_jobs(long, "long.yaml", options.longest)
+            longer = train(f"Weftune, {options.long} steps", work.folder, words, "long.yaml")
             found |= long_ratios(longer, runs, long)
             runs.append(longer)
-    about = {"shape": "toy" if asked.toy else asked.shape, "gpu_memory": asked.gpu_memory}
-    about |= {"jobs": asked.jobs, "steps": work.steps, "batch": work.batch}
-    tell(runs, found, about, asked.json)
+    about = {"shape": "toy" if options.toy else options.shape, "gpu_memory": options.gpu_memory}
+    about |= {"jobs": options.jobs, "steps": work.steps, "batch": work.batch}
+    tell(runs, found, about, options.json)
     sys.exit(max(run.exit_code for run in runs))
 
 
-def _runs(asked: argparse.Namespace, work: Work, words: Sequence[str]) -> list[Run]:
-    only = asked.only.split(",") if work.files and not asked.gpu_memory else ["weftune"]
+def _runs(options: argparse.Namespace, work: Work, words: Sequence[str]) -> list[Run]:
+    only = options.only.split(",") if work.files and not options.gpu_memory else ["weftune"]
     runs = [train(name, work.folder, words) for name in (COLD, WARM)] if "weftune" in only else []
     one_peak = None
     for key, name in (("peft", PLAIN), ("strong", STRONG)):
@@ -264,38 +269,38 @@ def _runs(asked: argparse.Namespace, work: Work, words: Sequence[str]) -> list[R
     return runs
 
 
-def _real(asked: argparse.Namespace, folder: Path, place: BenchPlace) -> Work:
-    tokenizer = real_tokenizer(asked.tokenizer)
-    size = replace(SIZES["toy"], vocabulary=len(tokenizer)) if asked.toy else SIZES[asked.shape]
+def _real(options: argparse.Namespace, folder: Path, hardware: Hardware) -> Work:
+    tokenizer = real_tokenizer(options.tokenizer)
+    size = replace(SIZES["toy"], vocabulary=len(tokenizer)) if options.toy else SIZES[options.shape]
     if len(tokenizer) > size.vocabulary:
         raise SystemExit(f"the tokenizer has {len(tokenizer)} tokens, and the shape {size.vocabulary}")
-    build(size, place).save_pretrained(folder / "base")
+    build(size, hardware).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
-    fresh(place.device)
-    rows = min(asked.rows, 40) if asked.toy else asked.rows
-    longest = min(asked.longest, 64) if asked.toy else asked.longest
-    files = cut_rows(asked.data, folder / "data", tokenizer, rows, longest, asked.jobs)
-    steps, batch = asked.steps or (3 if asked.toy else 25), 2 if asked.toy else int(asked.batch or 8)
-    work = Work(folder, place, steps, batch, asked.peft_steps, files)
+    fresh(hardware.device)
+    rows = min(options.rows, 40) if options.toy else options.rows
+    longest = min(options.longest, 64) if options.toy else options.longest
+    files = cut_rows(options.data, folder / "data", tokenizer, rows, longest, options.jobs)
+    steps, batch = options.steps or (3 if options.toy else 25), 2 if options.toy else int(options.batch or 8)
+    work = Work(folder, hardware, steps, batch, options.peft_steps, files)
     _write_real_jobs(work, "jobs.yaml", longest)
     return work
 
 
 def _write_real_jobs(work: Work, file: str, longest: int) -> None:
     defaults = {"steps": work.steps, "batch_size": work.batch, "data": {"max_length": longest}}
-    write_jobs(work.folder / file, work.base, work.place, jobs_of_data(work), **defaults)
+    write_jobs(work.folder / file, work.base, work.hardware, jobs_of_data(work), **defaults)
 
 
-def _random(asked: argparse.Namespace, folder: Path, place: BenchPlace) -> Work:
-    size = SIZES["toy" if asked.toy else asked.shape]
-    batch, longest = (4, 16) if asked.toy else map(int, (asked.batch or "2x1024").lower().split("x"))
-    write_base(folder / "base", size, place)
-    fresh(place.device)
+def _random(options: argparse.Namespace, folder: Path, hardware: Hardware) -> Work:
+    size = SIZES["toy" if options.toy else options.shape]
+    batch, longest = (4, 16) if options.toy else map(int, (options.batch or "2x1024").lower().split("x"))
+    write_base(folder / "base", size, hardware)
+    fresh(hardware.device)
     write_rows(folder / "rows.jsonl", size, Rows(samples=SAMPLES, shortest=longest // 8, longest=longest))
-    work = Work(folder, place, asked.steps or 6, batch, asked.peft_steps)
-    jobs = ranked_jobs([RANK] * asked.jobs)
+    work = Work(folder, hardware, options.steps or 6, batch, options.peft_steps)
+    jobs = ranked_jobs([RANK] * options.jobs)
     defaults = {"data": "rows.jsonl", "steps": work.steps, "batch_size": batch}
-    write_jobs(folder / "jobs.yaml", folder / "base", place, jobs, **defaults)
+    write_jobs(folder / "jobs.yaml", folder / "base", hardware, jobs, **defaults)
     return work
 
 

@@ -62,9 +62,9 @@ def train(kind: str, batch_size: int) -> Peaks:
 
 
 def in_process(kind: str, batch_size: int) -> Peaks:
-    asked = ["--train", kind, "--batch-size", str(batch_size)]
+    options = ["--train", kind, "--batch-size", str(batch_size)]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.kinds_memory", *asked], check=True, stdout=subprocess.PIPE
+        [sys.executable, "-m", "benchmarks.kinds_memory", *options], check=True, stdout=subprocess.PIPE
     )
     found = json.loads(done.stdout.splitlines()[-1])
     return Peaks(kind, Peak(**found["first"]), Peak(**found["second"]))
@@ -85,21 +85,21 @@ def main() -> None:
     parser.add_argument("--kinds", help="some of them, with commas; all if left out")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--train", metavar="KIND", help="in this process; used by the benchmark itself")
-    asked = parser.parse_args()
-    if asked.train:
-        print(json.dumps(asdict(train(asked.train, asked.batch_size))))
+    options = parser.parse_args()
+    if options.train:
+        print(json.dumps(asdict(train(options.train, options.batch_size))))
         return
     from benchmarks.nine_kinds import ADAPTERS
 
     found = []
-    for kind in asked.kinds.split(",") if asked.kinds else ADAPTERS:
-        found.append(in_process(kind, asked.batch_size))
+    for kind in options.kinds.split(",") if options.kinds else ADAPTERS:
+        found.append(in_process(kind, options.batch_size))
         print(f"{kind}: {found[-1].first.apart:+.1%}, then {found[-1].second.apart:+.1%}", flush=True)
     print(f"\n{table(found)}\n")
     for name in ("first", "second"):
         worst = max(abs(getattr(one, name).apart) for one in found)
         print(f"The {name} window: at most {worst:.1%} apart (bar {CLOSE:.0%}).")
-    finish({"kinds": [asdict(one) for one in found]}, asked.json)
+    finish({"kinds": [asdict(one) for one in found]}, options.json)
 
 
 if __name__ == "__main__":

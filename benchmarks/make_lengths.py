@@ -34,12 +34,12 @@ COUNT = 512
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=SHARED_DATA, help="the folder of the JSONL files")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     tokenizer = load_tokenizer(BaseSpec(model=DEMO))
     found = {}
     with tempfile.TemporaryDirectory() as cache:
         for name, file in DATASETS.items():
-            spec = DataSpec(path=str(asked.data / f"{file}.jsonl"))
+            spec = DataSpec(path=str(options.data / f"{file}.jsonl"))
             lengths = prepare(spec, None, tokenizer, Path(cache)).train.lengths
             found[name] = lengths[np.linspace(0, len(lengths) - 1, COUNT).astype(int)].tolist()
             print(f"{name:<12}{len(lengths):6} samples, mean {lengths.mean():6.1f}, longest {lengths.max()}")

@@ -23,7 +23,7 @@ from benchmarks.folder import Rows, read_lines, write_base, write_jobs, write_ro
 from weftune.bench.result import finish
 from weftune.bench.sizes import SIZES, Size
 from weftune.bench.table import number
-from weftune.bench.timing import BenchPlace, fresh, here
+from weftune.bench.timing import Hardware, bench_hardware, fresh
 from weftune.jobs.store.folder import read_status
 
 SAMPLES, LENGTH = 1024, 32
@@ -70,10 +70,10 @@ class Side:
         return statistics.median(self.rounds[1:]) if len(self.rounds) > 1 else None
 
 
-def write_case(folder: Path, case: Case, place: BenchPlace, steps: int) -> None:
+def write_case(folder: Path, case: Case, hardware: Hardware, steps: int) -> None:
     """The base, the rows, and a jobs file for either number of jobs."""
-    write_base(folder / "base", case.size, place)
-    fresh(place.device)
+    write_base(folder / "base", case.size, hardware)
+    fresh(hardware.device)
     rows = Rows(samples=max(SAMPLES, case.many), shortest=LENGTH, longest=LENGTH)
     write_rows(folder / "rows.jsonl", case.size, rows)
     targets = case.targets if isinstance(case.targets, str) else list(case.targets)
@@ -85,7 +85,7 @@ def write_case(folder: Path, case: Case, place: BenchPlace, steps: int) -> None:
             "batch_size": case.many // count,
             "adapter": {"rank": case.rank, "targets": targets},
         }
-        write_jobs(folder / f"{name}.yaml", folder / "base", place, jobs, **defaults)
+        write_jobs(folder / f"{name}.yaml", folder / "base", hardware, jobs, **defaults)
 
 
 def round_ends(lines: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -110,12 +110,12 @@ def side(name: str, jobs: int, folder: Path, words: Sequence[str]) -> Side:
     )
 
 
-def measure(case: Case, place: BenchPlace, steps: int) -> dict[str, Side]:
+def measure(case: Case, hardware: Hardware, steps: int) -> dict[str, Side]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_case(folder, case, place, steps)
+        write_case(folder, case, hardware, steps)
         compile_modules(folder)
-        words = ["--device", place.device.type]
+        words = ["--device", hardware.device.type]
         return {name: side(name, count, folder, words) for name, count in case.counts.items()}
 
 
@@ -142,10 +142,10 @@ def _gib(count: int | None) -> str:
 
 
 def run(options: Namespace) -> None:
-    place = here(toy=options.gpu == "toy")
-    if place is None:
+    hardware = bench_hardware(toy=options.gpu == "toy")
+    if hardware is None:
         raise SystemExit("no CUDA device that torch can use; --gpu toy runs on the CPU")
-    sides = measure(CASES[options.gpu], place, options.steps)
+    sides = measure(CASES[options.gpu], hardware, options.steps)
     tell(sides)
     about = {"case": options.gpu, "steps": options.steps, "ratio": ratio(sides)}
     found = {name: asdict(one) | {"round_seconds": one.round_seconds} for name, one in sides.items()}

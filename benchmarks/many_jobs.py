@@ -38,7 +38,7 @@ from benchmarks import many_gpu
 from benchmarks.folder import Rows, write_base, write_rows
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import Size
-from weftune.bench.timing import BenchPlace
+from weftune.bench.timing import Hardware
 from weftune.jobs.spec.read import read_run
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store
@@ -49,7 +49,7 @@ from weftune.trainer.journal import Journal
 from weftune.trainer.loop import Callback, Loop
 from weftune.trainer.trainer import Trainer
 
-CPU = BenchPlace(torch.device("cpu"), torch.float32)
+CPU = Hardware(torch.device("cpu"), torch.float32)
 SMALL = Size(
     name="small",
     hidden=64,

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from benchmarks.cpu_quickstart import JOBS as QUICKSTART
 from benchmarks.cpu_quickstart import padded
 from benchmarks.folder import read_lines
+from benchmarks.recorder import Recorder
 from weftune.adapters.folder import WEIGHTS
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.kinds import KINDS
@@ -35,7 +36,6 @@ from weftune.adapters.registry import kind_named
 from weftune.base.load import load_base, load_plain, load_tokenizer
 from weftune.base.model import Base
 from weftune.base.spec import DEMO, BaseSpec
-from weftune.bench.recorder import Recorder
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
 from weftune.core.files import cache_folder
@@ -183,9 +183,11 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(known), help=f"some of {','.join(known)}")
     parser.add_argument("--model", default=DEMO)
     parser.add_argument("--rows", type=Path, default=ROWS)
-    asked = parser.parse_args()
-    jobs = [job_of(kind, asked.rows, asked.steps, asked.batch_size) for kind in asked.kinds.split(",")]
-    found, share = compare(BaseSpec(model=asked.model, dtype="float32"), jobs)
+    options = parser.parse_args()
+    jobs = [
+        job_of(kind, options.rows, options.steps, options.batch_size) for kind in options.kinds.split(",")
+    ]
+    found, share = compare(BaseSpec(model=options.model, dtype="float32"), jobs)
     rows = [
         (one.kind, f"{one.losses[0]:.4f} → {one.losses[-1]:.4f}", f"{one.solo:.1e}", _told(one.peft))
         for one in found
@@ -197,7 +199,7 @@ def main() -> None:
     )
     close = all(max(one.solo, one.peft or 0.0) <= CLOSE for one in found)
     print(f"differences of losses are {'' if close else 'not '}all within {CLOSE:g}")
-    finish({"share": share, "kinds": [asdict(one) for one in found]}, asked.json)
+    finish({"share": share, "kinds": [asdict(one) for one in found]}, options.json)
 
 
 def _told(value: float | None) -> str:

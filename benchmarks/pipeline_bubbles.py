@@ -111,8 +111,8 @@ FIRST = Case(1, 1)
 
 
 def main() -> None:
-    asked = bubble_arguments().parse_args()
-    setting = setting_asked(asked)
+    options = bubble_arguments().parse_args()
+    setting = setting_asked(options)
     cut, found = measure(setting)
     print(told(found))
     numbers = {
@@ -121,7 +121,7 @@ def main() -> None:
         "cases": [asdict(one) for one in found],
         "bars": [asdict(bar) | {"kept": bar.kept} for bar in bars(found)],
     }
-    finish(numbers, asked.json)
+    finish(numbers, options.json)
 
 
 def bubble_arguments() -> argparse.ArgumentParser:
@@ -136,10 +136,10 @@ def bubble_arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def setting_asked(asked: argparse.Namespace) -> Setting:
-    if asked.toy:
+def setting_asked(options: argparse.Namespace) -> Setting:
+    if options.toy:
         return TOY
-    return Setting(stages=asked.stages, threads=asked.threads, delay=asked.delay, spare=asked.spare)
+    return Setting(stages=options.stages, threads=options.threads, delay=options.delay, spare=options.spare)
 
 
 def measure(setting: Setting) -> tuple[Cut, list[Found]]:
@@ -166,9 +166,9 @@ def measure(setting: Setting) -> tuple[Cut, list[Found]]:
 
 @contextmanager
 def opened(spec: BaseSpec, held: Sequence[LayerRange], folder: Path, setting: Setting) -> Iterator[Driver]:
-    place = place_here()
-    assert place is not None
-    staff = Staff(connect(place, CPU))
+    hardware = place_here()
+    assert hardware is not None
+    staff = Staff(connect(hardware, CPU))
     yield open_pipeline(
         staff, spec, CPU, in_stages(held), lambda job: folder / "checkpoints" / job, setting.delay
     )
@@ -362,9 +362,9 @@ def others(setting: Setting) -> Iterator[None]:
 def be_worker(variables: dict[str, str], threads: int) -> None:
     os.environ.update(variables)
     torch.set_num_threads(threads)
-    place = place_here()
-    assert place is not None
-    serve(connect(place, CPU), CPU)
+    hardware = place_here()
+    assert hardware is not None
+    serve(connect(hardware, CPU), CPU)
     torch.distributed.destroy_process_group()
 
 

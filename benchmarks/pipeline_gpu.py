@@ -22,7 +22,7 @@ from benchmarks.folder import Rows, ranked_jobs, read_lines, write_base, write_j
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, Size
 from weftune.bench.table import aligned
-from weftune.bench.timing import BenchPlace, fresh, here
+from weftune.bench.timing import Hardware, bench_hardware, fresh
 from weftune.trainer.machine import most_tokens
 from weftune.trainer.train import train
 from weftune.trainer.trainer import Options
@@ -40,14 +40,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")
     asked = parser.parse_args()
-    place = here(asked.toy)
-    if place is None:
+    hardware = bench_hardware(asked.toy)
+    if hardware is None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")
     size = SIZES["toy" if asked.toy else asked.shape]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write(folder, size, place, asked.steps)
-        found = compare(folder, place, asked.stages)
+        write(folder, size, hardware, asked.steps)
+        found = compare(folder, hardware, asked.stages)
     print(aligned(("", "seconds", "first losses", "last losses"), [row(*one) for one in found.items()]))
     noise = largest(found["alone"][1], found["alone, other microbatches"][1])
     gap = largest(found["alone"][1], found["pipeline"][1])
@@ -60,15 +60,15 @@ Run = tuple[float, dict[str, list[float]]]
 """Seconds, and the losses of every job."""
 
 
-def compare(folder: Path, place: BenchPlace, stages: int) -> dict[str, Run]:
-    device = place.device.type
+def compare(folder: Path, hardware: Hardware, stages: int) -> dict[str, Run]:
+    device = hardware.device.type
     most = most_tokens(torch.device(device))
     found = {}
     for name, capacity in (("alone", most), ("alone, other microbatches", most // 4)):
         began = time.perf_counter()
         train(folder / "jobs.yaml", output=folder / name, options=Options(device=device, capacity=capacity))
         found[name] = time.perf_counter() - began, losses(folder / name)
-        fresh(place.device)
+        fresh(hardware.device)
     began = time.perf_counter()
     words = ["train", str(folder / "jobs.yaml"), "--output", str(folder / "pipeline")]
     subprocess.run(
@@ -77,12 +77,12 @@ def compare(folder: Path, place: BenchPlace, stages: int) -> dict[str, Run]:
     return found | {"pipeline": (time.perf_counter() - began, losses(folder / "pipeline"))}
 
 
-def write(folder: Path, size: Size, place: BenchPlace, steps: int) -> None:
+def write(folder: Path, size: Size, hardware: Hardware, steps: int) -> None:
     """A base with its tokenizer, rows of tokens, and a jobs file."""
-    write_base(folder / "base", size, place)
+    write_base(folder / "base", size, hardware)
     write_rows(folder / "rows.jsonl", size, Rows(samples=SAMPLES, shortest=TOKENS // 4, longest=TOKENS))
     settings = dict(data="rows.jsonl", steps=steps, batch_size=BATCH, learning_rate=1e-3)
-    write_jobs(folder / "jobs.yaml", folder / "base", place, ranked_jobs(RANKS), **settings)
+    write_jobs(folder / "jobs.yaml", folder / "base", hardware, ranked_jobs(RANKS), **settings)
 
 
 def losses(output: Path) -> dict[str, list[float]]:

@@ -217,20 +217,20 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--figure20", action="store_true", help="only the figure")
     parser.add_argument("--toy", action="store_true", help="few cases and two draws, to see that it runs")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     began = time.perf_counter()
     numbers: dict[str, Any] = {}
-    if not asked.figure20:
-        devices = (2,) if asked.toy else DEVICES
+    if not options.figure20:
+        devices = (2,) if options.toy else DEVICES
         numbers |= {"formula": formula_rows(devices), "unattained": unattained()}
         print_formulas(numbers["formula"])
         print_unattained(numbers["unattained"])
-    seeds = figure20.SEEDS[:2] if asked.toy else figure20.SEEDS
-    sizes = list(figure20.SIZES)[:1] if asked.toy else list(figure20.SIZES)
+    seeds = figure20.SEEDS[:2] if options.toy else figure20.SEEDS
+    sizes = list(figure20.SIZES)[:1] if options.toy else list(figure20.SIZES)
     rows = [figure20.row(size, seeds) for size in sizes]
     print_figure(rows, len(seeds))
     print(f"\n{time.perf_counter() - began:.0f} s in all")
-    finish(numbers | {"figure20": [asdict(row) for row in rows]}, asked.json)
+    finish(numbers | {"figure20": [asdict(row) for row in rows]}, options.json)
 
 
 if __name__ == "__main__":

@@ -128,9 +128,9 @@ def show(cases: Sequence[Case]) -> str:
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--toy", action="store_true", help="two clusters and two sets of jobs")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     began = time.perf_counter()
-    clusters, job_sets = (CLUSTERS[:2], JOB_SETS[:2]) if asked.toy else (CLUSTERS, JOB_SETS)
+    clusters, job_sets = (CLUSTERS[:2], JOB_SETS[:2]) if options.toy else (CLUSTERS, JOB_SETS)
     cases = [case_of(cluster, job_set) for cluster in clusters for job_set in job_sets]
     print(show(cases))
     piped = [case for case in cases if case.cluster != CLUSTERS[0]]
@@ -147,7 +147,7 @@ def main() -> None:
             for case in cases
         ]
     }
-    finish(numbers, asked.json)
+    finish(numbers, options.json)
 
 
 if __name__ == "__main__":

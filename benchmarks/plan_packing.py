@@ -201,9 +201,9 @@ def merging(batches: int) -> list[dict[str, int]]:
     random = Random(0)
     rounds = [
         [
-            BatchSample(job, number, place, length)
+            BatchSample(job, number, hardware, length)
             for job in members
-            for place, length in enumerate(draw(job, 16, random, 8192))
+            for hardware, length in enumerate(draw(job, 16, random, 8192))
         ]
         for number in range(batches)
         for members in GROUPS
@@ -259,23 +259,23 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--batches", type=int, default=40, help="global batches of each kind")
     parser.add_argument("--processes", type=int, default=2)
-    asked = parser.parse_args()
-    with packers(asked.processes) as pool:
+    options = parser.parse_args()
+    with packers(options.processes) as pool:
         started = time.perf_counter()
         pack_many(cases("gsm8k", 2048, 8, 64), pool=pool)
-        print(f"{asked.processes} processes started in {time.perf_counter() - started:.1f} s\n")
+        print(f"{options.processes} processes started in {time.perf_counter() - started:.1f} s\n")
         took = timings(pool)
         show_timings(took)
-        usual = show("Usual capacities", rows(asked.batches, pool))
+        usual = show("Usual capacities", rows(options.batches, pool))
         print("\n".join(usual["rest"]) or "None is more than 2 % above the bound.", end="\n\n")
-        tight = show("A capacity that two to five samples fill", tight_rows(asked.batches, pool))
+        tight = show("A capacity that two to five samples fill", tight_rows(options.batches, pool))
         print("\n".join(tight["rest"]), end="\n\n")
-        ways = ablation(asked.batches, pool)
+        ways = ablation(options.batches, pool)
     show_ablation(ways)
-    merged = merging(asked.batches)
+    merged = merging(options.batches)
     show_merging(merged)
     numbers = {"usual": usual, "tight": tight, "timings": took, "ablation": ways, "merge": merged}
-    finish(numbers, asked.json)
+    finish(numbers, options.json)
 
 
 if __name__ == "__main__":

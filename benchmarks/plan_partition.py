@@ -249,7 +249,7 @@ def spread(gains: Sequence[float]) -> str:
 
 
 def main() -> None:
-    asked = arguments(__doc__ or "").parse_args()
+    options = arguments(__doc__ or "").parse_args()
     partitions = [
         partition_row(shape, machine, tokens)
         for shape in SHAPES
@@ -267,7 +267,7 @@ def main() -> None:
         "partitions": [asdict(row) for row in partitions],
         "mappings": [asdict(row) for row in mappings],
     }
-    finish(numbers, asked.json)
+    finish(numbers, options.json)
 
 
 EXPLANATION = """

@@ -70,9 +70,9 @@ TITLES = (
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--toy", action="store_true", help="one case only: does it run at all")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     rows, found = [], []
-    for case in TOY if asked.toy else CASES:
+    for case in TOY if options.toy else CASES:
         shape = model_shape(outline(SIZES[case.shape], torch.device("meta"), torch.bfloat16), torch.bfloat16)
         began = time.perf_counter()
         chosen = foreseen(case, shape)
@@ -90,7 +90,7 @@ def main() -> None:
             }
         )
     print(aligned(TITLES, rows))
-    finish({"cases": found}, asked.json)
+    finish({"cases": found}, options.json)
 
 
 def foreseen(case: Case, shape: ModelShape, ways: Sequence[StreamWay] = WAYS) -> StreamChoice:

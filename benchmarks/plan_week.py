@@ -226,15 +226,15 @@ def show(rows: Sequence[Row]) -> str:
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--toy", action="store_true", help="six hours and one width, to see that it runs")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     began = time.perf_counter()
-    seconds, widths = (WEEK / 28, WIDTHS[1:2]) if asked.toy else (WEEK, WIDTHS)
+    seconds, widths = (WEEK / 28, WIDTHS[1:2]) if options.toy else (WEEK, WIDTHS)
     rows = [row for combination in COMBINATIONS for row in week(combination, seconds, widths)]
     print(f"{GPUS} simulated A40s, {seconds / 3600:.0f} hours; each way with the GPUs that suit it\n")
     print(show(rows))
     print(f"\n{time.perf_counter() - began:.0f} s in all")
     numbers: dict[str, Any] = {"rows": [asdict(row) for row in rows]}
-    finish(numbers, asked.json)
+    finish(numbers, options.json)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from weftune.base.spec import BaseSpec, Quantize
 from weftune.base.weights import quantised_forms
 from weftune.bench.baselines import BaselineWork
 from weftune.bench.sizes import Size, outline
-from weftune.bench.timing import BenchPlace
-from weftune.bench.weftune_side import JobsAboard
+from weftune.bench.timing import Hardware
+from weftune.bench.weftune_side import AttachedJobs
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.errors import PlanError
 from weftune.plan.cost.ring import step_bytes
@@ -49,7 +49,7 @@ from weftune.run.measure.waited import Waited
 SPREAD = 0.02
 
 
-class StreamedJobsAboard(JobsAboard):
+class StreamedJobs(AttachedJobs):
     def __init__(self, executor: Executor, choice: StreamChoice) -> None:
         super().__init__(executor)
         self.choice = choice
@@ -60,7 +60,7 @@ class StreamedJobsAboard(JobsAboard):
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    together: StreamedJobsAboard
+    together: StreamedJobs
     choice: StreamChoice
     executor: Executor
     streamed: StreamedBase
@@ -101,7 +101,7 @@ class Streamed:
 
 def streamed_jobs_aboard(
     size: Size,
-    place: BenchPlace,
+    hardware: Hardware,
     work: BaselineWork,
     cap: int | None,
     most: int,
@@ -109,11 +109,11 @@ def streamed_jobs_aboard(
     how: str,
     quantize: Quantize | None = None,
 ) -> Streamed:
-    shape = model_shape(_outline(size, place, quantize), place.dtype)
-    choice = choose(shape, work, stream_device(place, cap, link), most, how)
-    base = _random_base(size, place, choice.cut, quantize)
+    shape = model_shape(_outline(size, hardware, quantize), hardware.dtype)
+    choice = choose(shape, work, stream_device(hardware, cap, link), most, how)
+    base = _random_base(size, hardware, choice.cut, quantize)
     executor = streamed_executor(base)
-    return Streamed(StreamedJobsAboard(executor, choice), choice, executor, base)
+    return Streamed(StreamedJobs(executor, choice), choice, executor, base)
 
 
 def choose(
@@ -152,22 +152,22 @@ def job_shapes(shape: ModelShape, work: BaselineWork) -> list[JobShape]:
     return [JobShape(f"job{at}", 0, at, trainable, work.length, tokens) for at in range(work.jobs)]
 
 
-def stream_device(place: BenchPlace, cap: int | None, link: HostLink) -> StreamDevice:
+def stream_device(hardware: Hardware, cap: int | None, link: HostLink) -> StreamDevice:
     host = int(psutil.virtual_memory().available * CPU_SHARE)
-    if place.device.type != "cuda":
+    if hardware.device.type != "cuda":
         return pretended_place(cap or 1 << 30, host)
-    budget = cap or budget_bytes(place.device)
+    budget = cap or budget_bytes(hardware.device)
     return gpu_place(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)
 
 
 def resident_choice(
-    size: Size, place: BenchPlace, quantize: Quantize | None, work: BaselineWork, most: int, link: HostLink
+    size: Size, hardware: Hardware, quantize: Quantize | None, work: BaselineWork, most: int, link: HostLink
 ) -> Choice:
     """How a run would hold these jobs with all of the base on the device, and no cap."""
-    shape = model_shape(_outline(size, place, quantize), place.dtype)
-    device = stream_device(place, None, link)
+    shape = model_shape(_outline(size, hardware, quantize), hardware.dtype)
+    device = stream_device(hardware, None, link)
     machine = Machine(
-        on_gpu=place.device.type == "cuda",
+        on_gpu=hardware.device.type == "cuda",
         budget=device.budget,
         host_budget=device.host_budget,
         capacity=max(most, work.length),
@@ -176,60 +176,60 @@ def resident_choice(
     return choose_layout(shape, job_shapes(shape, work), machine)
 
 
-def random_base(size: Size, place: BenchPlace, quantize: Quantize | None = None) -> Base:
+def random_base(size: Size, hardware: Hardware, quantize: Quantize | None = None) -> Base:
     """The base that `streamed_jobs_aboard` makes, all of it on the device."""
     resident = Layout((StageLayers(0, size.layers, resident=True),))
-    return _random_base(size, place, resident, quantize).whole
+    return _random_base(size, hardware, resident, quantize).whole
 
 
-def _outline(size: Size, place: BenchPlace, quantize: Quantize | None) -> PreTrainedModel:
-    model = outline(size, torch.device("meta"), place.dtype)
+def _outline(size: Size, hardware: Hardware, quantize: Quantize | None) -> PreTrainedModel:
+    model = outline(size, torch.device("meta"), hardware.dtype)
     if quantize is not None:
         replace_linears(model, quantised_forms(model, Quantised(quantize), None))
     return model
 
 
-def _random_base(size: Size, place: BenchPlace, cut: Layout, quantize: Quantize | None) -> StreamedBase:
-    model = _outline(size, place, quantize)
+def _random_base(size: Size, hardware: Hardware, cut: Layout, quantize: Quantize | None) -> StreamedBase:
+    model = _outline(size, hardware, quantize)
     return streamed_base(
         model,
-        model_shape(model, place.dtype),
+        model_shape(model, hardware.dtype),
         BaseSpec(model="random weights"),
-        place.device,
+        hardware.device,
         cut.on(0),
-        random_filler(model, place),
+        random_filler(model, hardware),
     )
 
 
-def random_filler(model: PreTrainedModel, place: BenchPlace) -> Fill:
+def random_filler(model: PreTrainedModel, hardware: Hardware) -> Fill:
     """Writes random values, and of quantised weights what a matrix of such values is quantised to."""
 
     def matrix(name: str) -> Tensor:
         linear = model.get_submodule(name.rpartition(".")[0])
         assert isinstance(linear, QuantLinear)
         shape = linear.out_features, linear.in_features
-        out_NK = torch.empty(shape, dtype=linear.matrix_dtype, device=place.device)
-        fill_random(name, out_NK, place)
+        out_NK = torch.empty(shape, dtype=linear.matrix_dtype, device=hardware.device)
+        fill_random(name, out_NK, hardware)
         return out_NK
 
     quantised = QuantReader(
-        model, {path: f"{path}.weight" for path in quant_paths(model)}, (), matrix, place.device
+        model, {path: f"{path}.weight" for path in quant_paths(model)}, (), matrix, hardware.device
     )
 
     def fill(name: str, out: Tensor) -> None:
         if quantised.knows(name):
             quantised(name, out)
         else:
-            fill_random(name, out, place)
+            fill_random(name, out, hardware)
 
     return fill
 
 
-def fill_random(name: str, out: Tensor, place: BenchPlace) -> None:
+def fill_random(name: str, out: Tensor, hardware: Hardware) -> None:
     """By name, so that they are the same wherever they go; drawn on the device: a host takes minutes."""
     if out.ndim == 1 and not name.endswith("bias"):
         out.fill_(1.0)
         return
-    generator = torch.Generator(place.device).manual_seed(zlib.crc32(name.encode()))
-    drawn = torch.empty(out.shape, dtype=out.dtype, device=place.device)
+    generator = torch.Generator(hardware.device).manual_seed(zlib.crc32(name.encode()))
+    drawn = torch.empty(out.shape, dtype=out.dtype, device=hardware.device)
     out.copy_(drawn.normal_(0.0, SPREAD, generator=generator))

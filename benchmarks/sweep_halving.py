@@ -31,7 +31,7 @@ from benchmarks.folder import Rows, lines_of, write_base, write_rows
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import Size
 from weftune.bench.table import aligned
-from weftune.bench.timing import BenchPlace
+from weftune.bench.timing import Hardware
 from weftune.errors import UserError
 from weftune.jobs.store.states import State
 from weftune.jobs.sweeps.record import SweepRecord, read_record
@@ -97,7 +97,8 @@ def expected_best(losses: Sequence[float], count: int) -> float:
     ordered = sorted(losses)
     ways = math.comb(len(ordered), count)
     return math.fsum(
-        loss * math.comb(len(ordered) - place - 1, count - 1) / ways for place, loss in enumerate(ordered)
+        loss * math.comb(len(ordered) - hardware - 1, count - 1) / ways
+        for hardware, loss in enumerate(ordered)
     )
 
 
@@ -215,7 +216,7 @@ def run(options: Namespace) -> list[Found]:
         model, data = options.model, options.data
         if options.toy:
             model, data = Path(name) / "base", None
-            write_base(model, TOY, BenchPlace(torch.device("cpu"), torch.float32))
+            write_base(model, TOY, Hardware(torch.device("cpu"), torch.float32))
         for seed in options.only or range(options.seeds):
             found.append(measured(work / f"seed-{seed}", seed, model, data, case, halving))
             print(json.dumps(asdict(found[-1])), flush=True)

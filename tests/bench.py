@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.recorder import Recorder
 from tests.families import VOCABULARY, tiny
 from tests.oracle import Sample, Trained
 from weftune import JobSpec, Options, Result
@@ -21,7 +22,6 @@ from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import A, weight_names
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
-from weftune.bench.recorder import Recorder
 from weftune.data.order import SampleOrder
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training

@@ -10,9 +10,9 @@ from weftune.bench.baselines import BaselineWork, frozen, peft_model, peft_one_b
 from weftune.bench.liger import compile_layers, missing, packed_step
 from weftune.bench.processes import ProcessTask, alone, peft_at_once
 from weftune.bench.sizes import SIZES, random_ids
-from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats
+from weftune.bench.timing import Hardware, MeasuredStep, Repeats
 
-CPU = BenchPlace(torch.device("cpu"), torch.float32)
+CPU = Hardware(torch.device("cpu"), torch.float32)
 TASK = ProcessTask(SIZES["toy"], BaselineWork(jobs=2, batch=2, length=8, rank=4), CPU, Repeats(1, 1, 1))
 
 
@@ -26,9 +26,9 @@ def test_the_frozen_base_and_peft_are_measured() -> None:
 
 
 def test_pefts_adapters_are_float32_by_default_and_in_the_bases_dtype_if_asked() -> None:
-    place = BenchPlace(CPU.device, torch.bfloat16)
+    hardware = Hardware(CPU.device, torch.bfloat16)
     for wide, dtype in ((True, torch.float32), (False, torch.bfloat16)):
-        model = peft_model(TASK.size, 4, place, wide)
+        model = peft_model(TASK.size, 4, hardware, wide)
         trained = [p for p in model.parameters() if p.requires_grad]
         assert {p.dtype for p in trained} == {dtype}
         assert sum(p.numel() for p in trained) == 4 * 2 * sum(k + n for k, n in TASK.size.sites)

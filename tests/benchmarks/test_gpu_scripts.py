@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_experts, gpu_kinds, gpu_stream, pipeline_gpu
+from benchmarks import gpu_experts, gpu_kinds, gpu_step, gpu_stream, pipeline_gpu
+from benchmarks.where import KernelKind
 from tests.interpreter import interpret
-from weftune.bench import gpu_churn, gpu_lengths, gpu_quality, gpu_step
+from weftune.bench import gpu_churn, gpu_lengths, gpu_quality
+from weftune.bench import gpu_step as bench_step
 from weftune.bench.timing import MeasuredStep
-from weftune.bench.where import KernelKind
 
 
 @pytest.fixture
@@ -34,13 +35,13 @@ def test_a_step_is_measured_in_every_way_and_weftune_comes_last(
 ) -> None:
     found = run(gpu_step, "--baselines", "frozen,peft,peft-bf16,liger")
     names = [row["name"] for row in found["rows"]]
-    assert names[0] == gpu_step.FROZEN
-    assert names[-1] == gpu_step.WEFTUNE
+    assert names[0] == bench_step.FROZEN
+    assert names[-1] == bench_step.WEFTUNE
     assert found["strongest"] in names[1:3]
     for row in found["rows"]:
         assert (row["seconds"] is None) == bool(row["note"])
         assert row["seconds"] is None or row["rho"] > 0
-    last = capsys.readouterr().out.split("ms a step")[1]
+    last = capsys.readouterr().out.split("ms per step")[1]
     assert all(name in last for name in names)
 
 
@@ -63,7 +64,7 @@ def test_without_baselines_weftune_is_measured_alone_and_without_a_profile_nothi
     run: Any,
 ) -> None:
     found = run(gpu_step, "--baselines", "none")
-    assert [row["name"] for row in found["rows"]] == [gpu_step.WEFTUNE]
+    assert [row["name"] for row in found["rows"]] == [bench_step.WEFTUNE]
     assert found["where"] is None
     with pytest.raises(SystemExit):
         run(gpu_step, "--baselines", "none,frozen")
@@ -71,7 +72,7 @@ def test_without_baselines_weftune_is_measured_alone_and_without_a_profile_nothi
 
 def test_the_optimizer_in_host_memory_is_a_row_before_weftunes_own(run: Any) -> None:
     found = run(gpu_step, "--baselines", "none", "--offload")
-    assert [row["name"] for row in found["rows"]] == [gpu_step.OFFLOADED, gpu_step.WEFTUNE]
+    assert [row["name"] for row in found["rows"]] == [gpu_step.OFFLOADED, bench_step.WEFTUNE]
     assert all(row["seconds"] > 0 for row in found["rows"])
     assert found["strongest"] is None
 
@@ -82,9 +83,9 @@ def test_a_quantised_base_is_a_row_for_every_format_with_the_bytes_that_it_holds
     found = run(gpu_step, "--baselines", "frozen", "--quantize", "nf4,int8,fp8", "--profile")
     rows = {row["name"]: row for row in found["rows"]}
     nf4, int8, fp8 = gpu_step.QUANTISED.values()
-    assert list(rows) == [gpu_step.FROZEN, nf4, int8, fp8, gpu_step.WEFTUNE]
+    assert list(rows) == [bench_step.FROZEN, nf4, int8, fp8, bench_step.WEFTUNE]
     assert all(row["seconds"] > 0 for row in rows.values())
-    assert rows[int8]["base_bytes"] < rows[gpu_step.WEFTUNE]["base_bytes"]
+    assert rows[int8]["base_bytes"] < rows[bench_step.WEFTUNE]["base_bytes"]
     assert 0 < rows[nf4]["base_bytes"] != rows[int8]["base_bytes"] < rows[fp8]["base_bytes"]
     assert found["strongest"] is None
     assert f"One round of {fp8}, under the profiler" in capsys.readouterr().out
@@ -101,24 +102,24 @@ def test_a_format_that_there_is_not_is_refused_with_a_sentence(
 def test_the_same_bits_twice_are_a_row_before_weftunes_own(run: Any) -> None:
     found = run(gpu_step, "--baselines", "frozen", "--deterministic")
     assert [row["name"] for row in found["rows"]] == [
-        gpu_step.FROZEN,
+        bench_step.FROZEN,
         gpu_step.DETERMINISTIC,
-        gpu_step.WEFTUNE,
+        bench_step.WEFTUNE,
     ]
     assert found["strongest"] is None
     assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_jobs_of_unlike_ranks_and_dropouts_are_measured_also_after_one_has_left(run: Any) -> None:
-    asked = "--baselines none --ranks 4x2,9 --dropouts 0x2,0.1 --leave 1 --order wide"
-    found = run(gpu_step, *asked.split())
+    options = "--baselines none --ranks 4x2,9 --dropouts 0x2,0.1 --leave 1 --order wide"
+    found = run(gpu_step, *options.split())
     assert (found["ranks"], found["dropouts"]) == ([4, 4, 9], [0.0, 0.0, 0.1])
     assert (found["jobs"], found["left"], found["order"]) == (3, 1, "wide")
     assert found["rows"][0]["seconds"] > 0
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "options",
     [
         "--ranks 4x2,9 --baselines peft",
         "--ranks 4,no --baselines none",
@@ -126,25 +127,25 @@ def test_jobs_of_unlike_ranks_and_dropouts_are_measured_also_after_one_has_left(
     ],
 )
 def test_ranks_and_dropouts_of_each_job_are_refused_with_a_sentence(
-    asked: str, run: Any, capsys: pytest.CaptureFixture
+    options: str, run: Any, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        run(gpu_step, *asked.split())
+        run(gpu_step, *options.split())
     assert "error: " in capsys.readouterr().err
 
 
 def test_the_strongest_is_the_fastest_way_to_train_that_is_not_weftune() -> None:
     rows = [
-        gpu_step.StepRow(gpu_step.FROZEN, MeasuredStep(1.0, 0), 1.0, adapters=False),
-        gpu_step.StepRow("slow", MeasuredStep(3.0, 0), 1.0, adapters=True),
-        gpu_step.StepRow("fast", MeasuredStep(2.0, 0), 1.0, adapters=True),
-        gpu_step.StepRow("absent", MeasuredStep(None, None, "not here"), 1.0, adapters=True),
-        gpu_step.StepRow(gpu_step.WEFTUNE, MeasuredStep(1.5, 0), 1.0, adapters=True),
+        bench_step.StepRow(bench_step.FROZEN, MeasuredStep(1.0, 0), 1.0, adapters=False),
+        bench_step.StepRow("slow", MeasuredStep(3.0, 0), 1.0, adapters=True),
+        bench_step.StepRow("fast", MeasuredStep(2.0, 0), 1.0, adapters=True),
+        bench_step.StepRow("absent", MeasuredStep(None, None, "not here"), 1.0, adapters=True),
+        bench_step.StepRow(bench_step.WEFTUNE, MeasuredStep(1.5, 0), 1.0, adapters=True),
     ]
-    best = gpu_step.strongest(rows)
+    best = bench_step.strongest(rows)
     assert best is not None
     assert best.name == "fast"
-    assert gpu_step.strongest([rows[0], rows[-1]]) is None
+    assert bench_step.strongest([rows[0], rows[-1]]) is None
 
 
 def test_real_lengths_are_drawn_alike_every_time_and_a_quarter_from_each_dataset() -> None:
@@ -192,7 +193,7 @@ def test_quality_in_float32_is_that_of_peft(run: Any) -> None:
     assert all(abs(apart) < 1e-4 for apart in found["apart"].values())
 
 
-@pytest.mark.parametrize("script", [gpu_step, gpu_lengths, gpu_churn, gpu_quality])
+@pytest.mark.parametrize("script", [gpu_step, bench_step, gpu_lengths, gpu_churn, gpu_quality])
 def test_without_a_gpu_a_script_says_so(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -206,8 +207,8 @@ def test_without_a_gpu_a_script_says_so(
 @pytest.mark.slow
 def test_a_streamed_base_is_measured_in_every_cut_beside_the_resident_one(run: Any, tmp_path: Path) -> None:
     curve = tmp_path / "curve.html"
-    asked = "--cuts chosen,largest,smallest --compare same,resident,fsdp --plot"
-    found = run(gpu_stream, *asked.split(), str(curve))
+    options = "--cuts chosen,largest,smallest --compare same,resident,fsdp --plot"
+    found = run(gpu_stream, *options.split(), str(curve))
     streamed, *_, same, _, offloaded = found["rows"]
     assert streamed["losses"] == same["losses"]
     assert found["loss_gaps"][gpu_stream.SAME] == 0.0

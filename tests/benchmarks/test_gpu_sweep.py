@@ -44,7 +44,7 @@ from benchmarks.peft_sweep import (
 )
 from tests.report.sweeps.example import sweep_record
 from weftune.bench.sizes import SIZES
-from weftune.bench.timing import here
+from weftune.bench.timing import bench_hardware
 from weftune.core.clock import Phase
 from weftune.jobs.sweeps.record import SweepRecord
 from weftune.jobs.sweeps.rungs import TrialEnd
@@ -146,7 +146,7 @@ def test_the_table_holds_every_side_against_weftunes_last_run_and_the_bars() -> 
 
 def test_the_cases_ask_for_ranks_from_4_to_64_and_as_many_trials_as_the_bars(tmp_path: Path) -> None:
     case = replace(TOY, trials=32, steps=300, ranks=gpu_sweep.RANKS)
-    work = write_work(tmp_path, case, here(toy=True))  # type: ignore[arg-type]
+    work = write_work(tmp_path, case, bench_hardware(toy=True))  # type: ignore[arg-type]
     assert {job.adapter.rank for job in work.run.jobs} == {4, 8, 16, 32, 64}
     assert all(job.name.startswith(f"trial-r{job.adapter.rank}-lr") for job in work.run.jobs)
     task = peft_task(work, PLAIN, 8)
@@ -166,7 +166,7 @@ def test_real_lengths_are_drawn_from_all_datasets() -> None:
 @pytest.fixture
 def processes(tmp_path: Path) -> Mapping[str, Any]:
     torch.manual_seed(0)
-    work = write_work(tmp_path, replace(TOY, real=True), here(toy=True))  # type: ignore[arg-type]
+    work = write_work(tmp_path, replace(TOY, real=True), bench_hardware(toy=True))  # type: ignore[arg-type]
     task = peft_task(work, "peft", 2)
     return {"task": task, "first": PeftProcess(task), "second": PeftProcess(task)}
 
@@ -203,7 +203,7 @@ def test_trials_of_one_process_do_not_touch_one_another(processes: Mapping[str, 
 
 
 def test_peft_sweeps_in_this_process_and_saves_the_best(tmp_path: Path) -> None:
-    work = write_work(tmp_path, replace(TOY, trials=3, steps=4), here(toy=True))  # type: ignore[arg-type]
+    work = write_work(tmp_path, replace(TOY, trials=3, steps=4), bench_hardware(toy=True))  # type: ignore[arg-type]
     task = peft_task(work, "peft", 1)
     workers = Workers([Here(task)], tmp_path)
     found = search(begun(task.sweep, [trial.name for trial in task.trials], task.steps), workers.train)

@@ -9,12 +9,12 @@ import yaml
 from benchmarks import many_jobs
 from benchmarks.commands import Run
 from benchmarks.many_gpu import CASES, FEW, MANY, Side, ratio, round_ends, write_case
-from weftune.bench.timing import here
+from weftune.bench.timing import bench_hardware
 
 
 def test_many_jobs_have_as_many_samples_in_a_round_as_a_few(tmp_path):
     case = CASES["toy"]
-    write_case(tmp_path, case, here(toy=True), steps=2)
+    write_case(tmp_path, case, bench_hardware(toy=True), steps=2)
     for name, count in case.counts.items():
         spec = yaml.safe_load((tmp_path / f"{name}.yaml").read_text())
         assert len(spec["jobs"]) == count

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from weftune.bench.baselines import BaselineWork
-from weftune.bench.gpu_step import OwnWay, rows
+from weftune.bench.gpu_step import rows
 from weftune.bench.processes import ProcessTask
 from weftune.bench.sizes import SIZES, base_bytes, build, floor_seconds, outline, toy_of
-from weftune.bench.timing import Repeats, here
+from weftune.bench.timing import Repeats, bench_hardware
 
 TOY = SIZES["toy"]
 
@@ -27,9 +27,9 @@ def test_the_floor_counts_the_attention_within_samples_only() -> None:
 
 @pytest.mark.parametrize("shape", ["8b", "32b", "qwen3-8b", "phi-4-mini", "gemma-3-4b"])
 def test_a_base_has_the_linears_of_its_size_and_is_frozen(shape: str) -> None:
-    place, toy = here(toy=True), toy_of(SIZES[shape])
-    assert place is not None
-    model = build(toy, place)
+    hardware, toy = bench_hardware(toy=True), toy_of(SIZES[shape])
+    assert hardware is not None
+    model = build(toy, hardware)
     assert model.config.model_type == toy.family
     linears = [module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     found = sorted((m.in_features, m.out_features) for m in linears if m is not model.lm_head)
@@ -59,10 +59,10 @@ def test_the_floor_of_a_mixture_is_that_of_the_experts_of_a_token() -> None:
 
 @pytest.mark.parametrize("shape", ["qwen3-8b", "phi-4-mini", "gemma-3-4b", "qwen3-30b-a3b"])
 def test_jobs_train_on_a_toy_of_every_shape_beside_the_frozen_base_and_peft(shape: str) -> None:
-    place = here(toy=True)
-    assert place is not None
+    hardware = bench_hardware(toy=True)
+    assert hardware is not None
     work = BaselineWork(jobs=2, batch=1, length=16, rank=4)
-    task = ProcessTask(toy_of(SIZES[shape]), work, place, Repeats(1, 1, 1))
-    made = list(rows(task, ["frozen", "peft-bf16"], OwnWay(capacity=64), rate=1e12))
+    task = ProcessTask(toy_of(SIZES[shape]), work, hardware, Repeats(1, 1, 1))
+    made = list(rows(task, ["frozen", "peft-bf16"], rate=1e12))
     assert len(made) == 3
     assert all(row.measured.seconds for row in made)

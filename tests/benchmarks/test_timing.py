@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from weftune.bench.table import aligned, number, ratio
-from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, attempted, gemm_rate, measure, repeated
+from weftune.bench.timing import Hardware, MeasuredStep, Repeats, attempted, gemm_rate, measure, repeated
 from weftune.errors import PlanError
 from weftune.run.events import OutOfMemory
 
-CPU = BenchPlace(torch.device("cpu"), torch.float32)
+CPU = Hardware(torch.device("cpu"), torch.float32)
 
 
 def test_a_step_is_the_median_block_over_its_steps_and_the_warm_up_is_not_counted() -> None:

@@ -4,19 +4,19 @@ import pytest
 
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.bench.sizes import SIZES, build
-from weftune.bench.timing import here
-from weftune.bench.weftune_side import JobsAboard, random_samples, resident, rows_useful
+from weftune.bench.timing import bench_hardware
+from weftune.bench.weftune_side import AttachedJobs, random_samples, resident, rows_useful
 
 
 @pytest.fixture
-def together() -> JobsAboard:
-    place = here(toy=True)
-    assert place is not None
-    return resident(build(SIZES["toy"], place), place.device)
+def together() -> AttachedJobs:
+    hardware = bench_hardware(toy=True)
+    assert hardware is not None
+    return resident(build(SIZES["toy"], hardware), hardware.device)
 
 
 def test_jobs_train_on_the_lengths_they_were_given_and_begin_again_at_the_end(
-    together: JobsAboard,
+    together: AttachedJobs,
 ) -> None:
     together.join("a", LoraSpec(rank=2), [[5, 7], [9]], seed=0)
     together.join("b", LoraSpec(rank=3), [[4]], seed=1)
@@ -33,7 +33,7 @@ def test_jobs_train_on_the_lengths_they_were_given_and_begin_again_at_the_end(
     assert together.plan(1, capacity=64).batches[0].step == 4
 
 
-def test_one_leaves_and_the_others_go_on(together: JobsAboard) -> None:
+def test_one_leaves_and_the_others_go_on(together: AttachedJobs) -> None:
     for seed, job in enumerate("abc"):
         together.join(job, LoraSpec(rank=2), [[6]], seed)
     together.run(together.plan(1, capacity=64))

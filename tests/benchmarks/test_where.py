@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weftune.bench import where
-from weftune.bench.where import KERNELS, KernelEvent, KernelKind, drawn, kind_of, kinds_of, spent, traced
+from benchmarks import where
+from benchmarks.where import KERNELS, KernelEvent, KernelKind, drawn, kind_of, kinds_of, spent, traced
 
 OPS = Path(__file__).parents[2] / "weftune" / "ops"
 

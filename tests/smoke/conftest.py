@@ -13,7 +13,7 @@ from benchmarks.folder import Rows, write_base, write_rows
 from tests import bench
 from tests.smoke.commands import jobs_file, weftune
 from weftune.bench.sizes import SIZES
-from weftune.bench.timing import here
+from weftune.bench.timing import bench_hardware
 
 TALL = replace(SIZES["1b"], layers=16, vocabulary=4096)
 """A base of 1.4 GB."""
@@ -36,9 +36,9 @@ def stories(tmp_path_factory) -> Path:
 def tall(tmp_path_factory) -> Path:
     """A jobs file for a base that a cap of 3 GiB does not hold."""
     folder = tmp_path_factory.mktemp("tall")
-    place = here(toy=False)
-    assert place is not None
-    write_base(folder / "base", TALL, place)
+    hardware = bench_hardware(toy=False)
+    assert hardware is not None
+    write_base(folder / "base", TALL, hardware)
     torch.cuda.empty_cache()
     write_rows(folder / "rows.jsonl", TALL, Rows(samples=32, shortest=32, longest=128))
     return jobs_file(folder, folder / "base", folder / "rows.jsonl", steps=TALL_STEPS)

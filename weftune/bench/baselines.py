@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from weftune.bench.sizes import Size, build, random_ids
-from weftune.bench.timing import BenchPlace, Block, MeasuredStep, Repeats, measure, repeated
+from weftune.bench.timing import Block, Hardware, MeasuredStep, Repeats, measure, repeated
 from weftune.core.batch import IGNORED
 from weftune.core.shapes import layer_of
 
@@ -59,34 +59,34 @@ class BaselineWork:
         return sum(self.lengths)
 
 
-def frozen(size: Size, work: BaselineWork, place: BenchPlace, pace: Repeats) -> MeasuredStep:
+def frozen(size: Size, work: BaselineWork, hardware: Hardware, pace: Repeats) -> MeasuredStep:
     """Measure forward and backward over all jobs' samples as one batch, without adapters.
 
     The embeddings carry the gradient.
     """
-    model = build(size, place)
-    ids_BL = random_ids(size, work.jobs * work.batch, work.length, place)
+    model = build(size, hardware)
+    ids_BL = random_ids(size, work.jobs * work.batch, work.length, hardware)
     x_BLD = model.get_input_embeddings()(ids_BL).detach().requires_grad_()
 
     def step() -> None:
         x_BLD.grad = None
         model(inputs_embeds=x_BLD, labels=ids_BL, use_cache=False).loss.backward()
 
-    return measure(repeated(step), place, pace)
+    return measure(repeated(step), hardware, pace)
 
 
 def peft_one_by_one(
-    size: Size, work: BaselineWork, place: BenchPlace, pace: Repeats, wide: bool, nf4: bool = False
+    size: Size, work: BaselineWork, hardware: Hardware, pace: Repeats, wide: bool, nf4: bool = False
 ) -> MeasuredStep:
     """Measure one job's step and multiply it by the number of jobs.
 
     `wide` adapters are in float32, PEFT's default; others are in the base's dtype. `nf4` quantises the base
     with bitsandbytes (QLoRA). Nothing is recomputed.
     """
-    model = peft_model(size, work.rank, place, wide, nf4)
+    model = peft_model(size, work.rank, hardware, wide, nf4)
     held = sum(value.nbytes for name, value in model.named_parameters() if "lora_" not in name)
-    step = job_step(model, random_ids(size, work.batch, work.length, place))
-    one = measure(repeated(step), place, pace)
+    step = job_step(model, random_ids(size, work.batch, work.length, hardware))
+    one = measure(repeated(step), hardware, pace)
     assert one.seconds is not None
     return MeasuredStep(one.seconds * work.jobs, one.peak_bytes, base_bytes=held)
 
@@ -113,7 +113,7 @@ def in_nf4(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def peft_model(size: Size, rank: int, place: BenchPlace, wide: bool, nf4: bool = False) -> Any:
+def peft_model(size: Size, rank: int, hardware: Hardware, wide: bool, nf4: bool = False) -> Any:
     targets = PHI3_TARGETS if size.family == "phi3" else TARGETS[:4] if size.experts else TARGETS
     config = LoraConfig(
         r=rank,
@@ -122,7 +122,7 @@ def peft_model(size: Size, rank: int, place: BenchPlace, wide: bool, nf4: bool =
         target_parameters=EXPERTS if size.experts else None,
         task_type="CAUSAL_LM",
     )
-    base = in_nf4(build(size, place)) if nf4 else build(size, place)
+    base = in_nf4(build(size, hardware)) if nf4 else build(size, hardware)
     return get_peft_model(base, config, autocast_adapter_dtype=wide).train()
 
 
@@ -142,15 +142,17 @@ def adamw(model: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
 
 
-def peft_padded(size: Size, rounds: Sequence[Iterable[Sequence[int]]], rank: int, place: BenchPlace) -> Block:
+def peft_padded(
+    size: Size, rounds: Sequence[Iterable[Sequence[int]]], rank: int, hardware: Hardware
+) -> Block:
     """Return a block that runs one job after another, each batch padded to its longest sample.
 
     `rounds` holds the lengths of the samples. One adapter stands for all jobs: they cost the same, and a real
     user loads them one by one.
     """
-    model = peft_model(size, rank, place, wide=False)
+    model = peft_model(size, rank, hardware, wide=False)
     optimizer = adamw(model)
-    batches = [[_padded(size, lengths, place) for lengths in jobs] for jobs in rounds]
+    batches = [[_padded(size, lengths, hardware) for lengths in jobs] for jobs in rounds]
 
     def one_round(number: int) -> None:
         for ids_BL, present_BL, labels_BL in batches[number % len(batches)]:
@@ -169,8 +171,8 @@ def peft_padded(size: Size, rounds: Sequence[Iterable[Sequence[int]]], rank: int
     return block
 
 
-def _padded(size: Size, lengths: Sequence[int], place: BenchPlace) -> tuple[Tensor, Tensor, Tensor]:
-    ids_BL = random_ids(size, len(lengths), max(lengths), place)
-    ends_B1 = torch.tensor(lengths, device=place.device)[:, None]
-    present_BL = torch.arange(max(lengths), device=place.device)[None] < ends_B1
+def _padded(size: Size, lengths: Sequence[int], hardware: Hardware) -> tuple[Tensor, Tensor, Tensor]:
+    ids_BL = random_ids(size, len(lengths), max(lengths), hardware)
+    ends_B1 = torch.tensor(lengths, device=hardware.device)[:, None]
+    present_BL = torch.arange(max(lengths), device=hardware.device)[None] < ends_B1
     return ids_BL, present_BL.long(), torch.where(present_BL, ids_BL, IGNORED)

@@ -22,8 +22,8 @@ from weftune.adapters.lora.spec import LoraSpec
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, build
 from weftune.bench.table import aligned, number
-from weftune.bench.timing import fresh, here
-from weftune.bench.weftune_side import JobsAboard, resident
+from weftune.bench.timing import bench_hardware, fresh
+from weftune.bench.weftune_side import AttachedJobs, resident
 
 ALLOWED_GROWTH = 0.01
 MOST_RANK = 64
@@ -45,7 +45,7 @@ class ChurnState:
 class Churn:
     """An executor whose jobs join and leave at random."""
 
-    def __init__(self, together: JobsAboard, places: int, capacity: int) -> None:
+    def __init__(self, together: AttachedJobs, places: int, capacity: int) -> None:
         self.together = together
         self.places = places
         self.capacity = capacity
@@ -107,14 +107,14 @@ def growth(before: int, after: int) -> float:
 
 def main() -> None:
     parser = churn_arguments()
-    asked = parser.parse_args()
-    place = here(asked.toy)
-    if place is None:
+    options = parser.parse_args()
+    hardware = bench_hardware(options.toy)
+    if hardware is None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")
-    size = SIZES["toy" if asked.toy else asked.shape]
-    together = resident(build(size, place), place.device)
-    churn = Churn(together, 2 if asked.toy else asked.places, asked.capacity)
-    changes = 8 if asked.toy else asked.changes
+    size = SIZES["toy" if options.toy else options.shape]
+    together = resident(build(size, hardware), hardware.device)
+    churn = Churn(together, 2 if options.toy else options.places, options.capacity)
+    changes = 8 if options.toy else options.changes
     churn.fill()
     churn.empty()
     churn.walk(changes, seed=1)
@@ -141,7 +141,7 @@ def main() -> None:
             "allowed": ALLOWED_GROWTH,
             "verdict": f"memory {grown:+.2%}{again}",
         },
-        asked.json,
+        options.json,
     )
 
 

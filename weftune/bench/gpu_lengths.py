@@ -22,7 +22,15 @@ from weftune.bench.baselines import peft_padded
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, Size, build, floor_seconds
 from weftune.bench.table import aligned, number, ratio
-from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, attempted, gemm_rate, here, measure
+from weftune.bench.timing import (
+    Hardware,
+    MeasuredStep,
+    Repeats,
+    attempted,
+    bench_hardware,
+    gemm_rate,
+    measure,
+)
 from weftune.bench.weftune_side import resident, rows_computed, rows_useful
 
 Round = list[list[int]]
@@ -54,34 +62,36 @@ def tokens_of(rounds: Sequence[Round]) -> int:
     return sum(sum(batch) for jobs in rounds for batch in jobs)
 
 
-def with_peft(size: Size, rounds: Sequence[Round], rank: int, place: BenchPlace, pace: Repeats) -> LengthsRow:
-    measured = attempted(lambda: measure(peft_padded(size, rounds, rank, place), place, pace), place)
+def with_peft(
+    size: Size, rounds: Sequence[Round], rank: int, hardware: Hardware, pace: Repeats
+) -> LengthsRow:
+    measured = attempted(lambda: measure(peft_padded(size, rounds, rank, hardware), hardware, pace), hardware)
     padded = sum(len(batch) * max(batch) for jobs in rounds for batch in jobs)
     return LengthsRow("PEFT bf16, one by one", measured, 1 - tokens_of(rounds) / padded)
 
 
 def with_weftune(
-    size: Size, rounds: Sequence[Round], rank: int, place: BenchPlace, pace: Repeats, capacity: int
+    size: Size, rounds: Sequence[Round], rank: int, hardware: Hardware, pace: Repeats, capacity: int
 ) -> LengthsRow:
     shares: list[float] = []
 
     def run() -> MeasuredStep:
-        together = resident(build(size, place), place.device)
+        together = resident(build(size, hardware), hardware.device)
         for job in range(len(rounds[0])):
             batches = [jobs[job] for jobs in rounds]
             together.join(f"job{job}", LoraSpec(rank=rank, alpha=2.0 * rank), batches, seed=job)
-        measured = measure(together.block(capacity), place, pace)
+        measured = measure(together.block(capacity), hardware, pace)
         passes = together.run(together.plan(len(rounds), capacity))
         shares.append(1 - rows_useful(passes) / rows_computed(passes))
         return measured
 
-    measured = attempted(run, place)
+    measured = attempted(run, hardware)
     return LengthsRow("Weftune, together", measured, shares[0] if shares else None)
 
 
 def table(rows: Sequence[LengthsRow], tokens: float, floor: float) -> str:
     """Format the rows of rounds with `tokens` useful tokens each; the last row is Weftune's."""
-    titles = ("", "ms a round", "× Weftune", "useful tokens/s", "padding", "peak GB", "ρ", "")
+    titles = ("", "ms per round", "× Weftune", "useful tokens/s", "padding", "peak GB", "ρ", "")
     weftune = rows[-1].measured.seconds
     return aligned(
         titles,
@@ -103,37 +113,37 @@ def table(rows: Sequence[LengthsRow], tokens: float, floor: float) -> str:
 
 def main() -> None:
     parser = lengths_arguments()
-    asked = parser.parse_args()
-    place = here(asked.toy)
-    if place is None:
+    options = parser.parse_args()
+    hardware = bench_hardware(options.toy)
+    if hardware is None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")
-    size = SIZES["toy" if asked.toy else asked.shape]
-    jobs, pace, rank = asked.jobs, Repeats(asked.rounds, asked.blocks, asked.rounds), asked.rank
-    if asked.toy:
+    size = SIZES["toy" if options.toy else options.shape]
+    jobs, pace, rank = options.jobs, Repeats(options.rounds, options.blocks, options.rounds), options.rank
+    if options.toy:
         jobs, pace, rank = 4, Repeats(1, 1, 1), 4
-    rounds = draw_rounds(pace.steps, jobs, asked.batch_size)
-    rate = gemm_rate(place)
+    rounds = draw_rounds(pace.steps, jobs, options.batch_size)
+    rate = gemm_rate(hardware)
     print("measuring: PEFT", flush=True)
-    rows = [with_peft(size, rounds, rank, place, pace)]
+    rows = [with_peft(size, rounds, rank, hardware, pace)]
     print("measuring: Weftune", flush=True)
-    rows.append(with_weftune(size, rounds, rank, place, pace, asked.capacity))
+    rows.append(with_weftune(size, rounds, rank, hardware, pace, options.capacity))
     tokens = tokens_of(rounds) / len(rounds)
     every = [length for batches in rounds for batch in batches for length in batch]
     floor = floor_seconds(size, rate, every, rank) / len(rounds)
-    print(f"\n{size.name}: {jobs} jobs, rank {rank}, batches of {asked.batch_size}, real lengths\n")
+    print(f"\n{size.name}: {jobs} jobs, rank {rank}, batches of {options.batch_size}, real lengths\n")
     print(table(rows, tokens, floor))
     finish(
         {
             "shape": size.name,
             "jobs": jobs,
-            "batch_size": asked.batch_size,
+            "batch_size": options.batch_size,
             "rank": rank,
             "tokens": tokens,
             "gemm_rate": rate,
             "strongest": rows[0].name if rows[0].measured.seconds else None,
             "rows": [as_json(row) for row in rows],
         },
-        asked.json,
+        options.json,
     )
 
 

@@ -26,7 +26,7 @@ from weftune.base.load import inspect, load_plain, load_tokenizer
 from weftune.base.spec import BaseSpec, Dtype
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned, number
-from weftune.bench.timing import here
+from weftune.bench.timing import bench_hardware
 from weftune.core.batch import IGNORED
 from weftune.data.samples import Samples
 from weftune.run.training.schedule import learning_rate
@@ -196,16 +196,16 @@ def compare(model: Path, dtype: Dtype, device: torch.device, steps: int, toy: bo
 
 def main() -> None:
     parser = quality_arguments()
-    asked = parser.parse_args()
-    place = here(asked.toy)
-    if place is None:
+    options = parser.parse_args()
+    hardware = bench_hardware(options.toy)
+    if hardware is None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")
-    if not asked.model.is_dir():
-        parser.error(f"--model: there is no folder {asked.model}")
-    dtype: Dtype = "float32" if asked.toy else "bfloat16"
-    steps = 2 if asked.toy else asked.steps
-    losses = compare(asked.model, dtype, place.device, steps, asked.toy)
-    print(f"{asked.model.name}, {steps} steps of {BATCH} samples; allowed: {ALLOWED:.1%}\n")
+    if not options.model.is_dir():
+        parser.error(f"--model: there is no folder {options.model}")
+    dtype: Dtype = "float32" if options.toy else "bfloat16"
+    steps = 2 if options.toy else options.steps
+    losses = compare(options.model, dtype, hardware.device, steps, options.toy)
+    print(f"{options.model.name}, {steps} steps of {BATCH} samples; allowed: {ALLOWED:.1%}\n")
     print(table(losses, dtype))
     apart = {job: losses.apart(job) for job in losses.alone}
     worst = max(map(abs, apart.values()))
@@ -219,7 +219,7 @@ def main() -> None:
             "allowed": ALLOWED,
             "verdict": f"validation losses within {worst:.2%} of float32 PEFT",
         },
-        asked.json,
+        options.json,
     )
 
 

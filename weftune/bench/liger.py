@@ -17,7 +17,7 @@ import torch
 from weftune.bench.baselines import BaselineWork, adamw, peft_model
 from weftune.bench.processes import ProcessTask, alone, first_line
 from weftune.bench.sizes import random_ids
-from weftune.bench.timing import BenchPlace, MeasuredStep, fresh, measure, repeated
+from weftune.bench.timing import Hardware, MeasuredStep, fresh, measure, repeated
 
 
 def peft_with_liger(task: ProcessTask) -> MeasuredStep:
@@ -25,16 +25,16 @@ def peft_with_liger(task: ProcessTask) -> MeasuredStep:
 
     It runs in a process of its own, since Liger changes the classes of transformers.
     """
-    if lacking := missing(task.place):
+    if lacking := missing(task.hardware):
         return MeasuredStep(None, None, lacking)
     return alone(_measured, task)
 
 
-def missing(place: BenchPlace) -> str:
+def missing(hardware: Hardware) -> str:
     """Return why Liger cannot run here; empty if it can."""
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger_kernel is not installed"
-    if place.device.type != "cuda":
+    if hardware.device.type != "cuda":
         return "liger_kernel needs a GPU"
     if not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
         return "no C compiler, which torch.compile and Triton need"
@@ -52,15 +52,15 @@ def _measured(task: ProcessTask) -> MeasuredStep:
     except Exception as error:
         note = f"without torch.compile, which failed: {first_line(error)}"
     torch.compiler.reset()
-    fresh(task.place.device)
+    fresh(task.hardware.device)
     return replace(padding_free(task, compiled=False), note=note)
 
 
 def padding_free(task: ProcessTask, compiled: bool) -> MeasuredStep:
-    model = peft_model(task.size, task.work.rank, task.place, wide=False)
+    model = peft_model(task.size, task.work.rank, task.hardware, wide=False)
     if compiled:
         compile_layers(model)
-    one = measure(repeated(packed_step(model, task)), task.place, task.pace)
+    one = measure(repeated(packed_step(model, task)), task.hardware, task.pace)
     assert one.seconds is not None
     return MeasuredStep(one.seconds * task.work.jobs, one.peak_bytes)
 
@@ -83,10 +83,10 @@ def packed_step(model: Any, task: ProcessTask) -> Callable[[], None]:
     installed; SDPA gets a block mask, and none at all for a single sample.
     """
     work: BaselineWork = task.work
-    ids_1T = random_ids(task.size, 1, work.batch * work.length, task.place)
+    ids_1T = random_ids(task.size, 1, work.batch * work.length, task.hardware)
     positions_1T = None
     if work.batch > 1:
-        positions_1T = torch.arange(work.length, device=task.place.device).repeat(work.batch)[None]
+        positions_1T = torch.arange(work.length, device=task.hardware.device).repeat(work.batch)[None]
     optimizer = adamw(model)
 
     def step() -> None:

@@ -19,7 +19,7 @@ import torch
 
 from weftune.bench.baselines import BaselineWork, job_step, peft_model
 from weftune.bench.sizes import Size, random_ids
-from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, fresh, peak_bytes, wait
+from weftune.bench.timing import Hardware, MeasuredStep, Repeats, fresh, peak_bytes, wait
 
 PATIENCE = 150.0
 """Seconds that processes wait for one another before the row is abandoned."""
@@ -33,7 +33,7 @@ SHORT, WAITED = "out of memory", "another process did not come"
 class ProcessTask:
     size: Size
     work: BaselineWork
-    place: BenchPlace
+    hardware: Hardware
     pace: Repeats
 
 
@@ -52,7 +52,7 @@ def peft_at_once(task: ProcessTask, one_peak: int | None) -> MeasuredStep:
     `one_peak` is the peak in bytes of one job by itself. Every process holds its own copy of the weights.
     """
     jobs = task.work.jobs
-    for count in range(min(jobs, _room(task.place, one_peak)), 0, -1):
+    for count in range(min(jobs, _room(task.hardware, one_peak)), 0, -1):
         answers = _in_children(_Stepping(task), count)
         problems = [answer.problem for answer in answers if answer.problem]
         if not problems:
@@ -68,17 +68,17 @@ def peft_at_once(task: ProcessTask, one_peak: int | None) -> MeasuredStep:
     return MeasuredStep(together / steps * jobs / count, sum(a.peak for a in answers) or None, note)
 
 
-def _room(place: BenchPlace, one_peak: int | None) -> int:
-    if place.device.type != "cuda" or one_peak is None:
+def _room(hardware: Hardware, one_peak: int | None) -> int:
+    if hardware.device.type != "cuda" or one_peak is None:
         return 1 << 30
-    fresh(place.device)
-    free, _ = torch.cuda.mem_get_info(place.device)
+    fresh(hardware.device)
+    free, _ = torch.cuda.mem_get_info(hardware.device)
     return max(1, int(free // (one_peak * SLACK + CONTEXT_BYTES)))
 
 
 def alone(run: Callable[[ProcessTask], MeasuredStep], task: ProcessTask) -> MeasuredStep:
     """Call `run`, a function at the top level of a module, in a process of its own and return its result."""
-    fresh(task.place.device)
+    fresh(task.hardware.device)
     (answer,) = _in_children(_Alone(run, task), 1)
     return MeasuredStep(None, None, answer.problem) if answer.problem else answer.measured
 
@@ -147,17 +147,17 @@ class _Stepping:
     task: ProcessTask
 
     def __call__(self, barrier: Any) -> Answer:
-        work, place, pace = self.task.work, self.task.place, self.task.pace
-        if place.device.type == "cpu":
+        work, hardware, pace = self.task.work, self.task.hardware, self.task.pace
+        if hardware.device.type == "cpu":
             torch.set_num_threads(1)
-        model = peft_model(self.task.size, work.rank, place, wide=False)
-        step = job_step(model, random_ids(self.task.size, work.batch, work.length, place))
+        model = peft_model(self.task.size, work.rank, hardware, wide=False)
+        step = job_step(model, random_ids(self.task.size, work.batch, work.length, hardware))
         for _ in range(pace.warmup):
             step()
-        wait(place.device)
+        wait(hardware.device)
         barrier.wait(PATIENCE)
         began = time.monotonic()
         for _ in range(pace.blocks * pace.steps):
             step()
-        wait(place.device)
-        return Answer(began, time.monotonic(), peak_bytes(place.device) or 0)
+        wait(hardware.device)
+        return Answer(began, time.monotonic(), peak_bytes(hardware.device) or 0)

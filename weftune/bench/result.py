@@ -45,9 +45,9 @@ def finish(numbers: dict[str, Any], where: Path | None) -> None:
 
 
 def _commit() -> str:
-    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    options = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(options, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from weftune.bench.timing import BenchPlace
+from weftune.bench.timing import Hardware
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,10 +196,10 @@ def toy_of(size: Size) -> Size:
     return replace(toy, experts=4, active=2) if size.experts else toy
 
 
-def build(size: Size, place: BenchPlace) -> PreTrainedModel:
+def build(size: Size, hardware: Hardware) -> PreTrainedModel:
     """Build the model on its device and in its dtype: the 8B shape never passes through the host."""
     torch.manual_seed(0)
-    return outline(size, place.device, place.dtype)
+    return outline(size, hardware.device, hardware.dtype)
 
 
 def outline(size: Size, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
@@ -264,8 +264,8 @@ def _of_family(size: Size) -> dict[str, Any]:
     return {"rope_parameters": rope}
 
 
-def random_ids(size: Size, rows: int, length: int, place: BenchPlace) -> Tensor:
-    return torch.randint(size.vocabulary, (rows, length), device=place.device)
+def random_ids(size: Size, rows: int, length: int, hardware: Hardware) -> Tensor:
+    return torch.randint(size.vocabulary, (rows, length), device=hardware.device)
 
 
 def base_bytes(size: Size, bytes_per_value: int = 2) -> int:

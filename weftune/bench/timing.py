@@ -18,7 +18,7 @@ Block = Callable[[int], Callable[[], object]]
 
 
 @dataclass(frozen=True, slots=True)
-class BenchPlace:
+class Hardware:
     """The device that a benchmark runs on, and the dtype of its base."""
 
     device: torch.device
@@ -45,27 +45,27 @@ class MeasuredStep:
     """Bytes of the base's weights. None if not known."""
 
 
-def here(toy: bool) -> BenchPlace | None:
+def bench_hardware(toy: bool) -> Hardware | None:
     """Return the GPU in bfloat16, or for a toy the CPU in float32; None if there is no GPU."""
     if toy:
-        return BenchPlace(torch.device("cpu"), torch.float32)
+        return Hardware(torch.device("cpu"), torch.float32)
     if not torch.cuda.is_available():
         return None
-    return BenchPlace(torch.device("cuda", 0), torch.bfloat16)
+    return Hardware(torch.device("cuda", 0), torch.bfloat16)
 
 
-def measure(block: Block, place: BenchPlace, pace: Repeats) -> MeasuredStep:
+def measure(block: Block, hardware: Hardware, pace: Repeats) -> MeasuredStep:
     """Measure the seconds of one step, and the peak memory since `fresh`."""
     block(pace.warmup)()
     taken = []
     for _ in range(pace.blocks):
         run = block(pace.steps)
-        wait(place.device)
+        wait(hardware.device)
         began = time.perf_counter()
         run()
-        wait(place.device)
+        wait(hardware.device)
         taken.append((time.perf_counter() - began) / pace.steps)
-    return MeasuredStep(statistics.median(taken), peak_bytes(place.device))
+    return MeasuredStep(statistics.median(taken), peak_bytes(hardware.device))
 
 
 def repeated(step: Callable[[], object]) -> Block:
@@ -79,13 +79,13 @@ def repeated(step: Callable[[], object]) -> Block:
     return block
 
 
-def attempted(run: Callable[[], MeasuredStep], place: BenchPlace) -> MeasuredStep:
+def attempted(run: Callable[[], MeasuredStep], hardware: Hardware) -> MeasuredStep:
     """Call `run` with the device to itself and return its result.
 
     A lack of memory, or a case that cannot be planned, becomes a note instead of an error, so that the
     remaining rows are still measured.
     """
-    fresh(place.device)
+    fresh(hardware.device)
     try:
         return run()
     except (torch.OutOfMemoryError, OutOfMemory) as error:
@@ -113,11 +113,11 @@ def peak_bytes(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def gemm_rate(place: BenchPlace, edge: int | None = None) -> float:
+def gemm_rate(hardware: Hardware, edge: int | None = None) -> float:
     """Return the operations per second of one large product, the device's best, used for every floor."""
-    edge = edge or (8192 if place.device.type == "cuda" else 256)
-    a = torch.randn(edge, edge, device=place.device, dtype=place.dtype)
+    edge = edge or (8192 if hardware.device.type == "cuda" else 256)
+    a = torch.randn(edge, edge, device=hardware.device, dtype=hardware.dtype)
     b = torch.randn_like(a)
-    measured = measure(repeated(lambda: a @ b), place, Repeats(warmup=5, blocks=5, steps=10))
+    measured = measure(repeated(lambda: a @ b), hardware, Repeats(warmup=5, blocks=5, steps=10))
     assert measured.seconds is not None
     return 2 * edge**3 / measured.seconds

@@ -52,7 +52,7 @@ class Stock:
         return GlobalBatch(job, step, placed, int(self.samples.supervised[first:end].sum()))
 
 
-class JobsAboard:
+class AttachedJobs:
     """Jobs attached to one executor."""
 
     def __init__(self, executor: Executor) -> None:
@@ -135,14 +135,14 @@ class JobsAboard:
         )
 
 
-def resident(model: PreTrainedModel, device: torch.device, optimizer_offloaded: bool = False) -> JobsAboard:
+def resident(model: PreTrainedModel, device: torch.device, optimizer_offloaded: bool = False) -> AttachedJobs:
     """Return an executor with the whole base on the device.
 
     `optimizer_offloaded` keeps the adapters' master weights and moments in host memory.
     """
     base = Base.from_model(model, BaseSpec(model="random weights"), device)
     layout = one_device(base.shape.layers, optimizer_offloaded)
-    return JobsAboard(resident_executor(base, part=layout.on(0)))
+    return AttachedJobs(resident_executor(base, part=layout.on(0)))
 
 
 def random_samples(lengths: Sequence[int], vocabulary: int, seed: int) -> Samples:

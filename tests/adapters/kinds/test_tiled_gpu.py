@@ -12,7 +12,7 @@ from weftune.adapters.bottleneck.spec import BottleneckSpec
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.bench.sizes import Size, build
-from weftune.bench.timing import BenchPlace
+from weftune.bench.timing import Hardware
 from weftune.ops.lora.routes import Route
 
 pytestmark = [
@@ -34,12 +34,12 @@ CLOSE = 2e-2
 )
 def test_compiled_kernels_compute_and_learn_what_the_parts_do_in_float64(kinds: list[str]) -> None:
     specs = {kind: {**SPECS, "bottleneck": BottleneckSpec(size=16)}[kind] for kind in kinds}
-    model = build(SIZE, BenchPlace(torch.device("cpu"), torch.bfloat16))
+    model = build(SIZE, Hardware(torch.device("cpu"), torch.bfloat16))
     exact = Base.from_model(
         deepcopy(model).double(), BaseSpec(model="exact", dtype="float64"), torch.device("cpu")
     )
     want = passed(exact, specs, kinds, Route.segmented, lengths=LENGTHS)
-    place = torch.device("cuda", 0)
-    base = Base.from_model(model.to(place), BaseSpec(model="half", dtype="bfloat16"), place)
+    hardware = torch.device("cuda", 0)
+    base = Base.from_model(model.to(hardware), BaseSpec(model="half", dtype="bfloat16"), hardware)
     found = differences(passed(base, specs, kinds, Route.tiled, lengths=LENGTHS), want)
     assert max(found.values()) <= CLOSE, found
