@@ -17,7 +17,8 @@ from benchmarks.folder import read_lines
 from weftune.bench.table import aligned, number
 from weftune.bench.timing import Hardware, fresh
 from weftune.core.clock import Phase
-from weftune.report.wall import label, read_wall_times
+from weftune.report.effort import label
+from weftune.report.read import read_wall_times
 
 COLD, WARM = "Weftune, empty caches", "Weftune, again"
 CONTEXT_BYTES = 1 << 30

@@ -31,7 +31,7 @@ from weftune.bench.timing import Hardware
 from weftune.data.spec import EvalSpec
 from weftune.jobs.spec.spec import JobSpec
 from weftune.plan.cost.profile import write_profile
-from weftune.report.promises import COLUMNS, rows, sentences, tally
+from weftune.report.effort import COLUMNS, rows, sentences, tally
 from weftune.report.read import read_run
 from weftune.run.events import Evaluated, Stepped
 from weftune.run.profile import measure_profile
@@ -151,15 +151,15 @@ def forecast(asked: argparse.Namespace, device: torch.device, bar: float) -> Non
     print(aligned(COLUMNS, rows(windows)), "\n")
     for sentence in sentences(windows):
         print(sentence)
-    found = tally(windows)
-    reached = all(error is not None and error <= bar for error in (found.changed.seconds, found.changed.peak))
+    changed, unsettled = tally(windows, unsettled=False), tally(windows, unsettled=True)
+    reached = all(error is not None and error <= bar for error in (changed.seconds, changed.peak))
     print(f"The bar is {bar:.0%}, for time and for memory: {'kept' if reached else 'not kept'}.")
     numbers = {
         "base": base.spec.model,
         "bar": bar,
         "kept": reached,
-        "changed": asdict(found.changed),
-        "unsettled": asdict(found.unsettled),
+        "changed": asdict(changed),
+        "unsettled": asdict(unsettled),
         "windows": [asdict(window) for window in windows],
     }
     finish(numbers, asked.json)

@@ -48,8 +48,7 @@ from weftune.bench.timing import (
 from weftune.bench.weftune_side import AttachedJobs
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.plan.layout.choose import Choice
-from weftune.report.curves import Point
-from weftune.report.svg import Figure, Pen, ReferenceLine, Series, log_axis, value_axis
+from weftune.report.svg import Figure, Pen, Point, ReferenceLine, Series, log_axis, value_axis
 from weftune.report.template import chart_page
 from weftune.run.assemble import resident_executor
 from weftune.run.measure.link import HostLink, measure_link

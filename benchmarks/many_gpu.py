@@ -24,7 +24,7 @@ from weftune.bench.result import finish
 from weftune.bench.sizes import SIZES, Size
 from weftune.bench.table import number
 from weftune.bench.timing import Hardware, bench_hardware, fresh
-from weftune.jobs.store.folder import read_status
+from weftune.jobs.store.status import read_status
 
 SAMPLES, LENGTH = 1024, 32
 FEW, MANY = "few", "many"

@@ -40,7 +40,7 @@ from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import Size
 from weftune.bench.timing import Hardware
 from weftune.jobs.spec.read import read_run
-from weftune.jobs.store.states import State
+from weftune.jobs.store.status import State
 from weftune.jobs.store.store import Store
 from weftune.report.terminal import LiveView
 from weftune.run.events import Event, Passed, StepsMade

@@ -1,6 +1,6 @@
 """A sweep with PEFT: trials one after another in one process, or dealt to several that stay alive.
 
-Who goes on from a rung is decided by `weftune.jobs.sweeps.rungs`, as in Weftune's own sweeps, and a trial
+Who goes on from a rung is decided by `weftune.jobs.sweeps.halving`, as in Weftune's own sweeps, and a trial
 whose training loss does not fall leaves by the same rule. PEFT is made as fast as it gets plainly: the base
 is loaded once in a process; every trial is a named adapter that stays on the device with its optimizer, in
 the base's dtype; AdamW is fused; batches are laid out once for all trials, without a mask where nothing is
@@ -28,8 +28,7 @@ from typing import Any, Protocol
 
 from benchmarks.peft_train import Encoded, load_base, lora_config, padded, supervised_tokens
 from weftune.core.clock import Phase, importing, phase, process_clock, running
-from weftune.jobs.sweeps.rungs import LossTrend, Rungs, TrialEnd
-from weftune.jobs.sweeps.saving import rung_counts
+from weftune.jobs.sweeps.halving import LossTrend, Rungs, TrialEnd, rung_counts
 from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
 READ_EVERY = 10

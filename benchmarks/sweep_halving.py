@@ -33,7 +33,7 @@ from weftune.bench.sizes import Size
 from weftune.bench.table import aligned
 from weftune.bench.timing import Hardware
 from weftune.errors import UserError
-from weftune.jobs.store.states import State
+from weftune.jobs.store.status import State
 from weftune.jobs.sweeps.record import SweepRecord, read_record
 from weftune.jobs.sweeps.spec import Judge
 

@@ -21,7 +21,7 @@ import weftune.cli.main  # a submodule that is imported must not show
 from tests import bench
 from tests.families import tiny
 from weftune.jobs.spec.spec import JobKeys
-from weftune.jobs.store.states import State
+from weftune.jobs.store.status import State
 from weftune.run.events import Evaluated, Stepped
 
 ROWS = [{"text": f"w{number} w{number + 1} w5 w6"} for number in range(4, 12)]

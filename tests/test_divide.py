@@ -13,7 +13,7 @@ from weftune.errors import PlanError
 from weftune.launch.split import SAMPLED, Hosts, divide, work_left
 from weftune.plan.cost.memory import SLACK_BYTES, MemoryModel
 from weftune.plan.cost.prior import arithmetic
-from weftune.report.terminal import JobRow
+from weftune.report.read import JobRecord
 from weftune.run.measure.memory import taken_bytes
 from weftune.run.training.state import Progress
 from weftune.trainer.job import PreparedJob, make_ready
@@ -26,7 +26,7 @@ class Heard:
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def update(self, row: JobRow) -> None:
+    def update(self, row: JobRecord) -> None:
         raise AssertionError("nobody moves while jobs are divided")
 
     def note(self, text: str) -> None:

@@ -23,7 +23,7 @@ from weftune.adapters.lora.config import read_spec
 from weftune.base.model import Base
 from weftune.base.spec import DEMO_HUB_ID, BaseSpec
 from weftune.cli.generate import base_of
-from weftune.jobs.store.states import State
+from weftune.jobs.store.status import State
 from weftune.trainer.export import write_merged, write_portable
 
 SAMPLES = random_samples((9, 4, 13))

@@ -18,9 +18,9 @@ from tests.run.models import deep
 from weftune import JobSpec
 from weftune.base.load import inspect
 from weftune.base.spec import BaseSpec
-from weftune.jobs.store.folder import lock_folder
+from weftune.jobs.store.status import lock_folder
 from weftune.plan.cost.profile import file_of, profile_folder, write_profile
-from weftune.report.timelines import read_timelines
+from weftune.report.gantt import read_timelines
 from weftune.run.profile import key_here
 
 

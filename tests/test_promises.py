@@ -10,7 +10,7 @@ from tests import bench
 from tests.outputs import lines
 from weftune import JobSpec, Options
 from weftune.errors import UserError
-from weftune.jobs.store.folder import LEARNED
+from weftune.jobs.store.status import LEARNED
 from weftune.plan.cost.profile import write_profile
 from weftune.report.read import read_run
 from weftune.run.profile import measure_profile

@@ -15,7 +15,7 @@ from tests.outputs import assert_same_results, assert_whole, lines, states
 from tests.test_pipeline import FLOAT32, trained
 from weftune.cli.train import with_replicas
 from weftune.errors import UserError
-from weftune.report.timelines import read_timelines
+from weftune.report.gantt import read_timelines
 from weftune.run.workers.groups import WorkerPlace
 
 REPOSITORY = Path(__file__).parents[1]

@@ -27,8 +27,8 @@ from weftune import Options
 from weftune.base.load import inspect, load_tokenizer
 from weftune.cli.plan import PlanAsked, answer, read_cluster, read_wanted
 from weftune.jobs.spec.read import read_run
-from weftune.jobs.store.folder import PROMISE
 from weftune.jobs.store.scheduler import admit
+from weftune.jobs.store.status import PROMISE
 from weftune.plan.cost import cluster
 from weftune.plan.cost.memory import SLACK_BYTES
 from weftune.plan.cost.profile import (

@@ -42,12 +42,12 @@ from benchmarks.peft_sweep import (
     read_task,
     search,
 )
-from tests.report.sweeps.example import sweep_record
+from tests.report.sweep_example import sweep_record
 from weftune.bench.sizes import SIZES
 from weftune.bench.timing import bench_hardware
 from weftune.core.clock import Phase
+from weftune.jobs.sweeps.halving import TrialEnd
 from weftune.jobs.sweeps.record import SweepRecord
-from weftune.jobs.sweeps.rungs import TrialEnd
 from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
 TOY = Case(

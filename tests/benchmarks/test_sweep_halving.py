@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import sweep_halving
 from benchmarks.sweep_halving import TOY_CASE, Case, Found, compared, expected_best, jobs, summary
-from tests.report.sweeps.example import sweep_record
+from tests.report.sweep_example import sweep_record
 from weftune.jobs.spec.read import parse_run
 from weftune.jobs.sweeps.record import read_record
 

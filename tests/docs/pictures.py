@@ -27,8 +27,9 @@ from weftune.jobs.sweeps.record import SweepRecord
 from weftune.plan.studies.simulated import outlook
 from weftune.report.ending import final_table
 from weftune.report.gantt import gantt_page
+from weftune.report.read import JobRecord
 from weftune.report.read import read_run as read_records
-from weftune.report.terminal import JobRow, LiveView
+from weftune.report.terminal import LiveView
 from weftune.trainer.train import trainer_for
 from weftune.trainer.trainer import Options
 
@@ -65,7 +66,7 @@ class Watched(LiveView):
 
     frame = ""
 
-    def update(self, row: JobRow) -> None:
+    def update(self, row: JobRecord) -> None:
         super().update(row)
         record = next(iter(self._sweeps.values()), None)
         if not self.frame and record is not None and len(record.decisions) == 1 and _is_half_way(record, row):
@@ -74,7 +75,7 @@ class Watched(LiveView):
             self.frame = console.export_svg(title="weftune train examples/sweep/jobs.yaml")
 
 
-def _is_half_way(record: SweepRecord, row: JobRow) -> bool:
+def _is_half_way(record: SweepRecord, row: JobRecord) -> bool:
     return 2 * row.step >= record.rungs[0] + record.rungs[1]
 
 

@@ -17,8 +17,7 @@ from weftune.data.spec import DataSpec, EvalSpec, Source
 from weftune.jobs.spec.keys import SECTIONS
 from weftune.jobs.spec.read import read_run
 from weftune.jobs.spec.spec import EarlyStop, JobSpec, RunSpec
-from weftune.jobs.sweeps.rungs import rung_steps
-from weftune.jobs.sweeps.saving import rung_counts
+from weftune.jobs.sweeps.halving import rung_counts, rung_steps
 from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
 PREFIX = {

@@ -132,7 +132,7 @@ def test_a_number_that_no_job_can_have_is_refused_with_its_place(key: str, tmp_p
 
 
 def test_every_number_of_a_job_is_tried() -> None:
-    from weftune.jobs.spec.bounds import BOUNDS
+    from weftune.jobs.spec.schema import BOUNDS
 
     wanted = {".".join(map(str, loc)).replace("*", "q_proj") for loc in BOUNDS}
     in_lists = {"data.path.q_proj.weight", "betas.q_proj", "sweep.halving.at.q_proj"}

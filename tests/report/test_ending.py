@@ -1,3 +1,5 @@
+"""The tables that a run ends with."""
+
 from __future__ import annotations
 
 import io

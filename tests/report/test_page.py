@@ -180,7 +180,7 @@ def test_a_failed_run_has_no_empty_cards_and_nothing_to_use(tmp_path: Path) -> N
     assert page.figures == []
     assert "Use the adapters" not in page.text
     assert "PeftModel" not in page.text
-    assert "How to go on" in page.text
+    assert "How to resume" in page.text
     assert not re.search(r'<p class="value">\s*–', page.source)
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tests.report.example import Job, write_example
 from weftune.base.spec import BaseSpec, Quantize
-from weftune.jobs.store.states import State
+from weftune.jobs.store.status import State
 from weftune.jobs.store.store import open_store
 from weftune.report.ending import print_ending
 from weftune.report.page import render_page

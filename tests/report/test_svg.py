@@ -1,24 +1,26 @@
-"""Charts as SVG: axes, gaps, dashed levels, and names that stay text."""
+"""Charts as SVG: axes, gaps, dashed levels, smoothed and thinned curves, and names that stay text."""
 
 from __future__ import annotations
 
+import random
 import re
 
 import pytest
 
-from weftune.report.curves import Point
 from weftune.report.svg import (
+    Axis,
     Figure,
     Parallel,
-    ParallelAxis,
     Pen,
+    Point,
     ReferenceLine,
     Series,
     count_axis,
     figure_html,
     linear_axis,
     log_axis,
-    parallel_html,
+    smooth,
+    thin,
     value_axis,
 )
 
@@ -69,7 +71,7 @@ def test_an_axis_is_logarithmic_where_one_outlier_would_flatten_the_rest(
     axis = value_axis("loss", values)
     assert axis.log is is_log
     assert axis.low <= min(values) <= max(values) <= axis.high
-    places = sorted(axis.place(value) for value in values)
+    places = sorted(axis.position(value) for value in values)
     if is_log:
         assert places[-2] - places[0] > 0.03, "the others can be told apart"
 
@@ -92,9 +94,45 @@ def test_an_axis_of_equal_values_has_room_around_them() -> None:
 
 
 def test_parallel_coordinates_are_drawn_upright_for_wide_and_lying_for_narrow_screens() -> None:
-    axes = [ParallelAxis("rank", ((0.0, "8"), (1.0, "64"))), ParallelAxis("loss", ((0.0, "1.2"),))]
+    axes = [
+        Axis(label="rank", low=0, high=1, ticks=((0.0, "8"), (1.0, "64"))),
+        Axis(label="loss", low=0, high=1, ticks=((0.0, "1.2"),)),
+    ]
     line = Series(name="a", points=[Point(0, 1.0), Point(1, 0.0)], pen=PEN, tips=["rank 64", "loss 1.2"])
-    upright, lying = str(parallel_html(Parallel(axes, [line]))).split('<div class="plot parallel lying"')
+    upright, lying = str(figure_html(Parallel(axes, [line]))).split('<div class="plot parallel lying"')
     assert 'd="M250 0L750 1000"' in upright
     assert 'd="M1000 250L0 750"' in lying
     assert upright.count("axis-name") == lying.count("axis-name") == 2
+
+
+def test_smoothing_leaves_a_constant_and_its_gaps_alone() -> None:
+    points = [Point(x, None if x == 5 else 2.0) for x in range(20)]
+    smoothed = smooth(points)
+    assert [point.y is None for point in smoothed] == [x == 5 for x in range(20)]
+    assert all(point.y == pytest.approx(2.0) for point in smoothed if point.y is not None)
+
+
+def test_smoothing_takes_away_noise_and_does_not_lag() -> None:
+    noise = random.Random(1)
+    points = [Point(x, 10 - x / 100 + noise.gauss(0, 1)) for x in range(1000)]
+    errors = [point.y - (10 - point.x / 100) for point in smooth(points)[100:900] if point.y is not None]
+    assert max(abs(error) for error in errors) < 0.6
+    assert abs(sum(errors) / len(errors)) < 0.05
+
+
+def test_a_curve_of_nothing_but_gaps_stays_one() -> None:
+    assert [point.y for point in smooth([Point(1, None), Point(2, None)])] == [None, None]
+
+
+def test_thinning_keeps_the_ends_the_order_and_every_spike() -> None:
+    points = [Point(x, 100.0 if x == 4321 else 1.0) for x in range(10_000)]
+    thinned = thin(points, limit=200)
+    assert len(thinned) <= 202
+    assert (thinned[0], thinned[-1]) == (points[0], points[-1])
+    assert Point(4321, 100.0) in thinned
+    assert [point.x for point in thinned] == sorted(point.x for point in thinned)
+
+
+def test_a_short_curve_is_not_thinned() -> None:
+    points = tuple(Point(x, 1.0) for x in range(100))
+    assert thin(points) == points

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import pytest
 from rich.console import Console
 
-from weftune.report.terminal import JobRow, LiveView, Moment, Pace
+from weftune.report.read import JobRecord
+from weftune.report.terminal import LiveView, Pace
 
 
 @dataclass
@@ -38,18 +39,20 @@ def last_frame(file: io.StringIO) -> str:
     return text[text.rindex("job ") :]
 
 
-def follow(view: LiveView, clock: Clock, row: JobRow, steps: int, tokens: int) -> JobRow:
+def follow(view: LiveView, clock: Clock, row: JobRecord, steps: int, tokens: int) -> JobRecord:
     """The job runs `steps` steps, one a second."""
     for _ in range(steps):
         clock.now += 1
-        row = replace(row, state="running", step=row.step + 1, tokens=row.tokens + tokens, loss=2.0)
+        row = replace(
+            row, state="running", step=row.step + 1, trained_tokens=row.trained_tokens + tokens, loss=2.0
+        )
         view.update(row)
     return row
 
 
 def test_without_a_terminal_there_is_a_line_every_tenth_of_a_run() -> None:
     console, file = plain_console()
-    clock, row = Clock(), JobRow(name="a", steps=200)
+    clock, row = Clock(), JobRecord(name="a", steps=200)
     with LiveView(console, [row], clock) as view:
         follow(view, clock, row, steps=200, tokens=100)
     lines = file.getvalue().splitlines()
@@ -61,7 +64,7 @@ def test_what_a_resumed_job_had_done_before_is_no_speed() -> None:
     console, file = plain_console()
     clock = Clock()
     with LiveView(console, [], clock) as view:
-        row = JobRow(name="a", step=100, steps=200, tokens=10_000)
+        row = JobRecord(name="a", step=100, steps=200, trained_tokens=10_000)
         view.update(row)
         assert file.getvalue() == "", "it has not moved yet"
         follow(view, clock, row, steps=20, tokens=100)
@@ -71,13 +74,13 @@ def test_what_a_resumed_job_had_done_before_is_no_speed() -> None:
 
 def test_without_a_terminal_many_jobs_are_told_of_together_and_by_name_only_if_they_stop() -> None:
     console, file = plain_console()
-    clock, rows = Clock(), [JobRow(name=f"job-{at}", steps=10) for at in range(100)]
+    clock, rows = Clock(), [JobRecord(name=f"job-{at}", steps=10) for at in range(100)]
     with LiveView(console, rows, clock) as view:
         for step in range(1, 11):
             clock.now += 2
             for row in rows:
-                view.update(replace(row, state="running", step=step, tokens=32 * step))
-        view.update(replace(rows[7], state="failed", step=10, tokens=320, reason="its loss is nan"))
+                view.update(replace(row, state="running", step=step, trained_tokens=32 * step))
+        view.update(replace(rows[7], state="failed", step=10, trained_tokens=320, reason="its loss is nan"))
     told = file.getvalue().splitlines()
     assert len(told) == 3
     assert told[0].startswith("1 queued · 99 running") or told[0].startswith("100 running")
@@ -87,7 +90,7 @@ def test_without_a_terminal_many_jobs_are_told_of_together_and_by_name_only_if_t
 
 def test_without_a_terminal_evaluations_and_changes_of_state_are_told() -> None:
     console, file = plain_console()
-    row = JobRow(name="a", state="running", step=3, steps=100)
+    row = JobRecord(name="a", state="running", step=3, steps=100)
     with LiveView(console, [row], Clock()) as view:
         view.update(replace(row, step=4))
         view.update(replace(row, step=4, eval_loss=1.5))
@@ -103,7 +106,7 @@ def test_without_a_terminal_no_control_character_and_no_markup_gets_through() ->
     console, file = plain_console()
     with LiveView(console, [], Clock()) as view:
         view.update(
-            JobRow(name="\x1b[31m[red]x[/red]", state="running", steps=3, reason="\r\x07" + "long " * 40)
+            JobRecord(name="\x1b[31m[red]x[/red]", state="running", steps=3, reason="\r\x07" + "long " * 40)
         )
         view.note("[bold]a note[/bold]\x1b[2J")
     first, second = file.getvalue().splitlines()
@@ -114,8 +117,8 @@ def test_without_a_terminal_no_control_character_and_no_markup_gets_through() ->
 
 def test_the_live_table_shows_progress_pace_and_time_left() -> None:
     console, file = terminal_console()
-    clock, row = Clock(), JobRow(name="a", steps=100)
-    with LiveView(console, [row, JobRow(name="b", steps=50, reason="waits for memory")], clock) as view:
+    clock, row = Clock(), JobRecord(name="a", steps=100)
+    with LiveView(console, [row, JobRecord(name="b", steps=50, reason="waits for memory")], clock) as view:
         follow(view, clock, row, steps=40, tokens=1500)
     frame = last_frame(file)
     assert re.search(r"a +running +━+.* 40/100 +2\.0000 +– +1,500 +1:00", frame)
@@ -126,33 +129,33 @@ def test_the_live_table_shows_progress_pace_and_time_left() -> None:
 
 def test_states_are_coloured() -> None:
     console, file = terminal_console()
-    with LiveView(console, [JobRow(name="a", steps=1)], Clock()) as view:
-        view.update(JobRow(name="a", steps=1, state="failed"))
-        view.update(JobRow(name="b", steps=1, state="succeeded"))
+    with LiveView(console, [JobRecord(name="a", steps=1)], Clock()) as view:
+        view.update(JobRecord(name="a", steps=1, state="failed"))
+        view.update(JobRecord(name="b", steps=1, state="succeeded"))
     assert "\x1b[1;31mfailed" in file.getvalue()
     assert "\x1b[32msucceeded" in file.getvalue()
 
 
 def test_a_state_that_is_not_known_is_counted_too() -> None:
     console, file = terminal_console()
-    with LiveView(console, [JobRow(name="a", steps=1)], Clock()) as view:
-        view.update(JobRow(name="a", steps=1, state="paused"))
-        view.update(JobRow(name="b", steps=1, state="dreaming"))
+    with LiveView(console, [JobRecord(name="a", steps=1)], Clock()) as view:
+        view.update(JobRecord(name="a", steps=1, state="paused"))
+        view.update(JobRecord(name="b", steps=1, state="dreaming"))
     assert "1 paused · 1 dreaming" in last_frame(file)
 
 
 def test_a_job_that_joins_later_gets_a_row() -> None:
     console, file = terminal_console()
-    with LiveView(console, [JobRow(name="a", steps=1)], Clock()) as view:
-        view.update(JobRow(name="late", steps=9, state="running"))
+    with LiveView(console, [JobRecord(name="a", steps=1)], Clock()) as view:
+        view.update(JobRecord(name="late", steps=9, state="running"))
     assert "late" in last_frame(file)
 
 
 def test_more_jobs_than_lines_show_the_running_ones_and_count_the_rest() -> None:
     console, file = terminal_console(height=16)
-    jobs = [JobRow(name=f"job-{index:02}", steps=9) for index in range(40)]
+    jobs = [JobRecord(name=f"job-{index:02}", steps=9) for index in range(40)]
     with LiveView(console, jobs, Clock()) as view:
-        view.update(JobRow(name="job-37", steps=9, state="running"))
+        view.update(JobRecord(name="job-37", steps=9, state="running"))
     frame = last_frame(file)
     assert "job-37" in frame
     assert "… and 32 jobs more" in frame
@@ -162,7 +165,7 @@ def test_more_jobs_than_lines_show_the_running_ones_and_count_the_rest() -> None
 
 def test_a_note_stands_above_the_live_table() -> None:
     console, file = terminal_console()
-    with LiveView(console, [JobRow(name="a", steps=1)], Clock()) as view:
+    with LiveView(console, [JobRecord(name="a", steps=1)], Clock()) as view:
         view.note("The capacity was halved.")
     assert file.getvalue().index("The capacity was halved.") < file.getvalue().rindex("queued")
 
@@ -172,21 +175,21 @@ def test_a_burst_of_reports_is_not_taken_for_speed() -> None:
     for window in range(5):
         for step in range(10):
             done = 10 * window + step
-            pace.add(Moment(20.0 * window + 0.001 * step, done, 100 * done))
+            pace.add(20.0 * window + 0.001 * step, done, 100 * done)
     assert pace.tokens_per_second == pytest.approx(1000 / 20, rel=1e-3)
 
 
 def test_a_pace_follows_what_happened_last() -> None:
     pace = Pace()
     for second in range(300):
-        pace.add(Moment(float(second), second, 10 * second if second < 200 else 2000 + 50 * (second - 200)))
+        pace.add(float(second), second, 10 * second if second < 200 else 2000 + 50 * (second - 200))
     assert pace.tokens_per_second == pytest.approx(50)
     assert pace.seconds_left(30) == pytest.approx(30)
 
 
 def test_nothing_is_promised_before_the_second_moment() -> None:
     pace = Pace()
-    pace.add(Moment(1.0, 1, 10))
+    pace.add(1.0, 1, 10)
     assert pace.tokens_per_second is None
     assert pace.seconds_left(5) is None
 
@@ -194,7 +197,7 @@ def test_nothing_is_promised_before_the_second_moment() -> None:
 def test_the_clock_of_the_table_runs_while_nothing_happens() -> None:
     console, file = terminal_console()
     clock = Clock()
-    with LiveView(console, [JobRow(name="a", state="running", steps=10)], clock):
+    with LiveView(console, [JobRecord(name="a", state="running", steps=10)], clock):
         clock.now = 3661.0
         for _ in range(100):
             if "1:01:01 elapsed" in file.getvalue():
@@ -212,17 +215,17 @@ def test_however_many_jobs_change_the_table_is_drawn_once_in_a_while() -> None:
         real = view._live.refresh
         view._live.refresh = lambda: (drawn.append(None), real())[1]  # type: ignore[method-assign]
         for number in range(200):
-            view.update(JobRow(name=f"job{number}", state="running", steps=1))
-            view.update(JobRow(name=f"job{number}", state="succeeded", step=1, steps=1, tokens=3))
+            view.update(JobRecord(name=f"job{number}", state="running", steps=1))
+            view.update(JobRecord(name=f"job{number}", state="succeeded", step=1, steps=1, trained_tokens=3))
         assert len(drawn) <= 2
-        assert (view._moment().step, view._moment().tokens) == (200, 600)
+        assert (view._steps, view._tokens) == (200, 600)
 
 
 def test_a_frame_that_takes_long_to_draw_is_drawn_less_often() -> None:
     console, _ = terminal_console()
     clock = Clock()
     drawn: list[float] = []
-    with LiveView(console, [JobRow(name="a", state="running", steps=1000)], clock) as view:
+    with LiveView(console, [JobRecord(name="a", state="running", steps=1000)], clock) as view:
 
         def slow() -> None:
             drawn.append(clock.now)
@@ -232,6 +235,6 @@ def test_a_frame_that_takes_long_to_draw_is_drawn_less_often() -> None:
         view._live.refresh = slow  # type: ignore[method-assign]
         for step in range(1, 101):
             clock.now += 0.1
-            view.update(JobRow(name="a", state="running", step=step, steps=1000))
+            view.update(JobRecord(name="a", state="running", step=step, steps=1000))
         view._live.refresh = lambda: None  # type: ignore[method-assign]
     assert 2 <= len(drawn) <= 4

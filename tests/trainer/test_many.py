@@ -18,8 +18,8 @@ from tests import bench
 from weftune import JobSpec
 from weftune.data import prepare
 from weftune.data.encode import Encoder
-from weftune.jobs.store import folder
-from weftune.jobs.store.states import State
+from weftune.jobs.store import status as status_module
+from weftune.jobs.store.status import State
 from weftune.jobs.store.store import Store
 from weftune.plan.layout.choose import WINDOW_ROUNDS
 from weftune.plan.program.program import GlobalBatch, PlacedSample
@@ -94,7 +94,7 @@ def test_checkpoints_are_deleted_only_when_the_success_is_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[dict[str, str]] = []
-    replace_file, rmtree = folder.replace_file, shutil.rmtree
+    replace_file, rmtree = status_module.replace_file, shutil.rmtree
 
     def watched(path: Path, content: bytes) -> None:
         replace_file(path, content)
@@ -109,7 +109,7 @@ def test_checkpoints_are_deleted_only_when_the_success_is_on_disk(
 
     gone: list[str] = []
     said: list[str] = []
-    monkeypatch.setattr(folder, "replace_file", watched)
+    monkeypatch.setattr(status_module, "replace_file", watched)
     monkeypatch.setattr(shutil, "rmtree", deleted)
     train(tmp_path / "out", FEW)
     assert sorted(gone) == [f"job{n}" for n in range(FEW)]

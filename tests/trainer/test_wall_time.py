@@ -10,7 +10,7 @@ from tests.outputs import FOUR_JOBS, jobs_folder
 from weftune import JobSpec
 from weftune.core.clock import Phase, current
 from weftune.data.spec import DataSpec
-from weftune.report.wall import read_wall_times
+from weftune.report.read import read_wall_times
 
 
 class Listener:

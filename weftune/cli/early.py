@@ -47,7 +47,7 @@ def shape_of_folder(base: BaseSpec) -> ModelShape | None:
 def refuse_base(base: BaseSpec) -> None:
     """Refuse a folder that holds no model, or a Hub id that the Hub does not know."""
     from weftune.base.config import model_folder, refuse_absent
-    from weftune.jobs.spec.paths import is_hub_id
+    from weftune.jobs.spec.build import is_hub_id
 
     path = Path(base.model).expanduser()
     if base.model == DEMO or path.suffix.lower() == ".gguf":

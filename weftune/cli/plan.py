@@ -68,7 +68,7 @@ def plan(
     from weftune.cli.early import one_of_each, read_early, refuse_device, refuse_rows
     from weftune.cli.options import bytes_of
     from weftune.cli.train import gpus_of, refuse_beside_gpu_memory, refuse_beside_gpus, stages_of
-    from weftune.jobs.sweeps.expand import refuse_shares
+    from weftune.jobs.sweeps.read import refuse_shares
 
     if gantt is not None:
         refuse_picture(gantt)

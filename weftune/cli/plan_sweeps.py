@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from weftune.jobs.sweeps.checks import sweep_warnings
-from weftune.jobs.sweeps.rungs import rung_steps
-from weftune.jobs.sweeps.saving import Saving, TrialWork, expected_saving, trial_count
+from weftune.jobs.sweeps.halving import Saving, TrialWork, expected_saving, rung_steps, trial_count
+from weftune.jobs.sweeps.read import sweep_warnings
 from weftune.jobs.sweeps.spec import Sweep
 
 if TYPE_CHECKING:

@@ -119,7 +119,7 @@ def warned(
     """Return the warnings that `weftune train` will print."""
     from weftune.data.order import SampleOrder
     from weftune.jobs.spec.checks import data_warnings, told_once, warnings
-    from weftune.jobs.sweeps.checks import sweep_warnings
+    from weftune.jobs.sweeps.read import sweep_warnings
 
     prepared = {name: shown.prepared for shown in found for name in shown.jobs}
     sentences, steps = [], {}

@@ -195,7 +195,7 @@ def _check_early(asked: TrainAsked) -> None:
     from weftune.cli.early import one_of_each, read_early, refuse_rows
     from weftune.errors import SpecError
     from weftune.jobs.store.store import refuse_output
-    from weftune.jobs.sweeps.expand import refuse_shares
+    from weftune.jobs.sweeps.read import refuse_shares
     from weftune.jobs.sweeps.record import proposed_trials
     from weftune.report.loggers import check_trackers
 
@@ -237,7 +237,7 @@ def _chosen(asked: TrainAsked) -> StageCount:
     from weftune.jobs.spec.read import read_run
     from weftune.plan.cost.profile import find_profile
     from weftune.plan.layout.choose import choose_workers
-    from weftune.report.safe_stdout import steady_output
+    from weftune.report.terminal import safe_output
     from weftune.run.measure.devices import devices_here
     from weftune.run.measure.memory import steady_budget_bytes
     from weftune.run.profile import key_here
@@ -254,7 +254,7 @@ def _chosen(asked: TrainAsked) -> StageCount:
     # shares either, since they are compared while they train.
     jobs = len(run.jobs) if asked.replicas == 1 and not run.sweeps else 1
     choice = choose_workers(shape, machine, jobs)
-    Console(file=steady_output()).print(f"Weftune: {choice.why}", highlight=False, soft_wrap=True)
+    Console(file=safe_output()).print(f"Weftune: {choice.why}", highlight=False, soft_wrap=True)
     return choice
 
 
@@ -291,13 +291,12 @@ def _train(asked: TrainAsked, staff: Staff | None) -> None:
         from weftune.base.load import shape_at_hand
         from weftune.jobs.spec.read import read_run
         from weftune.jobs.spec.retry import read_changes
-        from weftune.report.safe_stdout import steady_output
-        from weftune.report.terminal import LiveView
+        from weftune.report.terminal import LiveView, safe_output
         from weftune.trainer.train import trainer_for
         from weftune.trainer.trainer import Options
 
     run = read_run(asked.jobs, shape_at_hand)
-    console = Console(file=steady_output())
+    console = Console(file=safe_output())
     workers = f", in {_named(staff.wires.place)}" if staff else ""
     console.print(f"Weftune: {_counted(run)} on {run.base.model}{workers}", highlight=False)
     most = bytes_of(asked.memory) if asked.memory else None
@@ -327,15 +326,14 @@ def _train_on(asked: TrainAsked, devices: tuple[str, ...]) -> None:
         from weftune.jobs.spec.read import read_run
         from weftune.jobs.spec.retry import read_changes
         from weftune.launch.split import train_shares
-        from weftune.report.safe_stdout import steady_output
-        from weftune.report.terminal import LiveView
+        from weftune.report.terminal import LiveView, safe_output
         from weftune.trainer.trainer import Options
 
     if len(devices) == 1:
         _train(asked, None)
         return
     run = read_run(asked.jobs, shape_at_hand)
-    console = Console(file=steady_output())
+    console = Console(file=safe_output())
     shared_by = f"shared by {len(devices)} devices"
     console.print(f"Weftune: {_counted(run)} on {run.base.model}, {shared_by}", highlight=False)
     most = bytes_of(asked.memory) if asked.memory else None
@@ -356,7 +354,7 @@ def _train_on(asked: TrainAsked, devices: tuple[str, ...]) -> None:
 
 def _counted(run: RunSpec) -> str:
     """Return text such as `4 jobs` or `1 job and 24 trials`; trials yet to be proposed by `tpe` count."""
-    from weftune.jobs.sweeps.saving import trial_count
+    from weftune.jobs.sweeps.halving import trial_count
     from weftune.report.words import plural
 
     jobs = len(run.jobs) - sum(len(sweep.trials) for sweep in run.sweeps)
@@ -375,11 +373,11 @@ def _finish(
 ) -> None:
     """Print the table of all jobs and how the wall time was spent, and set the exit code."""
     from weftune.cli.options import MISTAKE
-    from weftune.jobs.store.states import State
+    from weftune.jobs.store.status import State
     from weftune.jobs.sweeps.record import records_in
+    from weftune.report.effort import wall_sentence
     from weftune.report.ending import print_ending
     from weftune.report.read import read_run as read_records
-    from weftune.report.wall import wall_sentence
 
     with phase(Phase.REPORT):
         print_ending(console, read_records(folder))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from weftune.core.bounds import MAX_COUNT, RUN_SHARE, Bound
 
 Format = Literal[
     "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "kto", "tokens"
@@ -20,7 +22,7 @@ class Source:
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     path: str
-    weight: float = 1.0
+    weight: Annotated[float, Bound(above=0, at_most=1e6)] = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +39,8 @@ class DataSpec:
     columns: Mapping[str, str] = field(default_factory=dict)
     """Our column name → the file's: `{prompt: question}`."""
     split: str | None = None
-    limit: int | None = None
-    max_length: int = 2048
+    limit: Annotated[int | None, Bound(at_least=1)] = None
+    max_length: Annotated[int, Bound(at_least=2, at_most=MAX_COUNT)] = 2048
     train_on: TrainOn = "assistant"
     chat_template: str | None = None
     """`chatml` or a Jinja file. None selects the tokenizer's own template."""
@@ -56,7 +58,7 @@ class EvalSpec:
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     path: str | None = None
-    fraction: float | None = None
-    every: float | None = None
+    fraction: Annotated[float | None, Bound(above=0, below=1)] = None
+    every: Annotated[float | None, RUN_SHARE] = None
     """Interval between evaluations: below 1 a share of the run, otherwise steps. None evaluates only at step
     0 and at the end."""

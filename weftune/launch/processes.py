@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from weftune.core.files import replace_file
-from weftune.jobs.store.folder import WORKER_LOGS
+from weftune.jobs.store.status import WORKER_LOGS
 from weftune.run.workers.heartbeat import LOST
 
 CRASHED = 70

@@ -25,9 +25,9 @@ from weftune.core.shapes import ModelShape
 from weftune.errors import Mistake, PlanError, UserError
 from weftune.jobs.spec.spec import RunSpec
 from weftune.jobs.store.shares import deal
-from weftune.jobs.store.states import State
+from weftune.jobs.store.status import State
 from weftune.jobs.store.store import Store, open_store
-from weftune.jobs.sweeps.expand import refuse_shares
+from weftune.jobs.sweeps.read import refuse_shares
 from weftune.jobs.sweeps.record import SweepRecord
 from weftune.launch.processes import INTERRUPTED
 from weftune.launch.supervise import EVERY, Supervised, Supervisor, Team, TeamEnd
@@ -38,7 +38,7 @@ from weftune.plan.cost.profile_cost import cost_of
 from weftune.plan.cost.time import CostModel
 from weftune.plan.layout.split import DeviceShare, JobWork, job_seconds, share_jobs, sheet_cost, too_large
 from weftune.plan.window.length import speed_by_sheet
-from weftune.report.terminal import JobRow
+from weftune.report.read import JobRecord
 from weftune.report.words import duration_text, plural
 from weftune.run.measure.devices import devices_here
 from weftune.run.measure.memory import steady_budget_bytes
@@ -184,7 +184,9 @@ def _serve(
     for job in ready:
         status = store.job(job.name)
         trainer.view.update(
-            JobRow(name=job.name, step=status.step, steps=job.recipe.steps, tokens=status.trained_tokens)
+            JobRecord(
+                name=job.name, step=status.step, steps=job.recipe.steps, trained_tokens=status.trained_tokens
+            )
         )
     members = _members(run, trainer, shares, hosts)
     ended, troubles = _supervised(members, trainer.output, trainer.view, store.resume_line())
@@ -208,8 +210,8 @@ def _supervised(
     troubles: dict[int, str] = {}
     told: set[str] = set()
 
-    def hear(message: JobRow | SweepRecord | str | Mistaken) -> None:
-        if isinstance(message, JobRow):
+    def hear(message: JobRecord | SweepRecord | str | Mistaken) -> None:
+        if isinstance(message, JobRecord):
             view.update(message)
             return
         if isinstance(message, SweepRecord):
@@ -292,7 +294,7 @@ class ToldByShare:
             self.send(None)
             time.sleep(EVERY)
 
-    def update(self, row: JobRow) -> None:
+    def update(self, row: JobRecord) -> None:
         self.send(row)
 
     def sweep(self, record: SweepRecord) -> None:
@@ -301,7 +303,7 @@ class ToldByShare:
     def note(self, text: str) -> None:
         self.send(text)
 
-    def send(self, message: JobRow | SweepRecord | str | Mistaken | None) -> None:
+    def send(self, message: JobRecord | SweepRecord | str | Mistaken | None) -> None:
         try:
             with self._one_at_a_time:
                 self._connection.send(message)

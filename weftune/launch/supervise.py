@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from weftune.jobs.store.resumption import UNKNOWN
+from weftune.jobs.store.status import UNKNOWN
 from weftune.launch.processes import (
     CRASHED,
     INTERRUPTED,

@@ -1,12 +1,15 @@
-"""Comparison of jobs: their order by result, and the keys in which they differ."""
+"""Comparison of jobs: their order by result, the keys in which they differ, and the verdicts of the page."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from weftune.report.read import EvalLine, JobRecord
+from weftune.jobs.sweeps.record import SweepRecord, flattened, leaders
+from weftune.report.read import JobRecord, MetricLine, Run
+from weftune.report.words import loss_text, plural
 
 ENDED_BADLY = ("failed", "cancelled")
 MIN_ROWS, MIN_TOKENS = 20, 500
@@ -17,10 +20,6 @@ vary together, so that a handful of rows would say more about these rows than ab
 
 def first_loss(job: JobRecord) -> float | None:
     return next((line.loss for line in job.losses if line.loss is not None), None)
-
-
-def last_loss(job: JobRecord) -> float | None:
-    return next((line.loss for line in reversed(job.losses) if line.loss is not None), None)
 
 
 def first_validation(job: JobRecord) -> float | None:
@@ -44,7 +43,7 @@ def base_accuracy(job: JobRecord) -> float | None:
     return first.accuracy if is_base else None
 
 
-def kept_evaluation(job: JobRecord) -> EvalLine | None:
+def kept_evaluation(job: JobRecord) -> MetricLine | None:
     """Return the evaluation of the adapter in the job's folder: the best with `keep: best`, else the last.
     None if the job was not evaluated after its first step: step 0 says nothing about training."""
     known = [line for line in job.evaluations if line.loss is not None]
@@ -82,7 +81,7 @@ def by_result(jobs: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
     """Sort by validation loss, then jobs without validation by training loss, then failed jobs."""
 
     def place(job: JobRecord) -> tuple[int, float]:
-        validation, training = kept_validation(job), last_loss(job)
+        validation, training = kept_validation(job), job.loss
         if job.state in ENDED_BADLY:
             return (3 if job.state == "cancelled" else 4), 0.0
         if validation is not None:
@@ -165,15 +164,123 @@ def value_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def flattened(prefix: str, mapping: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of every leaf, each key behind `prefix`."""
-    for key, value in mapping.items():
-        if isinstance(value, Mapping) and value:
-            yield from flattened(f"{prefix}{key}.", value)
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _section(job: JobRecord, key: str) -> Mapping[str, Any]:
     section = job.spec.get(key)
     return section if isinstance(section, dict) else {}
+
+
+_MOST_GROUPS = 4
+"""Number of sets of held-out rows that have a verdict of their own: those with the most jobs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunVerdict:
+    """One sentence about a set of jobs that can be compared, in the parts that the page formats apart."""
+
+    lead: str
+    change: str = ""
+    """Difference of the loss from the base."""
+    tone: str = ""
+    """`good` or `worse` for the change; `bad` if there is no result."""
+    losses: str = ""
+    basis: str = ""
+    """Rows and tokens that the verdict is based on."""
+    caution: str = ""
+
+
+def verdicts(run: Run) -> tuple[RunVerdict, ...]:
+    """Return one verdict per sweep and per set of held-out rows; a single one if nothing was evaluated."""
+    trials = run.trials
+    plain = [job for job in run.jobs if job.name not in trials]
+    groups = sorted(validation_groups(plain), key=len, reverse=True)
+    found = [verdict for record in run.sweeps if (verdict := _sweep_verdict(run, record)) is not None]
+    found += [_verdict(rivals, several=len(groups) > 1) for rivals in groups[:_MOST_GROUPS]]
+    return tuple(found) or (_no_verdict(run),)
+
+
+def _sweep_verdict(run: Run, record: SweepRecord) -> RunVerdict | None:
+    best = next(iter(leaders(record, 1)), None)
+    job = next((job for job in run.jobs if best is not None and job.name == best.name), None)
+    if job is None or kept_validation(job) is None:
+        return None
+    best_of = "is the best of" if is_enough(job) and not is_worse(job) else "leads"
+    so_far = "" if record.best else " so far"
+    lead = f"{job.name} {best_of} {plural(len(record.trials), 'trial')}{so_far}."
+    return _about(job, lead, rivals=len(record.trials), rows_name="")
+
+
+def _verdict(rivals: Sequence[JobRecord], several: bool) -> RunVerdict:
+    job, count = rivals[0], len(rivals)
+    lead = _lead_alone(job) if count == 1 else _lead_among(job, count)
+    return _about(job, lead, rivals=count, rows_name=validation_rows(job) if several else "")
+
+
+def _lead_among(job: JobRecord, count: int) -> str:
+    if is_worse(job):
+        return f"No adapter beats the base; {job.name} comes closest."
+    best = "is the best" if is_enough(job) else "has the lowest loss"
+    return f"{job.name} {best} of {count} adapters."
+
+
+def _lead_alone(job: JobRecord) -> str:
+    base, kept = base_validation(job), kept_validation(job)
+    if base is None or kept is None:
+        return f"{job.name} has been evaluated."
+    if kept == base:
+        return f"{job.name} is no better than the base."
+    if kept > base:
+        return f"{job.name} is worse than the base."
+    return f"{job.name} {'is better' if is_enough(job) else 'has a lower loss'} than the base."
+
+
+def _about(job: JobRecord, lead: str, rivals: int, rows_name: str) -> RunVerdict:
+    base, kept = base_validation(job), kept_validation(job)
+    assert kept is not None
+    change = tone = ""
+    losses = f"validation loss {loss_text(kept)}"
+    if base:
+        share = (kept - base) / abs(base)
+        direction = "above" if share > 0 else "below"
+        change = f"{100 * abs(share):.1f} % {direction} the base" if share else "as the base"
+        tone = "worse" if share > 0 else "good" if share < 0 else ""
+        losses += f", base {loss_text(base)}"
+    return RunVerdict(
+        lead=lead,
+        change=change,
+        tone=tone,
+        losses=losses,
+        basis=basis_text(job) + (f" of {rows_name}" if rows_name and basis_text(job) else ""),
+        caution="" if is_enough(job) else _too_few(rivals),
+    )
+
+
+def basis_text(job: JobRecord) -> str:
+    """Format the numbers of held-out rows and tokens of a job."""
+    rows, tokens = held_out_rows(job), held_out_tokens(job)
+    words = [plural(rows, "held-out row")] if rows else []
+    words += [plural(tokens, "token" if rows else "held-out token")] if tokens else []
+    return ", ".join(words)
+
+
+def _too_few(rivals: int) -> str:
+    what = "which adapter is better" if rivals > 1 else "whether the adapter is better"
+    return f"Too few to tell {what}: that takes at least {MIN_ROWS} held-out rows and {MIN_TOKENS} tokens."
+
+
+def _no_verdict(run: Run) -> RunVerdict:
+    """Return the verdict for a run in which nothing was evaluated after training had begun."""
+    jobs = run.jobs
+    if jobs and all(job.state in ENDED_BADLY for job in jobs):
+        states = " or ".join(sorted({job.state for job in jobs}))
+        every = f"all {len(jobs)} jobs {states}" if len(jobs) > 1 else f"the job {states}"
+        return RunVerdict(lead=f"No adapter was trained: {every}.", tone="bad")
+    based = next((job for job in jobs if base_validation(job) is not None), None)
+    if based is not None:
+        losses = f"validation loss of the base {loss_text(base_validation(based))}"
+        return RunVerdict(lead="No adapter has been evaluated yet.", losses=losses, basis=basis_text(based))
+    if any(job.state == "succeeded" for job in jobs):
+        caution = "Give the jobs `eval: {fraction: 0.1}` to see how they do against the base."
+        return RunVerdict(
+            lead="No job has held-out rows, so no adapter can be called better.", caution=caution
+        )
+    return RunVerdict(lead="No adapter has been evaluated yet.")

@@ -1,29 +1,44 @@
-"""The table that `weftune train` and the quickstart end with."""
+"""The tables that `weftune train` and the quickstart end with: jobs, and the best trials of sweeps."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from weftune.jobs.store.status import resume_line
+from weftune.jobs.sweeps.record import (
+    METRIC_NAMES,
+    SweepRecord,
+    TrialRecord,
+    base_sentence,
+    best_folder,
+    counts,
+    flat_values,
+    leaders,
+    setting_text,
+    short_keys,
+    swept_keys,
+    trained_share,
+    winners,
+)
 from weftune.report.compare import (
     base_validation,
     best_jobs,
     by_result,
     first_loss,
     kept_validation,
-    last_loss,
 )
-from weftune.report.promises import headline
+from weftune.report.effort import headline
 from weftune.report.read import JobRecord, Run
 from weftune.report.snippets import remedies
-from weftune.report.sweeps.ending import sweep_ending
 from weftune.report.terminal import STATE_STYLES
-from weftune.report.words import NOTHING, change_text, loss_text, printable
+from weftune.report.words import NOTHING, change_text, loss_text, plural, printable, trial_state_text
 
-Way = tuple[float | None, float | None]
+Losses = tuple[float | None, float | None]
 """First and last value of a loss."""
 
 
@@ -37,7 +52,9 @@ def final_table(run: Run, width: int = 80) -> Group:
     jobs = tuple(job for job in by_result(run.jobs) if job.name not in trials)
     sweeps = [part for record in run.sweeps for part in sweep_ending(run, record, width)]
     parts = _jobs(run, jobs, width) if jobs or not sweeps else []
-    return Group(*parts, *sweeps, *_promise(run))
+    sentence = headline(run.windows)
+    predictions = [Text(printable(sentence), style="dim")] if sentence else []
+    return Group(*parts, *sweeps, *predictions)
 
 
 def print_ending(console: Console, run: Run) -> None:
@@ -52,7 +69,7 @@ def _jobs(run: Run, jobs: tuple[JobRecord, ...], width: int) -> list[RenderableT
     whole = _table(run, jobs, with_paths=True)
     if Console(width=10_000).measure(whole).maximum <= width:
         return [whole, *below]
-    paths = [Text(_place(run.output, job)) for job in jobs if job.spec]
+    paths = [Text(_shown_path(run.output / printable(job.name))) for job in jobs if job.spec]
     return [_table(run, jobs, with_paths=False), *paths, *below]
 
 
@@ -72,11 +89,6 @@ def _long(text: str, style: str = "") -> Text:
     return Text(printable(text), style=style, no_wrap=True, overflow="ignore")
 
 
-def _promise(run: Run) -> list[Text]:
-    told = headline(run.windows)
-    return [] if told is None else [Text(printable(told), style="dim")]
-
-
 def _table(run: Run, jobs: tuple[JobRecord, ...], with_paths: bool) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("job", overflow="ellipsis", no_wrap=True)
@@ -92,36 +104,105 @@ def _table(run: Run, jobs: tuple[JobRecord, ...], with_paths: bool) -> Table:
             Text(printable(job.name), style="bold" if job.name in best else ""),
             Text(job.state, style=STATE_STYLES.get(job.state, "")),
             f"{job.step}/{job.steps}",
-            _way(*losses),
-            _way(*validation),
+            _losses_text(*losses),
+            _losses_text(*validation),
             _change(losses, validation),
-            *([Text(_place(run.output, job) if job.spec else NOTHING)] if with_paths else []),
+            *(
+                [Text(_shown_path(run.output / printable(job.name)) if job.spec else NOTHING)]
+                if with_paths
+                else []
+            ),
         )
     return table
 
 
-def _losses(job: JobRecord) -> Way:
+def _losses(job: JobRecord) -> Losses:
     """Return the first and the last training loss; the last is None for a job with one step."""
     many = sum(line.loss is not None for line in job.losses) > 1
-    return first_loss(job), last_loss(job) if many else None
+    return first_loss(job), job.loss if many else None
 
 
-def _way(first: float | None, last: float | None) -> str:
+def _losses_text(first: float | None, last: float | None) -> str:
     """Format the first and the last loss, or the one that is known."""
     if first is None or last is None:
         return loss_text(first if last is None else last, 3)
     return f"{loss_text(first, 3)} → {loss_text(last, 3)}"
 
 
-def _change(losses: Way, validation: Way) -> Text:
+def _change(losses: Losses, validation: Losses) -> Text:
     """Format the change of the validation loss if there is one, else of the training loss; red if worse."""
     first, last = losses if validation == (None, None) else validation
     is_worse = first is not None and last is not None and last > first
     return Text(change_text(first, last), style="red" if is_worse else "")
 
 
-def _place(output: Path, job: JobRecord) -> str:
-    """Return the job's folder, relative to the current directory if it is inside."""
-    folder = output / printable(job.name)
+def _shown_path(folder: Path) -> str:
+    """Return a folder, relative to the current directory if it is inside."""
     here = Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
+
+
+_LEADERS = 3
+_FAILURES = 3
+
+
+def sweep_ending(run: Run, record: SweepRecord, width: int) -> list[RenderableType]:
+    """Return a table of the best trials; the winners' folders are in it if `width` columns are enough."""
+    best = winners(record) or leaders(record, _LEADERS)
+    doubt = base_sentence(record)
+    below = [Text(printable(doubt), style="red")] if doubt else []
+    below += [*_failures(record), *_unfinished(run, record)]
+    heading = Text(printable(_heading(record)), style="bold")
+    if not best:
+        return [heading, *below]
+    folders = [best_folder(run.output / record.name, trial.name) for trial in best if record.best]
+    paths = [_shown_path(run.output / printable(str(folder.relative_to(run.output)))) for folder in folders]
+    whole = _trial_table(record, best, paths)
+    if Console(width=10_000).measure(whole).maximum <= width:
+        return [heading, whole, *below]
+    return [heading, _trial_table(record, best, ()), *map(Text, paths), *below]
+
+
+def _heading(record: SweepRecord) -> str:
+    states = ", ".join(f"{count} {trial_state_text(state)}" for state, count in counts(record).items())
+    share = trained_share(record)
+    saved = "" if share is None else f"; {100 * share:.0f} % of the samples that all to the end would take"
+    return f"{record.name}: {plural(len(record.trials), 'trial')}, {states}{saved}"
+
+
+def _trial_table(record: SweepRecord, trials: Sequence[TrialRecord], paths: Sequence[str]) -> Table:
+    keys = swept_keys(record)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("", justify="right")
+    table.add_column("trial", overflow="ellipsis", no_wrap=True)
+    for key in short_keys(keys).values():
+        table.add_column(printable(key), justify="right", no_wrap=True)
+    table.add_column(METRIC_NAMES[record.metric], justify="right", no_wrap=True)
+    if paths:
+        table.add_column("path", no_wrap=True)
+    for number, trial in enumerate(trials):
+        values = flat_values(trial)
+        table.add_row(
+            f"{number + 1}.",
+            Text(printable(trial.name), style="" if number else "bold"),
+            *(Text(printable(setting_text(values[key])) if key in values else NOTHING) for key in keys),
+            loss_text(trial.score),
+            *([Text(paths[number])] if paths else []),
+        )
+    return table
+
+
+def _failures(record: SweepRecord) -> list[Text]:
+    failed = [trial for trial in record.trials if trial.state == "failed"]
+    lines = [Text(printable(f"{trial.name} failed: {trial.reason}")) for trial in failed[:_FAILURES]]
+    more = len(failed) - _FAILURES
+    if more > 0:
+        lines.append(Text(f"{plural(more, 'trial')} more failed; the report has the reasons"))
+    return lines
+
+
+def _unfinished(run: Run, record: SweepRecord) -> list[Text]:
+    if record.best or all(trial.state in ("finished", "left", "failed") for trial in record.trials):
+        return []
+    sentence = f"Resume the sweep with {resume_line(run.command)}"
+    return [Text(printable(sentence), style="dim", no_wrap=True, overflow="ignore")]

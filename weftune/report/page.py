@@ -1,16 +1,146 @@
-"""`report.html`: one self-contained page about an output folder."""
+"""`report.html`: one self-contained page about an output folder, and the values that fill its template."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path, PurePath
+from typing import Any
 
+from weftune.base.spec import DEMO
 from weftune.errors import OutputError
-from weftune.report.charts import draw_charts
-from weftune.report.read import Run, read_run
-from weftune.report.template import render
-from weftune.report.timelines import Timelines, read_timelines
-from weftune.report.view import in_order, page_view
+from weftune.jobs.sweeps.record import ranked
+from weftune.report.charts import DROPPED_COLOUR, MAX_CURVES, draw_charts, pen
+from weftune.report.compare import (
+    base_accuracy,
+    base_validation,
+    best_jobs,
+    by_result,
+    differing_keys,
+    flat_spec,
+    kept_evaluation,
+    kept_validation,
+    value_text,
+    verdicts,
+)
+from weftune.report.effort import COLUMNS, headline, rows, sentences, wall_bar
+from weftune.report.gantt import BUBBLE_COLUMNS, Timelines, bubble_rows, read_timelines, timeline_charts
+from weftune.report.read import JobRecord, Run, read_run
+from weftune.report.snippets import Remedy, base_spec, generate_command, load_snippet, remedies
+from weftune.report.svg import Pen
+from weftune.report.sweep_page import sweep_view
+from weftune.report.template import Tile, render
+from weftune.report.words import (
+    NOTHING,
+    accuracy_text,
+    bytes_text,
+    change_text,
+    duration_text,
+    link_to,
+    loss_text,
+    minutes_text,
+    plural,
+    points_text,
+    rate_text,
+    short_paths,
+)
+
+_MAX_VALUE_LETTERS = 72
+_MAX_WINDOWS = 200
+_MAX_ROWS = 500
+"""Number of jobs in the table; a page with more of them would not open at once."""
+_MAX_DETAILS = 200
+"""Number of jobs whose commands are on the page: the first ones, and those that need action by the user."""
+_MAX_RUNS = 5
+"""Number of runs that are shown; of a folder that was resumed more often, the last ones."""
+_CURVES = ("loss", "validation", "accuracy")
+"""The charts about what was learned; the others are about time and memory."""
+_NUMBERS = (
+    ("validation", "validation loss"),
+    ("change", "against the base"),
+    ("accuracy", "token accuracy"),
+    ("loss", "training loss"),
+)
+"""Attribute of `JobView` and heading of each column of numbers."""
+_STOPPED = ("failed", "cancelled", "paused", "interrupted")
+_MIN_SAVED = 0.05
+"""Least share of the run that counts as saved: a smaller one is within the error of the time model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One cell of the table: shortened in the table, complete on hover."""
+
+    key: str
+    text: str
+    whole: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number:
+    """One measured number of a job: its text, its value for sorting, and the detail below it."""
+
+    text: str = ""
+    value: float | None = None
+    detail: str = ""
+    tone: str = ""
+    """`good` or `worse`, for the colour of the text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobView:
+    """One job on the page."""
+
+    job: JobRecord
+    index: int
+    badge: str
+    values: tuple[Value, ...]
+    loss: Number
+    validation: Number
+    change: Number
+    accuracy: Number
+    snippet: str
+    command: str
+    remedies: tuple[Remedy, ...]
+    trial: bool
+    """Whether it belongs to a sweep; then it is in the sweep's table."""
+    dropped: bool
+    """Whether it was dropped from that sweep: there is no adapter to use, and nothing to do."""
+
+    @property
+    def pen(self) -> Pen:
+        return pen(self.index)
+
+    @property
+    def progress(self) -> str:
+        steps = plural(self.job.steps, "step")
+        return steps if self.job.step == self.job.steps else f"{self.job.step:,} of {steps}"
+
+    @property
+    def folder(self) -> str:
+        """A link to the job's folder, relative to the page; empty if there is none."""
+        return link_to(self.job.name, "") if self.job.spec else ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it ended or waits without an adapter; such jobs are listed at the top of the page."""
+        return self.job.state in _STOPPED and not self.dropped
+
+    @property
+    def drawn(self) -> bool:
+        """Whether its curves are among the charts, with a pen of their own."""
+        return self.index < MAX_CURVES and not self.dropped
+
+    @property
+    def detailed(self) -> bool:
+        """Whether the page says how to use it, or how to resume it."""
+        if self.dropped or (self.trial and self.job.state == "failed"):
+            # The sweep has decided without it, and does not admit it again.
+            return False
+        return self.stopped or self.index < _MAX_DETAILS
 
 
 def write_report(output: Path, run: Run | None = None) -> Path:
@@ -31,7 +161,225 @@ def write_report(output: Path, run: Run | None = None) -> Path:
 
 
 def render_page(run: Run, timelines: Timelines | None = None) -> str:
-    jobs = in_order(run)
-    view = page_view(run, jobs, draw_charts(jobs, run.windows, run.left), timelines)
-    drawn = {chart.name: chart.data for chart in view.pipeline.charts} if view.pipeline else {}
-    return render("page.html.jinja", view, drawn)
+    jobs = _in_order(run)
+    views = _job_views(run, jobs)
+    table = [view for view in views if not view.trial]
+    charts = draw_charts(jobs, run.windows, run.dropped)
+    pipeline = timeline_charts(timelines) if timelines else ()
+    values = {
+        "title": run.output.resolve().name,
+        "facts": _facts(run),
+        "verdicts": verdicts(run),
+        "tiles": _tiles(run),
+        "keys": [value.key for value in table[0].values] if table else [],
+        "numbers": [one for one in _NUMBERS if any(getattr(view, one[0]).text for view in table)],
+        "jobs": views,
+        "table": table[:_MAX_ROWS],
+        "table_words": _table_words(table),
+        "sweeps": [sweep_view(run, record, {view.job.name: view for view in views}) for record in run.sweeps],
+        "dropped_colour": DROPPED_COLOUR,
+        "notes": run.notes,
+        "curves": [chart for chart in charts if chart.name in _CURVES],
+        "pipeline": pipeline,
+        "bubble_columns": BUBBLE_COLUMNS,
+        "bubble_rows": bubble_rows(timelines) if timelines else [],
+        "effort_charts": [chart for chart in charts if chart.name not in _CURVES],
+        "effort_words": _effort_words(run),
+        "window_columns": COLUMNS,
+        "window_rows": rows(run.windows[:_MAX_WINDOWS]),
+        "walls": [wall_bar(one) for one in run.wall_times[-_MAX_RUNS:]],
+        "unfinished": [view for view in views if view.detailed and not view.snippet],
+        "usable": [view for view in views if view.detailed and view.snippet],
+    }
+    values["sections"] = _sections(values)
+    return render("page.html.jinja", {chart.name: chart.data for chart in pipeline}, values)
+
+
+def _in_order(run: Run) -> tuple[JobRecord, ...]:
+    """Return the jobs by result, then the trials of sweeps by result, then the dropped trials."""
+    ranks = {
+        trial.name: (1 + (trial.state == "left"), number)
+        for number, trial in enumerate(trial for sweep in run.sweeps for trial in ranked(sweep))
+    }
+    return tuple(sorted(by_result(run.jobs), key=lambda job: ranks.get(job.name, (0, 0))))
+
+
+def _sections(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return anchor and title of the sections that the page has."""
+    others = (
+        (values["table"], "jobs", "Jobs"),
+        (values["curves"], "curves", "Curves"),
+        (values["pipeline"], "pipeline", "The pipeline"),
+        (values["window_rows"] or values["walls"], "effort", "Time and memory"),
+        (values["unfinished"], "unfinished", "How to resume"),
+        (values["usable"], "use", "Use the adapters"),
+    )
+    return [
+        *((f"sweep-{number}", f"Sweep {sweep.name}") for number, sweep in enumerate(values["sweeps"])),
+        *((anchor, title) for shown, anchor, title in others if shown),
+    ]
+
+
+def _facts(run: Run) -> list[str]:
+    """Return model, quantisation, dtype, device and start, as far as they are known."""
+    bases = [base for job in run.jobs if job.base and (base := base_spec(job, run)) is not None]
+    formats = sorted({base.quantize for base in bases if base.quantize})
+    name = bases[0].published_name if bases else run.base
+    started = datetime.fromtimestamp(run.started).astimezone() if run.started else None
+    facts = (
+        f"{name} (demo)" if bases and bases[0].model == DEMO else name,
+        f"weights in {', '.join(formats)}" if formats else "",
+        f"computed in {run.dtype}" if run.dtype and formats else run.dtype,
+        run.device,
+        started.strftime("%Y-%m-%d %H:%M %Z") if started else "",
+    )
+    return [fact for fact in facts if fact]
+
+
+def _effort_words(run: Run) -> list[str]:
+    words = sentences(run.windows)
+    if run.seconds is not None and run.solo_seconds is not None:
+        words.append(
+            f"One after another the jobs would have taken {minutes_text(run.solo_seconds)} minutes, by the "
+            f"time model that was fitted to this run; together they took {minutes_text(run.seconds)}."
+        )
+    microbatches = sum(window.microbatches for window in run.windows)
+    shared = sum(window.shared for window in run.windows)
+    if microbatches:
+        words.append(
+            f"{100 * shared / microbatches:.0f} % of the microbatches ({shared:,} of {microbatches:,}) hold "
+            "samples of two jobs or more."
+        )
+    if len(run.windows) > _MAX_WINDOWS:
+        words.append(f"The first {_MAX_WINDOWS} of {len(run.windows):,} windows are shown.")
+    return words
+
+
+def _tiles(run: Run) -> list[Tile]:
+    dropped = run.dropped
+    states = Counter("dropped" if job.name in dropped else str(job.state) for job in run.jobs)
+    succeeded = states.pop("succeeded", 0)
+    detail = ", ".join(f"{count} {state}" for state, count in states.items())
+    tokens = sum(job.trained_tokens for job in run.jobs)
+    rate = tokens / run.seconds if run.seconds and tokens else None
+    tiles = [
+        Tile("jobs succeeded", f"{succeeded} of {len(run.jobs)}", detail or "none failed"),
+        Tile("tokens per second", rate_text(rate), f"{tokens:,} tokens trained"),
+    ]
+    if run.seconds and run.seconds < 60:
+        tiles.append(Tile("seconds", f"{run.seconds:.3g}", "from start to end"))
+    elif run.seconds:
+        detail = f"{duration_text(run.seconds)} from start to end"
+        tiles.append(Tile("minutes", minutes_text(run.seconds), detail))
+    if run.seconds is not None and run.solo_seconds is not None and headline(run.windows) is not None:
+        # Only if the time model has proved accurate.
+        saved = run.solo_seconds - run.seconds
+        if saved >= _MIN_SAVED * run.seconds:
+            detail = f"predicted, against {minutes_text(run.solo_seconds)} one after another"
+            tiles.append(Tile("minutes saved", minutes_text(saved), detail))
+    tiles.append(Tile("peak memory", bytes_text(run.peak_bytes), run.device))
+    return [tile for tile in tiles if tile.value != NOTHING]
+
+
+# -- jobs -----------------------------------------------------------------------------------------------
+
+
+def _job_views(run: Run, jobs: Sequence[JobRecord]) -> list[JobView]:
+    """Return the views of `jobs`, which come in the order of the table."""
+    trials, dropped = run.trials, run.dropped
+    plain = [job for job in jobs if job.name not in trials]
+    best = best_jobs(plain)
+    columns = _setting_columns(plain)
+    values = {job.name: tuple(column[at] for column in columns) for at, job in enumerate(plain)}
+    views = []
+    for index, job in enumerate(jobs):
+        folder, base = run.output.resolve() / job.name, base_spec(job, run)
+        usable, best_on = job.state == "succeeded" and base is not None, best.get(job.name)
+        loss = job.loss
+        view = JobView(
+            job=job,
+            index=index,
+            badge="" if best_on is None else f"best on {best_on}" if best_on else "best",
+            values=values.get(job.name, ()),
+            loss=Number() if loss is None else Number(text=loss_text(loss), value=loss),
+            validation=_validation_number(job),
+            change=_change_number(job),
+            accuracy=_accuracy_number(job),
+            snippet=load_snippet(base, folder) if usable and base is not None else "",
+            command=generate_command(folder) if usable else "",
+            remedies=remedies(job, run.command),
+            trial=job.name in trials,
+            dropped=job.name in dropped,
+        )
+        views.append(view)
+    return views
+
+
+def _validation_number(job: JobRecord) -> Number:
+    """Return the loss of the kept adapter with the step of the best one, if that is not the last; or the loss
+    of the base if only that was evaluated."""
+    kept, base = kept_validation(job), base_validation(job)
+    if kept is None:
+        text = "" if base is None else f"base {loss_text(base)}"
+        return Number(text=text, detail="not evaluated since" if text else "")
+    known = [line for line in job.evaluations if line.loss is not None]
+    best, detail = next((line for line in known if line.step == job.best_step), None), ""
+    if best is not None and best is not known[-1]:
+        detail = f"best {loss_text(best.loss)} at step {best.step:,}, last {loss_text(known[-1].loss)}"
+    return Number(text=loss_text(kept), value=kept, detail=detail)
+
+
+def _change_number(job: JobRecord) -> Number:
+    kept, base = kept_validation(job), base_validation(job)
+    if kept is None or base is None or base == 0:
+        return Number()
+    tone = "" if kept == base else "good" if kept < base else "worse"
+    text, share = change_text(base, kept), (kept - base) / abs(base)
+    return Number(text=text, value=share, detail=f"base {loss_text(base)}", tone=tone)
+
+
+def _accuracy_number(job: JobRecord) -> Number:
+    kept, base = kept_evaluation(job), base_accuracy(job)
+    if kept is None or kept.accuracy is None:
+        return Number()
+    number = Number(text=accuracy_text(kept.accuracy), value=kept.accuracy)
+    if base is None:
+        return number
+    detail = f"{points_text(base, kept.accuracy)}, base {accuracy_text(base)}"
+    tone = "worse" if kept.accuracy < base else ""
+    return Number(text=number.text, value=number.value, detail=detail, tone=tone)
+
+
+def _setting_columns(jobs: Sequence[JobRecord]) -> list[list[Value]]:
+    """Return the values of all jobs for each key in which they differ, unless all values look the same."""
+    specs = [flat_spec(job) for job in jobs]
+    columns = [_column(key, [spec.get(key) for spec in specs]) for key in differing_keys(jobs)]
+    return [column for column in columns if len({one.whole for one in column}) > 1]
+
+
+def _column(key: str, values: Sequence[Any]) -> list[Value]:
+    wholes = ["" if value is None or value in ("", [], {}) else value_text(value) for value in values]
+    names = short_paths(sorted({whole for whole in wholes if PurePath(whole).is_absolute()}))
+    return [Value(key=key, text=_shortened(names.get(whole, whole)), whole=whole) for whole in wholes]
+
+
+def _shortened(text: str) -> str:
+    half = _MAX_VALUE_LETTERS // 2
+    return text if len(text) <= _MAX_VALUE_LETTERS else f"{text[: half - 1]}…{text[-half:]}"
+
+
+def _table_words(table: Sequence[JobView]) -> str:
+    words, count = [], len(table)
+    if count > 1 and table[0].values:
+        words.append("Only the settings in which the jobs differ are shown.")
+    elif count > 1:
+        words.append("The jobs do not differ in any setting.")
+    if count > _MAX_ROWS:
+        words.append(f"The first {_MAX_ROWS:,} of {count:,} jobs are in the table.")
+    if count > MAX_CURVES:
+        words.append(f"The first {MAX_CURVES} of {count:,} jobs have curves below.")
+    if count > _MAX_DETAILS:
+        words.append(f"Commands for the first {_MAX_DETAILS} stand at the end of the page.")
+    if any(view.badge.startswith("best on") for view in table):
+        words.append("Losses on different validation rows cannot be compared: each set has its own best.")
+    return " ".join(words)

@@ -7,40 +7,42 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from weftune.core.clock import WallTime
-from weftune.core.files import refuse_unknown_format
+from weftune.core.clock import Phase, WallTime
+from weftune.core.files import FORMAT, refuse_unknown_format, replace_json
 from weftune.errors import OutputError
-from weftune.jobs.store.folder import BASE_LOSS, METRICS, RUNG_LOSS, STATUS, WINDOWS
 from weftune.jobs.store.shares import combined, read_shares, share_folders
-from weftune.jobs.store.status import RunStatus, from_json, to_json
+from weftune.jobs.store.status import (
+    BASE_LOSS,
+    METRICS,
+    RUNG_LOSS,
+    STATUS,
+    WINDOWS,
+    JobStatus,
+    RunStatus,
+    State,
+    from_json,
+    to_json,
+)
 from weftune.jobs.sweeps.record import SWEEP_FILE, DamagedSweep, SweepRecord, read_record
-from weftune.report.wall import read_wall_times
+
+WALL_TIME = "wall.json"
+Curve = list["MetricLine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepLine:
-    """One optimizer step of one job."""
+class MetricLine:
+    """One optimizer step of a job, or one evaluation on its held-out rows; an evaluation at step 0 comes
+    before any training."""
 
     step: int
     loss: float | None
-    """Loss of the step. None if it was not finite."""
-    tokens: int
-    time: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalLine:
-    """One evaluation of one job on its held-out rows; step 0 comes before any training."""
-
-    step: int
-    loss: float | None
-    time: float
+    """Loss of the step or evaluation. None if it was not finite."""
     tokens: int = 0
-    """Number of held-out tokens that the loss is averaged over; 0 if the folder does not say."""
+    """Number of tokens that the loss is averaged over; 0 if the folder does not say."""
     accuracy: float | None = None
-    """Share of these tokens that the model itself would have chosen."""
+    """Share of held-out tokens that the model itself would have chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,28 +67,22 @@ class WindowLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobRecord:
-    """All that the output folder says about one job."""
+class JobRecord(JobStatus):
+    """The status of a job with its name and, if it was read from an output folder, all that the folder says.
+
+    Files of other versions may have states that `State` does not know; they are kept as text, and `unknown`
+    is the state of a job without a status.
+    """
 
     name: str
-    state: str
-    reason: str
-    step: int
-    steps: int
-    trained_tokens: int
-    best_step: int | None
-    eval_loss: float | None
-    notes: tuple[str, ...]
-    base_loss: float | None = None
-    """Validation loss of the base without an adapter; None if the run did not record it."""
-    warning: str = ""
-    """Problem with the result, such as an adapter that is worse than the base; empty if there is none."""
+    loss: float | None = None
+    """Last finite training loss."""
     spec: Mapping[str, Any] = field(default_factory=dict)
     """The resolved spec; empty for a job that never started."""
     base: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
-    losses: tuple[StepLine, ...] = ()
-    evaluations: tuple[EvalLine, ...] = ()
+    losses: tuple[MetricLine, ...] = ()
+    evaluations: tuple[MetricLine, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,30 +113,11 @@ class Run:
         return frozenset(trial.name for sweep in self.sweeps for trial in sweep.trials)
 
     @property
-    def left(self) -> frozenset[str]:
+    def dropped(self) -> frozenset[str]:
         """The trials that were dropped from their sweep before their end; this is not a failure."""
         return frozenset(
             trial.name for sweep in self.sweeps for trial in sweep.trials if trial.state == "left"
         )
-
-
-@dataclass(slots=True)
-class _Curves:
-    """The lines of one job while they are read, by step."""
-
-    losses: dict[int, StepLine] = field(default_factory=dict)
-    evaluations: dict[int, EvalLine] = field(default_factory=dict)
-
-    def add_step(self, line: StepLine) -> None:
-        # A resumed or restarted job writes its steps again: lines beyond that point are obsolete.
-        if self.losses and line.step <= max(self.losses):
-            self.losses = {step: kept for step, kept in self.losses.items() if step < line.step}
-            self.evaluations = {step: kept for step, kept in self.evaluations.items() if step < line.step}
-        self.losses[line.step] = line
-
-    def add_evaluation(self, line: EvalLine) -> None:
-        self.evaluations = {step: kept for step, kept in self.evaluations.items() if step < line.step}
-        self.evaluations[line.step] = line
 
 
 def read_run(output: Path) -> Run:
@@ -151,14 +128,14 @@ def read_run(output: Path) -> Run:
         raise OutputError(f"{output} {what}: name a folder that `weftune train` has written to.")
     notes: list[str] = []
     shares = read_shares(output)
-    curves = _read_curves(_metrics(output, shares, notes))
+    losses, evaluations = _read_curves(_metrics(output, shares, notes))
     folders = (output, *share_folders(output))
     windows = tuple(_window(line) for folder in folders for line in _read_lines(folder / WINDOWS, notes))
     record = _with_shares(output, _read_status(status, notes), shares)
     states = {str(name): _mapping(state) for name, state in _mapping(record.get("jobs")).items()}
-    names = [*states, *(name for name in curves if name not in states)]
     jobs = tuple(
-        _job(output, name, states.get(name, {}), curves.get(name, _Curves()), notes) for name in names
+        _job(output, name, states.get(name, {}), losses.get(name, ()), evaluations.get(name, ()), notes)
+        for name in dict.fromkeys((*states, *losses))
     )
     seconds = _number(record.get("seconds"))
     sweeps = _read_sweeps(output, notes)
@@ -226,29 +203,41 @@ def _with_shares(output: Path, record: Mapping[str, Any], shares: Sequence[RunSt
     return to_json(combined(output, whole, shares))
 
 
-def _read_curves(lines: list[Mapping[str, Any]]) -> dict[str, _Curves]:
-    curves: dict[str, _Curves] = {}
+def _read_curves(lines: list[Mapping[str, Any]]) -> tuple[dict[str, Curve], dict[str, Curve]]:
+    """Return job → its steps and job → its evaluations, both in order. A resumed or restarted job writes its
+    lines again: those beyond that point are obsolete."""
+    losses: dict[str, Curve] = {}
+    evaluations: dict[str, Curve] = {}
     for line in lines:
         if "job" not in line or "step" not in line:
             continue
-        job = curves.setdefault(str(line["job"]), _Curves())
-        step, moment = _count(line["step"]), _number(line.get("time")) or 0.0
+        job, step = str(line["job"]), _count(line["step"])
+        steps, evaluated = losses.setdefault(job, []), evaluations.setdefault(job, [])
         if RUNG_LOSS in line or BASE_LOSS in line:
             # These are losses of other weights than the trained ones, so they are no points of the curve.
             continue
+        if "eval_loss" not in line and steps and step <= steps[-1].step:
+            _drop_from(step, steps)
+            _drop_from(step, evaluated)
         if "eval_loss" in line:
-            evaluation = EvalLine(
-                step=step,
-                loss=_number(line["eval_loss"]),
-                time=moment,
-                tokens=_count(line.get("eval_tokens")),
-                accuracy=_number(line.get("eval_token_accuracy")),
+            _drop_from(step, evaluated)
+            evaluated.append(
+                MetricLine(
+                    step=step,
+                    loss=_number(line["eval_loss"]),
+                    tokens=_count(line.get("eval_tokens")),
+                    accuracy=_number(line.get("eval_token_accuracy")),
+                )
             )
-            job.add_evaluation(evaluation)
         else:
             tokens = _count(line.get("tokens"))
-            job.add_step(StepLine(step=step, loss=_number(line.get("loss")), tokens=tokens, time=moment))
-    return curves
+            steps.append(MetricLine(step=step, loss=_number(line.get("loss")), tokens=tokens))
+    return losses, evaluations
+
+
+def _drop_from(step: int, curve: Curve) -> None:
+    while curve and curve[-1].step >= step:
+        curve.pop()
 
 
 def _read_status(path: Path, notes: list[str]) -> Mapping[str, Any]:
@@ -263,30 +252,37 @@ def _read_status(path: Path, notes: list[str]) -> Mapping[str, Any]:
         return {}
 
 
-def _job(output: Path, name: str, state: Mapping[str, Any], curves: _Curves, notes: list[str]) -> JobRecord:
+def _job(
+    output: Path,
+    name: str,
+    status: Mapping[str, Any],
+    losses: Sequence[MetricLine],
+    evaluations: Sequence[MetricLine],
+    notes: list[str],
+) -> JobRecord:
     saved = _read_job_file(output, name, notes)
-    losses = tuple(curves.losses[step] for step in sorted(curves.losses))
     data = _mapping(saved.get("data"))
-    best_step = _number(state.get("best_step"))
+    best_step = _number(status.get("best_step"))
     last_step = losses[-1].step if losses else 0
     return JobRecord(
         name=name,
-        state=_text(state.get("state")) or "unknown",
-        reason=_text(state.get("reason")),
-        step=_count(state.get("step")) or last_step,
-        steps=_count(state.get("steps")) or last_step,
-        trained_tokens=_count(state.get("trained_tokens")) or sum(line.tokens for line in losses),
+        state=cast("State", _text(status.get("state")) or "unknown"),
+        reason=_text(status.get("reason")),
+        step=_count(status.get("step")) or last_step,
+        steps=_count(status.get("steps")) or last_step,
+        trained_tokens=_count(status.get("trained_tokens")) or sum(line.tokens for line in losses),
         best_step=None if best_step is None else int(best_step),
-        eval_loss=_number(state.get("eval_loss")),
-        base_loss=_number(state.get("base_loss")),
-        warning=_text(state.get("warning")),
+        eval_loss=_number(status.get("eval_loss")),
+        base_loss=_number(status.get("base_loss")),
+        warning=_text(status.get("warning")),
         # Notes about a job's rows are in both files.
-        notes=tuple(dict.fromkeys((*_texts(state.get("notes")), *_texts(data.get("notes"))))),
+        notes=tuple(dict.fromkeys((*_texts(status.get("notes")), *_texts(data.get("notes"))))),
+        loss=next((line.loss for line in reversed(losses) if line.loss is not None), None),
         spec=_mapping(saved.get("job")),
         base=_mapping(saved.get("base")),
         data=data,
-        losses=losses,
-        evaluations=tuple(curves.evaluations[step] for step in sorted(curves.evaluations)),
+        losses=tuple(losses),
+        evaluations=tuple(evaluations),
     )
 
 
@@ -334,6 +330,37 @@ def _window(line: Mapping[str, Any]) -> WindowLine:
         unsettled=_count(line.get("unsettled")),
         source=_text(line.get("source")),
     )
+
+
+def keep_wall_time(output: Path, wall: WallTime) -> None:
+    """Add a run to those that the output records; a run that is already recorded is replaced."""
+    earlier = [one for one in read_wall_times(output) if one.started != wall.started]
+    replace_json(output / WALL_TIME, {"format": FORMAT, "runs": [_plain(one) for one in (*earlier, wall)]})
+
+
+def read_wall_times(output: Path) -> list[WallTime]:
+    """Return the runs that wrote to the output, the earliest first; empty if the file cannot be read."""
+    try:
+        runs: Any = json.loads((output / WALL_TIME).read_bytes())["runs"]
+        return [_wall_time(run) for run in runs]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _plain(wall: WallTime) -> dict[str, Any]:
+    phases = {str(phase): round(seconds, 3) for phase, seconds in wall.phases.items()}
+    return {"started": wall.started, "seconds": wall.seconds, "phases": phases}
+
+
+def _wall_time(run: Any) -> WallTime:
+    phases = {phase: _seconds(run["phases"].get(phase, 0.0)) for phase in Phase}
+    return WallTime(_seconds(run["started"]), _seconds(run["seconds"]), phases)
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError("no number of seconds")
+    return float(value)
 
 
 def _number(value: Any) -> float | None:

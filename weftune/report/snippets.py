@@ -12,7 +12,7 @@ from weftune.adapters.folder import read_config
 from weftune.base.spec import BaseSpec, Dtype
 from weftune.core.shapes import in_wrapper
 from weftune.errors import AdapterError
-from weftune.jobs.store.resumption import resume_line
+from weftune.jobs.store.status import resume_line
 from weftune.report.read import JobRecord, Run
 
 

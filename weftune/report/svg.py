@@ -14,7 +14,57 @@ from statistics import median
 
 from markupsafe import Markup
 
-from weftune.report.curves import Point
+POINTS = 800
+"""Maximum number of points of one curve on the page: about the pixels of a chart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    x: float
+    y: float | None
+    """None is a gap."""
+
+
+def smooth(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Smooth by exponential means over about a twentieth of the curve, from both sides to avoid a lag.
+
+    A gap stays a gap.
+    """
+    keep = 1 - 1 / max(3.0, len(points) / 20)
+    forward = _running_mean([point.y for point in points], keep)
+    backward = _running_mean([point.y for point in reversed(points)], keep)
+    return tuple(
+        Point(point.x, None if point.y is None else (before + after) / 2)
+        for point, before, after in zip(points, forward, reversed(backward), strict=True)
+    )
+
+
+def _running_mean(values: Sequence[float | None], keep: float) -> list[float]:
+    """Return means with weights that fall by `keep` per step into the past, normalised to avoid bias."""
+    mean = weight = 0.0
+    means = []
+    for value in values:
+        if value is not None:
+            mean = keep * mean + (1 - keep) * value
+            weight = keep * weight + (1 - keep)
+        means.append(mean / weight if weight else 0.0)
+    return means
+
+
+def thin(points: Sequence[Point], limit: int = POINTS) -> tuple[Point, ...]:
+    """Return about `limit` points at most: the lowest and highest of each stretch, so no spike is lost."""
+    if len(points) <= limit:
+        return tuple(points)
+    stretch = -(-2 * len(points) // limit)
+    kept: list[Point] = [points[0]]
+    for start in range(1, len(points) - 1, stretch):
+        part = points[start : min(start + stretch, len(points) - 1)]
+        known = [(point.y, at) for at, point in enumerate(part) if point.y is not None]
+        # The first of equals, as in the order of the curve.
+        ends = {min(known)[1], max(known, key=lambda one: one[0])[1]} if known else {0}
+        kept.extend(part[at] for at in sorted(ends))
+    return (*kept, points[-1])
+
 
 UNITS = 1000
 """Width and height of a plot in its own coordinates."""
@@ -49,7 +99,7 @@ class Axis:
     ticks: tuple[tuple[float, str], ...]
     log: bool = False
 
-    def place(self, value: float) -> float:
+    def position(self, value: float) -> float:
         """Return the position of a value, from 0 to 1; values outside the range are at the nearer end."""
         if self.log:
             value, low, high = (math.log(max(one, 1e-300)) for one in (value, self.low, self.high))
@@ -96,6 +146,18 @@ class Figure:
     height: int = 260
     unit: str = ""
     """Unit after a value that the pointer shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """Parallel coordinates: a line passes through its position, from 0 to 1, on each axis.
+
+    The points of a series have the number of the axis as x and the position on it as y. All axes go from
+    0 to 1.
+    """
+
+    axes: Sequence[Axis]
+    series: Sequence[Series]
 
 
 # -- axes -----------------------------------------------------------------------------------------------
@@ -155,8 +217,11 @@ def number_label(value: float) -> str:
 # -- drawing --------------------------------------------------------------------------------------------
 
 
-def figure_html(figure: Figure) -> Markup:
-    """Return the chart as one HTML element."""
+def figure_html(figure: Figure | Parallel) -> Markup:
+    """Return the chart as HTML. Parallel coordinates are drawn twice: axes side by side for wide screens, one
+    below the other for narrow ones."""
+    if isinstance(figure, Parallel):
+        return _parallel(figure, upright=True) + _parallel(figure, upright=False)
     x, y = figure.x, figure.y
     # The widest label of the vertical axis determines the space left of the plot.
     room = max((len(text) for _, text in y.ticks), default=1)
@@ -167,14 +232,19 @@ def figure_html(figure: Figure) -> Markup:
         _legend(figure),
         Markup('<span class="y-label">{}</span>').format(f"{y.label}, log scale" if y.log else y.label),
         Markup('<div class="field">'),
-        *(_tick("y", 100 - 100 * y.place(value), text) for value, text in y.ticks),
+        *(_tick("y", 100 - 100 * y.position(value), text) for value, text in y.ticks),
         Markup('<svg viewBox="0 0 {0} {0}" preserveAspectRatio="none" aria-hidden="true">').format(UNITS),
-        _grid(y),
-        *(_level(figure, level) for level in figure.levels),
+        Markup('<path class="grid" d="{}"/>').format(
+            "".join(f"M0 {_down(y.position(value))}H{UNITS}" for value, _ in y.ticks)
+        ),
+        *(
+            Markup('<path class="level" d="M0 {0}H{1}"/>').format(_down(y.position(level.value)), UNITS)
+            for level in figure.levels
+        ),
         *(_series(figure, series) for series in figure.series),
         Markup("</svg>"),
-        *(_level_name(figure, level) for level in figure.levels),
-        *(_tick("x", 100 * x.place(value), text) for value, text in x.ticks),
+        *(_level_name(y.position(level.value), level.name) for level in figure.levels),
+        *(_tick("x", 100 * x.position(value), text) for value, text in x.ticks),
         Markup("</div>"),
         Markup('<span class="x-label">{}</span></div>').format(x.label),
     ]
@@ -221,26 +291,17 @@ def _tick(axis: str, percent: float, text: str) -> Markup:
     return Markup('<span class="tick {}" style="{}: {:.2f}%">{}</span>').format(axis, side, percent, text)
 
 
-def _grid(axis: Axis) -> Markup:
-    lines = "".join(f"M0 {_down(axis.place(value))}H{UNITS}" for value, _ in axis.ticks)
-    return Markup('<path class="grid" d="{}"/>').format(lines)
-
-
-def _level(figure: Figure, level: ReferenceLine) -> Markup:
-    return Markup('<path class="level" d="M0 {0}H{1}"/>').format(_down(figure.y.place(level.value)), UNITS)
-
-
-def _level_name(figure: Figure, level: ReferenceLine) -> Markup:
-    place = figure.y.place(level.value)
-    below = " below" if place > 0.9 else ""
+def _level_name(height: float, name: str) -> Markup:
+    """Return the name of a line, below it if it is near the top; `height` is from 0 to 1."""
+    below = " below" if height > 0.9 else ""
     return Markup('<span class="level-name{}" style="top: {:.2f}%">{}</span>').format(
-        below, 100 - 100 * place, level.name
+        below, 100 - 100 * height, name
     )
 
 
 def _series(figure: Figure, series: Series) -> Markup:
     places = [
-        None if point.y is None else (_along(figure.x.place(point.x)), _down(figure.y.place(point.y)))
+        None if point.y is None else (_along(figure.x.position(point.x)), _down(figure.y.position(point.y)))
         for point in series.points
     ]
     attributes = Markup('data-name="{}" stroke="{}"').format(series.name, series.pen.colour)
@@ -293,29 +354,6 @@ def _down(place: float) -> str:
 # -- parallel coordinates -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ParallelAxis:
-    name: str
-    ticks: tuple[tuple[float, str], ...]
-    """Position of each tick, from 0 to 1, and its label."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parallel:
-    """Parallel coordinates: a line passes through its position, from 0 to 1, on each axis.
-
-    The points of a series have the number of the axis as x and the position on it as y.
-    """
-
-    axes: Sequence[ParallelAxis]
-    series: Sequence[Series]
-
-
-def parallel_html(chart: Parallel) -> Markup:
-    """Return the chart twice: axes side by side for wide screens, one below the other for narrow ones."""
-    return _parallel(chart, upright=True) + _parallel(chart, upright=False)
-
-
 def _parallel(chart: Parallel, upright: bool) -> Markup:
     count = len(chart.axes)
     places = [(number + 0.5) / count for number in range(count)]
@@ -336,7 +374,7 @@ def _parallel(chart: Parallel, upright: bool) -> Markup:
         lines = "".join(f"M0 {_down(1 - place)}H{UNITS}" for place in places)
     names = [
         Markup('<span class="axis-name" style="{}: {:.2f}%">{}</span>').format(
-            "left" if upright else "top", 100 * place, axis.name
+            "left" if upright else "top", 100 * place, axis.label
         )
         for place, axis in zip(places, chart.axes, strict=True)
     ]

@@ -10,14 +10,25 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from weftune.report.svg import Figure, figure_html, parallel_html, pen_html
+from weftune.report.svg import Figure, figure_html, pen_html
+from weftune.report.words import breakable
 
 
-def render(template: str, view: object, timelines: Mapping[str, Any]) -> str:
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One headline number of a page."""
+
+    label: str
+    value: str
+    detail: str = ""
+
+
+def render(template: str, timelines: Mapping[str, Any], values: Mapping[str, Any]) -> str:
     """Fill one of the templates beside this file; `timelines` are drawn by the page's script."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
@@ -27,13 +38,13 @@ def render(template: str, view: object, timelines: Mapping[str, Any]) -> str:
     )
     script = _part("page.js")
     return environment.from_string(_part(template)).render(
-        view=view,
-        policy=_policy((script,)),
+        **values,
+        policy=_policy(script),
         style=Markup(_part("page.css")),
         timelines=Markup(_data_block(timelines)),
         script=Markup(script),
         figure=figure_html,
-        parallel=parallel_html,
+        breakable=breakable,
         pen=pen_html,
     )
 
@@ -60,23 +71,14 @@ def _data_block(value: object) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _policy(scripts: Sequence[str]) -> str:
-    """Return a content security policy: nothing may be fetched, and only the page's own scripts run.
+def _policy(script: str) -> str:
+    """Return a content security policy: nothing may be fetched, and only the page's own script runs.
 
     Inline styles are allowed because charts place their labels with style attributes; since nothing may be
     fetched, a style cannot send data out.
     """
-    return "; ".join(
-        (
-            "default-src 'none'",
-            f"script-src {' '.join(_digest(script) for script in scripts)}",
-            "style-src 'unsafe-inline'",
-            "img-src data: blob:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        )
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
-
-
-def _digest(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from threading import RLock
 from types import TracebackType
+from typing import IO, Any, cast
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -16,8 +20,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from weftune.jobs.sweeps.record import SweepRecord
-from weftune.report.sweeps.ranking import counts, expected_steps_left, leaders, rung_rows, rung_sentence
+from weftune.jobs.store.status import State
+from weftune.jobs.sweeps.record import (
+    SweepRecord,
+    counts,
+    expected_steps_left,
+    leaders,
+    rung_rows,
+    rung_sentence,
+)
+from weftune.report.read import JobRecord
 from weftune.report.words import duration_text, loss_text, plural, printable, rate_text, trial_state_text
 
 STATE_STYLES = {
@@ -52,66 +64,45 @@ _SWEEP_LINES = 3
 """Number of lines about each sweep."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobRow:
-    """The progress of a job."""
-
-    name: str
-    state: str = "queued"
-    step: int = 0
-    steps: int = 0
-    loss: float | None = None
-    eval_loss: float | None = None
-    tokens: int = 0
-    """Number of tokens trained since the job began."""
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    time: float
-    step: int
-    tokens: int
-
-
 class Pace:
     """The speed of a job or of the run, measured over the last minute."""
 
     def __init__(self) -> None:
-        self._moments: deque[Moment] = deque()
+        self._moments: deque[tuple[float, int, int]] = deque()
+        """Time, steps and tokens at the end of each burst of reports."""
         self._burst = float("-inf")
         """Start of the burst that ends with the last moment."""
 
-    def add(self, moment: Moment) -> None:
+    def add(self, now: float, step: int, tokens: int) -> None:
         # Jobs report in bursts, which say nothing about speed: only the end of each is kept.
-        if moment.time - self._burst < _APART_SECONDS:
+        if now - self._burst < _APART_SECONDS:
             self._moments.pop()
         else:
-            self._burst = moment.time
-        self._moments.append(moment)
-        while len(self._moments) > 2 and self._moments[1].time < moment.time - _REMEMBERED_SECONDS:
+            self._burst = now
+        self._moments.append((now, step, tokens))
+        while len(self._moments) > 2 and self._moments[1][0] < now - _REMEMBERED_SECONDS:
             self._moments.popleft()
 
     @property
     def tokens_per_second(self) -> float | None:
-        return self._rate(lambda moment: moment.tokens)
+        return self._rate(2)
 
     def seconds_left(self, steps: int) -> float | None:
-        rate = self._rate(lambda moment: moment.step)
+        rate = self._rate(1)
         return steps / rate if rate else None
 
-    def _rate(self, count: Callable[[Moment], int]) -> float | None:
+    def _rate(self, index: int) -> float | None:
         if len(self._moments) < 2:
             return None
         first, last = self._moments[0], self._moments[-1]
-        return (count(last) - count(first)) / (last.time - first.time) if last.time > first.time else None
+        return (last[index] - first[index]) / (last[0] - first[0]) if last[0] > first[0] else None
 
 
 class LiveView:
     """A live view of the jobs of a run; the trainer calls `update` whenever a job has made progress."""
 
     def __init__(
-        self, console: Console, jobs: Sequence[JobRow], clock: Callable[[], float] = time.monotonic
+        self, console: Console, jobs: Sequence[JobRecord], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._console = console
         self._clock = clock
@@ -124,7 +115,8 @@ class LiveView:
         self._next_line = self._started + _TOGETHER_SECONDS
         self._paces = {row.name: Pace() for row in jobs}
         self._overall = Pace()
-        self._steps, self._tokens = sum(row.step for row in jobs), sum(row.tokens for row in jobs)
+        self._steps = sum(row.step for row in jobs)
+        self._tokens = sum(row.trained_tokens for row in jobs)
         """Steps and tokens of all jobs, as running sums, since thousands of jobs may report."""
         self._lock = RLock()
         """Lock of the rows: the trainer changes them, and rich's thread draws them to update the clock."""
@@ -136,8 +128,8 @@ class LiveView:
 
     def __enter__(self) -> LiveView:
         for row in self._rows.values():
-            self._paces[row.name].add(Moment(self._started, row.step, row.tokens))
-        self._overall.add(self._moment())
+            self._paces[row.name].add(self._started, row.step, row.trained_tokens)
+        self._overall.add(self._clock(), self._steps, self._tokens)
         if self._live is not None:
             self._live.start()
             self._draw()
@@ -150,18 +142,20 @@ class LiveView:
             self._draw()
             self._live.stop()
 
-    def update(self, row: JobRow) -> None:
+    def update(self, row: JobRecord) -> None:
         """Show the new progress of a job; a job that is not known yet is added."""
         with self._lock:
             # Progress from before the job joined does not count as speed.
-            before = self._rows.get(row.name) or JobRow(name=row.name, step=row.step, tokens=row.tokens)
+            before = self._rows.get(row.name) or JobRecord(
+                name=row.name, step=row.step, trained_tokens=row.trained_tokens
+            )
             pace = self._paces.setdefault(row.name, Pace())
             self._rows[row.name] = row
             self._steps += row.step - before.step
-            self._tokens += row.tokens - before.tokens
-            if row.step != before.step or row.tokens != before.tokens:
-                pace.add(Moment(self._clock(), row.step, row.tokens))
-                self._overall.add(self._moment())
+            self._tokens += row.trained_tokens - before.trained_tokens
+            if row.step != before.step or row.trained_tokens != before.trained_tokens:
+                pace.add(self._clock(), row.step, row.trained_tokens)
+                self._overall.add(self._clock(), self._steps, self._tokens)
         if self._live is None:
             self._tell(before, row, pace)
         elif self._clock() >= self._next_draw:
@@ -174,36 +168,27 @@ class LiveView:
             self._sweeps[record.name] = record
             self._trials |= {trial.name: trial.state for trial in record.trials}
         if self._live is None:
-            if before is None or _told_of(before) != _told_of(record):
-                self._print("  ".join(line.strip() for line in _sweep_lines(record)))
+            if before is None or (before.decisions, before.best) != (record.decisions, record.best):
+                self.note("  ".join(line.strip() for line in _sweep_lines(record)))
         elif self._clock() >= self._next_draw:
             self._draw()
 
-    def _tell(self, before: JobRow, row: JobRow, pace: Pace) -> None:
+    def _tell(self, before: JobRecord, row: JobRecord, pace: Pace) -> None:
         """Print a line about the job if it is worth one; with many jobs, one about all at intervals."""
         if len(self._rows) <= _MANY and row.name not in self._trials:
             if _worth_a_line(before, row):
-                self._print(_line(row, pace))
+                self.note(_line(row, pace))
             return
-        if row.state != before.state and row.state in _STOPPED and not self._left(row):
-            self._print(_line(row, pace))
+        if row.state != before.state and row.state in _STOPPED and self._trials.get(row.name) != "left":
+            # The line about its rung reports a trial that was dropped from its sweep.
+            self.note(_line(row, pace))
         if self._clock() >= self._next_line:
-            self._print(self._overall_line([self._in_its_words(one) for one in self._rows.values()]).plain)
+            self.note(self._overall_line([self._with_trial_state(one) for one in self._rows.values()]).plain)
             self._next_line = self._clock() + _TOGETHER_SECONDS
-
-    def _left(self, row: JobRow) -> bool:
-        """Return whether the trial was dropped from its sweep, which the line about its rung reports."""
-        return self._trials.get(row.name) == "left"
 
     def note(self, text: str) -> None:
         """Print a sentence for the user above the table."""
-        self._print(text)
-
-    def _print(self, text: str) -> None:
         self._console.print(Text(printable(text)), soft_wrap=True, highlight=False)
-
-    def _moment(self) -> Moment:
-        return Moment(self._clock(), self._steps, self._tokens)
 
     def _draw(self) -> None:
         assert self._live is not None
@@ -215,7 +200,7 @@ class LiveView:
     def _frame(self) -> Group:
         """Return the current content of the live view."""
         with self._lock:
-            rows = [self._in_its_words(row) for row in self._rows.values()]
+            rows = [self._with_trial_state(row) for row in self._rows.values()]
             leading = {trial.name for record in self._sweeps.values() for trial in leaders(record, _LEADERS)}
             room = self._console.height - _FRAME_LINES - _SWEEP_LINES * len(self._sweeps)
             shown = _most_telling(rows, room, self._trials.keys(), leading)
@@ -229,8 +214,8 @@ class LiveView:
                 for at, line in enumerate(_sweep_lines(self._as_seated(record)))
             ]
             failed = [row for row in rows if row.state == "failed" and row.name in self._trials]
-            told = [row for row in shown if row.state not in TRIAL_STYLES and row not in failed]
-            return Group(*lines, *table, *more, *_reasons([*told, *failed]), self._overall_line(rows))
+            others = [row for row in shown if row.state not in TRIAL_STYLES and row not in failed]
+            return Group(*lines, *table, *more, *_reasons([*others, *failed]), self._overall_line(rows))
 
     def _as_seated(self, record: SweepRecord) -> SweepRecord:
         """Return the record with trials as running that were admitted since it was recorded."""
@@ -244,33 +229,30 @@ class LiveView:
         )
         return replace(record, trials=trials)
 
-    def _in_its_words(self, row: JobRow) -> JobRow:
+    def _with_trial_state(self, row: JobRecord) -> JobRecord:
         """Return the row with a trial's state in its sweep, if that says more."""
         state = trial_state_text(self._trials.get(row.name, ""))
         if state in TRIAL_STYLES and row.state in ("queued", "cancelled", "succeeded"):
-            return replace(row, state=state)
+            return replace(row, state=cast("State", state))
         return row
 
-    def _overall_line(self, rows: Sequence[JobRow]) -> Text:
-        found = Counter(row.state for row in rows)
+    def _overall_line(self, rows: Sequence[JobRecord]) -> Text:
+        found = Counter(str(row.state) for row in rows)
         parts = [
             Text(f"{found[state]} {printable(state)}", style=_style(state))
             for state in dict.fromkeys((*STATE_STYLES, *TRIAL_STYLES, *found))
             if found[state]
         ]
-        left = sum(
-            row.steps - row.step
-            for row in rows
-            if row.state in ("queued", "running") and row.name not in self._trials
-        )
+        plain = [row for row in rows if row.name not in self._trials]
         steps = {name: self._rows[name].step for name in self._trials if name in self._rows}
-        left += sum(expected_steps_left(record, steps) for record in self._sweeps.values())
+        pending_steps = sum(row.steps - row.step for row in plain if row.state in ("queued", "running"))
+        pending_steps += sum(expected_steps_left(record, steps) for record in self._sweeps.values())
         parts += [
             Text(f"{rate_text(self._overall.tokens_per_second)} tokens/s"),
             Text(f"{duration_text(self._clock() - self._started)} elapsed"),
         ]
-        if left:
-            parts.append(Text(f"{duration_text(self._overall.seconds_left(left))} left"))
+        if pending_steps:
+            parts.append(Text(f"{duration_text(self._overall.seconds_left(pending_steps))} left"))
         return Text(" · ").join(parts)
 
 
@@ -282,8 +264,8 @@ def _can_redraw(console: Console) -> bool:
 
 
 def _most_telling(
-    rows: Sequence[JobRow], room: int, trials: Collection[str] = (), leading: Collection[str] = ()
-) -> list[JobRow]:
+    rows: Sequence[JobRecord], room: int, trials: Collection[str] = (), leading: Collection[str] = ()
+) -> list[JobRecord]:
     """Return the rows that fit, running jobs before queued and ended ones, in the order of the jobs file. If
     not all fit, only the leading and running trials of a sweep are shown: the rest is summarised above."""
     if len(rows) <= max(room, 3):
@@ -300,7 +282,7 @@ def _most_telling(
     return [row for row in rows if row.name in names]
 
 
-def _live_table(rows: Sequence[JobRow], paces: dict[str, Pace]) -> Table:
+def _live_table(rows: Sequence[JobRecord], paces: dict[str, Pace]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("job", overflow="ellipsis", no_wrap=True, max_width=28)
     table.add_column("state", no_wrap=True)
@@ -309,7 +291,6 @@ def _live_table(rows: Sequence[JobRow], paces: dict[str, Pace]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         pace, running, style = paces[row.name], row.state == "running", _style(row.state)
-        left = pace.seconds_left(row.steps - row.step) if running else None
         table.add_row(
             Text(printable(row.name)),
             Text(row.state, style=style),
@@ -318,7 +299,7 @@ def _live_table(rows: Sequence[JobRow], paces: dict[str, Pace]) -> Table:
             loss_text(row.loss),
             loss_text(row.eval_loss),
             rate_text(pace.tokens_per_second if running else None),
-            duration_text(left),
+            duration_text(pace.seconds_left(row.steps - row.step) if running else None),
         )
     return table
 
@@ -329,10 +310,7 @@ def _style(state: str) -> str:
 
 def _sweep_lines(record: SweepRecord) -> list[str]:
     """Return one line each about the trials' states, the rungs and the leaders of a sweep."""
-    words = {"running": "aboard"}
-    seats = " · ".join(
-        f"{count} {words.get(state) or trial_state_text(state)}" for state, count in counts(record).items()
-    )
+    seats = " · ".join(f"{count} {trial_state_text(state)}" for state, count in counts(record).items())
     rungs = " · ".join(rung_sentence(row) for row in rung_rows(record)[-3:])
     first = leaders(record, _LEADERS)
     leading = "  ".join(
@@ -342,12 +320,7 @@ def _sweep_lines(record: SweepRecord) -> list[str]:
     return lines + [f"  {line}" for line in (rungs, leading) if line]
 
 
-def _told_of(record: SweepRecord) -> tuple[object, ...]:
-    """Return the values of a sweep whose change deserves a line."""
-    return len(record.decisions), record.best
-
-
-def _reasons(rows: Sequence[JobRow]) -> list[Text]:
+def _reasons(rows: Sequence[JobRecord]) -> list[Text]:
     """Return a line per job that failed, stopped or waits; those that will not resume unaided come first."""
     stopped = ("failed", "paused")
     told = sorted((row for row in rows if row.reason), key=lambda row: row.state not in stopped)[:_REASONS]
@@ -357,13 +330,13 @@ def _reasons(rows: Sequence[JobRow]) -> list[Text]:
     ]
 
 
-def _worth_a_line(before: JobRow, row: JobRow) -> bool:
+def _worth_a_line(before: JobRecord, row: JobRecord) -> bool:
     """Return whether the state or the validation loss changed, or another tenth of the run is done."""
     tenths = 10 * row.step // max(row.steps, 1), 10 * before.step // max(row.steps, 1)
     return row.state != before.state or row.eval_loss != before.eval_loss or tenths[0] > tenths[1]
 
 
-def _line(row: JobRow, pace: Pace) -> str:
+def _line(row: JobRecord, pace: Pace) -> str:
     parts = [row.name, row.state, f"step {row.step}/{row.steps}"]
     if row.loss is not None:
         parts.append(f"loss {loss_text(row.loss)}")
@@ -375,3 +348,44 @@ def _line(row: JobRow, pace: Pace) -> str:
     if row.reason:
         parts.append(row.reason)
     return "  ".join(parts)
+
+
+class _SafeOutput:
+    """A wrapper that passes everything to a stream; after a write that fails, output is discarded."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except (OSError, ValueError) as error:
+            self._give_up(error)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except (OSError, ValueError) as error:
+            self._give_up(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _give_up(self, error: Exception) -> None:
+        """Redirect later writes to the null device, including the interpreter's own flush at exit."""
+        if isinstance(error, UnicodeError):
+            raise error
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+        trouble = error.strerror if isinstance(error, OSError) else str(error)
+        with suppress(OSError, ValueError):
+            print(f"weftune: nothing more can be printed ({trouble}); training continues.", file=sys.stderr)
+
+
+def safe_output() -> IO[str]:
+    """Return standard output that cannot end a run: a closed pipe or a full disk is reported once, then
+    ignored."""
+    return cast("IO[str]", _SafeOutput(sys.stdout))

@@ -10,14 +10,13 @@ from typing import Any, Protocol
 
 from weftune.core.files import json_text, replace_file
 from weftune.errors import OutputError
-from weftune.jobs.store.folder import BASE_LOSS, LEARNED, PROMISE, RUNG_LOSS
-from weftune.jobs.store.states import State
+from weftune.jobs.store.status import BASE_LOSS, LEARNED, PROMISE, RUNG_LOSS, State
 from weftune.jobs.store.store import Store
 from weftune.jobs.sweeps.record import SweepRecord
 from weftune.plan.cost.learned import Outcome, Promise
 from weftune.plan.cost.time import CostModel, JobShapes
 from weftune.plan.program.program import Program
-from weftune.report.terminal import JobRow
+from weftune.report.read import JobRecord
 from weftune.run.events import Evaluated, Stepped
 from weftune.run.training.state import Progress
 from weftune.trainer.job import PreparedJob
@@ -26,7 +25,7 @@ Log = Callable[[Mapping[str, Any]], None]
 
 
 class View(Protocol):
-    def update(self, row: JobRow) -> None: ...
+    def update(self, row: JobRecord) -> None: ...
 
     def sweep(self, record: SweepRecord) -> None: ...
 
@@ -77,7 +76,7 @@ class Journal:
         self.store = store
         self.view = view
         self._log = log
-        self._rows: dict[str, JobRow] = {}
+        self._rows: dict[str, JobRecord] = {}
         self._windows = 0
         self._seconds_before = store.status.seconds
         self._saved = (store.status.solo_seconds or store.status.seconds) - store.status.seconds
@@ -102,7 +101,7 @@ class Journal:
         )
         self.store.advance_job(event.job, event.step, job.recipe.steps, progress.trained_tokens)
         self._aside(self.store.write_status_soon)
-        self.show(event.job, step=event.step, loss=outcome.loss, tokens=progress.trained_tokens)
+        self.show(event.job, step=event.step, loss=outcome.loss, trained_tokens=progress.trained_tokens)
 
     def evaluation(self, event: Evaluated, job: PreparedJob, progress: Progress) -> None:
         self._metrics(
@@ -203,7 +202,7 @@ class Journal:
         self.view.note(sentence)
 
     def show(self, name: str, **changes: Any) -> None:
-        self._rows[name] = replace(self._rows.get(name, JobRow(name=name)), **changes)
+        self._rows[name] = replace(self._rows.get(name, JobRecord(name=name)), **changes)
         self.view.update(self._rows[name])
 
     def settle(self) -> bool:

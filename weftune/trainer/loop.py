@@ -22,7 +22,7 @@ from weftune.errors import OutputError, UserError
 from weftune.jobs.courses import LEAST_SAVE_SECONDS, save_interval
 from weftune.jobs.spec.spec import JobSpec
 from weftune.jobs.store.scheduler import admit
-from weftune.jobs.store.states import State
+from weftune.jobs.store.status import State
 from weftune.jobs.store.store import Store
 from weftune.plan.cost.learned import Learned, Outcome, Promise
 from weftune.plan.cost.memory import longest
@@ -43,7 +43,7 @@ from weftune.trainer.health import base_warning, collapse_warning
 from weftune.trainer.job import PreparedJob, lay_out
 from weftune.trainer.journal import Journal, Window
 from weftune.trainer.result_writer import Ending, ResultWriter
-from weftune.trainer.sweeps.sweeps import Sweeps
+from weftune.trainer.sweeps import Sweeps
 from weftune.trainer.windows import Windows
 
 Callback = Callable[[Stepped | Evaluated], None]
@@ -156,7 +156,7 @@ class Loop:
         self.store.advance_job(job.name, status.step, job.recipe.steps, status.trained_tokens)
         tokens = status.trained_tokens
         self.journal.show(
-            job.name, state=State.QUEUED, step=status.step, steps=job.recipe.steps, tokens=tokens
+            job.name, state=State.QUEUED, step=status.step, steps=job.recipe.steps, trained_tokens=tokens
         )
 
     def cancel(self, name: str) -> None:

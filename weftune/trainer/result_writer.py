@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weftune.core.clock import Phase, phase
-from weftune.jobs.store.states import State
+from weftune.jobs.store.status import State
 from weftune.jobs.store.store import Store
 from weftune.run.training import checkpoint
 from weftune.run.training.snapshot import Snapshot

@@ -26,7 +26,7 @@ from weftune.errors import OutputError
 from weftune.jobs.spec.retry import CHANGEABLE, Retry, value_at
 from weftune.jobs.spec.spec import JobSpec, changed_keys, resolved
 from weftune.jobs.store.job_file import CHECKPOINTS, JOB_FILE, DamagedJobFile, read_job_file, write_job_file
-from weftune.jobs.store.resumption import resume_line
+from weftune.jobs.store.status import resume_line
 from weftune.trainer.job import PreparedJob
 
 __all__ = [

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weftune.jobs.sweeps.halving import worth
 from weftune.jobs.sweeps.record import read_record
-from weftune.jobs.sweeps.rungs import worth
 from weftune.trainer.trainer import Result
 
 

@@ -13,14 +13,14 @@ from weftune.errors import Mistake, SpecError
 from weftune.jobs.spec.layer import plain_values
 from weftune.jobs.spec.read import parse_run, read_run
 from weftune.jobs.spec.spec import RunSpec
-from weftune.jobs.store.resumption import train_command
+from weftune.jobs.store.status import train_command
+from weftune.jobs.sweeps.search import later_search
 from weftune.report.ending import print_ending
 from weftune.report.read import read_run as read_records
 from weftune.report.terminal import LiveView
 from weftune.trainer.journal import View
 from weftune.trainer.loop import Callback
 from weftune.trainer.sweep_result import SweepResult, sweep_result
-from weftune.trainer.sweeps.running import proposals_for
 from weftune.trainer.trainer import Options, Result, Trainer
 
 
@@ -92,7 +92,7 @@ def trainer_for(
         trainer.add(job)
     for sweep in run.sweeps:
         own = {trial.name for trial in sweep.trials}
-        trainer.add_sweep(sweep, proposals_for(sweep, (name for name in trainer.jobs if name not in own)))
+        trainer.add_sweep(sweep, later_search(sweep, (name for name in trainer.jobs if name not in own)))
     return trainer
 
 

@@ -26,24 +26,30 @@ from weftune.data.encode import Encoder
 from weftune.data.prepare import SharedData
 from weftune.data.workers import end_workers
 from weftune.errors import Mistake, OutputError, SpecError, UserError
-from weftune.jobs.spec.checks import check_targets, data_warnings, told_once, warnings
+from weftune.jobs.spec.checks import (
+    check_names,
+    check_starts,
+    check_targets,
+    data_warnings,
+    told_once,
+    warnings,
+)
 from weftune.jobs.spec.retry import as_retried, new_retry, with_changes
 from weftune.jobs.spec.spec import JobSpec, place_in_job, resolved
-from weftune.jobs.spec.starts import check_names, check_starts
 from weftune.jobs.store.job_file import DamagedJobFile, read_job_file
-from weftune.jobs.store.resumption import PYTHON, resume_line
-from weftune.jobs.store.states import State
+from weftune.jobs.store.status import PYTHON, State, resume_line
 from weftune.jobs.store.store import Store, open_share, open_store
-from weftune.jobs.sweeps.checks import sweep_warnings
+from weftune.jobs.sweeps.read import sweep_warnings, trial_job
 from weftune.jobs.sweeps.record import SweepRecord, proposed_trials
+from weftune.jobs.sweeps.running import RunningSweep
+from weftune.jobs.sweeps.search import TrialSearch
 from weftune.jobs.sweeps.spec import Sweep
-from weftune.report.compare import first_loss, first_validation, kept_validation, last_loss
+from weftune.report.compare import first_loss, first_validation, kept_validation
+from weftune.report.effort import wall_sentence
 from weftune.report.loggers import check_trackers, open_loggers
 from weftune.report.page import write_report
-from weftune.report.read import JobRecord, Run
+from weftune.report.read import JobRecord, Run, keep_wall_time
 from weftune.report.read import read_run as read_records
-from weftune.report.terminal import JobRow
-from weftune.report.wall import keep_wall_time, wall_sentence
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Progress
 from weftune.run.workers.messages import Staff
@@ -63,8 +69,7 @@ from weftune.trainer.results import (
     with_retries,
     write_job_file,
 )
-from weftune.trainer.sweeps.running import Proposals, RunningSweep
-from weftune.trainer.sweeps.sweeps import Sweeps
+from weftune.trainer.sweeps import Sweeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,7 @@ class Options:
 class Quiet:
     """A view that shows nothing."""
 
-    def update(self, row: JobRow) -> None:
+    def update(self, row: JobRecord) -> None:
         pass
 
     def sweep(self, record: SweepRecord) -> None:
@@ -151,7 +156,7 @@ class Trainer:
         self.options = options or Options()
         self.view: View = view or Quiet()
         self.jobs: dict[str, JobSpec] = {}
-        self.sweeps: dict[str, tuple[Sweep, Proposals | None]] = {}
+        self.sweeps: dict[str, tuple[Sweep, TrialSearch | None]] = {}
         self.interrupted = False
         self.loop: Loop | None = None
         """The loop while the run lasts; None otherwise."""
@@ -178,13 +183,13 @@ class Trainer:
             self.loop.enter(ready)
         return self
 
-    def add_sweep(self, sweep: Sweep, proposals: Proposals | None = None) -> Trainer:
-        """Add a sweep whose trials have been added as jobs; `proposals` are its later generations."""
+    def add_sweep(self, sweep: Sweep, search: TrialSearch | None = None) -> Trainer:
+        """Add a sweep whose trials have been added as jobs; `search` proposes later generations."""
         missing = [trial.name for trial in sweep.trials if trial.name not in self.jobs]
         assert not missing, f"{missing} are no jobs"
         if sweep.name in self.jobs or sweep.name in self.sweeps:
             raise SpecError(Mistake(f"sweep {sweep.name}", "there is already a job or a sweep of that name"))
-        self.sweeps[sweep.name] = sweep, proposals
+        self.sweeps[sweep.name] = sweep, search
         return self
 
     def cancel(self, name: str) -> None:
@@ -282,12 +287,12 @@ class Trainer:
         become jobs again."""
         again = {"--restart": self.options.restart, "--retry": self.options.retry}
         running = []
-        for sweep, proposals in self.sweeps.values():
-            one = RunningSweep(sweep, store, self.jobs, self._tell(store), proposals)
+        for sweep, search in self.sweeps.values():
+            one = RunningSweep(sweep, store, self.jobs, self._tell(store), search)
             one.show = self.view.sweep
             for trial in one.recall([name for names in again.values() for name in names]):
                 if trial.name not in self.jobs:
-                    self.add(one.job_of(trial))
+                    self.add(trial_job(sweep, trial))
             for option, names in again.items():
                 one.refuse_again(option, names, self.options.changes)
             running.append(one)
@@ -373,7 +378,7 @@ class Trainer:
         if not found.damaged and not (has_begun and not folder.exists()):
             return False
         store.pause_job(name, lost_sentence(store, name, found))
-        self.view.update(JobRow(name=name, state=State.PAUSED, reason=store.job(name).reason))
+        self.view.update(JobRecord(name=name, state=State.PAUSED, reason=store.job(name).reason))
         return True
 
     def _drop_spent_checkpoints(self, store: Store) -> None:
@@ -573,7 +578,7 @@ class Trainer:
         metrics: dict[str, float] = {"step": status.step, "trained_tokens": status.trained_tokens}
         found = {
             "first_loss": first_loss(record),
-            "loss": last_loss(record),
+            "loss": record.loss,
             "base_eval_loss": status.base_loss,
             "first_eval_loss": first_validation(record),
             "eval_loss": kept_validation(record),

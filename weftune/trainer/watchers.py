@@ -8,7 +8,7 @@ from typing import Protocol
 
 from weftune.plan.layout.choose import Choice
 from weftune.plan.program.program import Program
-from weftune.report.timelines import Drawn, Timelines, drawn, write_timelines
+from weftune.report.gantt import Drawn, Timelines, drawn, write_timelines
 from weftune.run.executor import Executor
 from weftune.run.workers.driver import Driver
 from weftune.run.workers.trace import Trace, timeline_of

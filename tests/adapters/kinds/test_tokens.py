@@ -37,8 +37,7 @@ from weftune.base.stages import cut_base
 from weftune.core.shapes import LayerRange
 from weftune.core.weights import Head, HeadRows
 from weftune.errors import AdapterError, BaseModelError, SpecError
-from weftune.jobs.spec.checks import check_targets, warnings
-from weftune.jobs.spec.starts import check_starts
+from weftune.jobs.spec.checks import check_starts, check_targets, warnings
 from weftune.ops.logprobs import target_logprobs
 from weftune.plan.program.layout import Layout, StageLayers, one_device
 from weftune.plan.window.window import plan_window

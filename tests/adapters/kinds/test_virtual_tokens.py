@@ -25,8 +25,7 @@ from weftune.base.spec import BaseSpec
 from weftune.cli.plan_jobs import outline_jobs
 from weftune.core.batch import IGNORED
 from weftune.errors import AdapterError, SpecError
-from weftune.jobs.spec.checks import check_targets, warnings
-from weftune.jobs.spec.starts import check_starts
+from weftune.jobs.spec.checks import check_starts, check_targets, warnings
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.program.layout import Layout, StageLayers, one_device
 from weftune.plan.program.program import MicrobatchPlan, SegmentPlan

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from weftune.jobs.spec.bounds import ANY, BOUNDS, Bound, bound_at, number_faults
+from weftune.core.bounds import Bound
+from weftune.jobs.spec.schema import ANY, BOUNDS, bound_at, number_faults
 
 WHOLE, SHARE = "must be a whole number", "must be below 1 (a share of the run) or a whole number of steps"
 LARGE = 10**12

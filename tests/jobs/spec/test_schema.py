@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from weftune.jobs.spec.places import Fault
+from weftune.jobs.spec.layer import Fault
 from weftune.jobs.spec.schema import build, section_of
 
 

@@ -12,10 +12,8 @@ import pytest
 import weftune.jobs.store.shares
 from tests.faults import Disk
 from weftune.errors import OutputError
-from weftune.jobs.store.folder import lock_folder
 from weftune.jobs.store.shares import SHARES, combined, deal, dissolve, gather, share_folder
-from weftune.jobs.store.states import State
-from weftune.jobs.store.status import RunStatus, to_json
+from weftune.jobs.store.status import RunStatus, State, lock_folder, to_json
 from weftune.jobs.store.store import Store, open_share, open_store
 from weftune.plan.layout.split import DeviceShare
 from weftune.report.read import read_run

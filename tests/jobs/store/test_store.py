@@ -14,8 +14,7 @@ import pytest
 
 from tests.faults import Disk, largest_file
 from weftune.errors import OutputError
-from weftune.jobs.store.states import State
-from weftune.jobs.store.status import JobStatus
+from weftune.jobs.store.status import JobStatus, State
 from weftune.jobs.store.store import open_store, refuse_output
 
 
@@ -266,7 +265,7 @@ def test_a_status_that_cannot_be_written_leaves_the_one_before_and_no_draft(tmp_
 def test_a_killed_trainer_leaves_a_status_that_resumes(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
-from weftune.jobs.store.states import State
+from weftune.jobs.store.status import State
 from weftune.jobs.store.store import open_store
 with open_store(Path({str(tmp_path)!r}), resume=True) as store:
     store.add_job("a")

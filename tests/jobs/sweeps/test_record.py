@@ -1,21 +1,36 @@
-"""sweep.json: read as it was written, refused with a sentence where it is damaged or newer."""
+"""sweep.json: read as it was written, refused with a sentence where it is damaged or newer; ranking."""
+
+from __future__ import annotations
 
 import json
 from dataclasses import replace
 
 import pytest
 
+from tests.report.sweep_example import STEPS, sweep_record
 from weftune.core.files import UnknownFormat
+from weftune.jobs.sweeps.halving import Decision
 from weftune.jobs.sweeps.record import (
     DamagedSweep,
     SampleCount,
     SweepRecord,
     TrialRecord,
+    base_sentence,
+    counts,
+    expected_steps_left,
+    leaders,
+    number_text,
     proposed_trials,
+    ranked,
     read_record,
+    rung_rows,
+    rung_sentence,
+    short_keys,
+    swept_keys,
+    trained_share,
+    winners,
     write_record,
 )
-from weftune.jobs.sweeps.rungs import Decision
 
 RECORD = SweepRecord(
     name="sql",
@@ -97,3 +112,125 @@ def test_trials_that_were_proposed_are_found_in_the_records_of_a_runs_own_sweeps
     (tmp_path / "sql" / "sweep.json").write_text("{")
     assert proposed_trials(tmp_path, ["sql"]) == []
     assert proposed_trials(tmp_path / "nowhere", ["sql"]) == []
+
+
+def test_trials_are_ranked_by_how_they_ended_then_how_far_they_came_then_what_they_reached() -> None:
+    order = ranked(sweep_record())
+    assert [trial.state for trial in order] == ["finished"] * 3 + ["left"] * 20 + ["failed"]
+    assert [trial.left_at for trial in order[3:23]] == [60] * 5 + [20] * 15
+    for group in (order[:3], order[3:8], order[8:23]):
+        scores = [trial.score for trial in group]
+        assert scores == sorted(scores)
+
+
+def test_a_finished_trial_with_a_warning_stands_behind_the_others() -> None:
+    record = replace(sweep_record(), best=())
+    first = ranked(record)[0]
+    warned = replace(first, warning="the adapter has collapsed")
+    trials = tuple(warned if trial is first else trial for trial in record.trials)
+    assert ranked(replace(record, trials=trials))[2] == warned
+
+
+def test_a_sweep_whose_best_trial_has_a_warning_says_that_none_improved_on_the_base() -> None:
+    record = sweep_record()
+    assert base_sentence(record) == ""
+    trials = tuple(replace(trial, warning="it is above the base") for trial in record.trials)
+    assert base_sentence(replace(record, trials=trials)) == (
+        "No trial improved on the base: the lowest validation loss is kept (it is above the base)."
+    )
+    assert base_sentence(replace(record, trials=trials, best=())) == ""
+
+
+def test_where_more_is_better_the_highest_comes_first() -> None:
+    record = replace(sweep_record(), mode="max", metric="eval_mean_token_accuracy", best=())
+    scores = [trial.score for trial in ranked(record)[:3]]
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_leaders_have_neither_left_nor_failed() -> None:
+    assert leaders(sweep_record(until=0), 3) == []
+    assert [trial.state for trial in leaders(sweep_record(until=60), 5)] == ["running"] * 3
+    assert [trial.name for trial in winners(sweep_record())] == list(sweep_record().best)
+
+
+def test_the_rungs_tell_who_came_who_went_on_and_where_the_cut_lies() -> None:
+    first, second, last = rung_rows(sweep_record())
+    assert (first.began, first.kept, first.left, first.lost) == (24, 8, 15, 1)
+    assert (second.began, second.kept, second.left, second.lost) == (8, 3, 5, 0)
+    assert first.worst_kept is not None
+    assert first.best_left is not None
+    assert first.worst_kept < first.best_left
+    assert (last.step, last.began, last.evaluated, last.last) == (STEPS, 3, 3, True)
+    assert rung_sentence(first) == "step 20: 8 of 24 went on"
+    assert rung_sentence(last) == "step 200: 3 of 3 ended"
+
+
+def test_a_rung_that_is_not_decided_tells_how_many_have_been_evaluated() -> None:
+    record = sweep_record(failed=None)
+    trials = [
+        replace(trial, state="resting", left_at=None)
+        if at < 14
+        else replace(trial, state="running", left_at=None, at_rungs={})
+        for at, trial in enumerate(record.trials)
+    ]
+    (row,) = rung_rows(replace(record, trials=tuple(trials), decisions=(), best=()))
+    assert rung_sentence(row) == "step 20: 14 of 24 evaluated"
+
+
+def test_a_sweep_without_halving_has_no_rungs() -> None:
+    assert rung_rows(replace(sweep_record(), rungs=(STEPS,), decisions=())) == []
+
+
+def test_every_generation_has_its_own_rungs() -> None:
+    record = sweep_record()
+    later = [replace(trial, name=f"{trial.name}-b", generation=1) for trial in sweep_record(until=0).trials]
+    rows = rung_rows(replace(record, trials=(*record.trials, *later)))
+    assert [(row.generation, row.step) for row in rows] == [(0, 20), (0, 60), (0, 200), (1, 20)]
+
+
+def test_mappings_and_dotted_keys_are_the_same_and_what_all_share_is_left_out() -> None:
+    record = SweepRecord(
+        name="a", search="grid", metric="eval_loss", mode="min", keep=1,
+        trials=(
+            TrialRecord(name="one", values={"adapter": {"rank": 8, "alpha": 16}, "warmup": 0.1}),
+            TrialRecord(name="two", values={"adapter.rank": 64, "adapter": {"alpha": 16}, "warmup": 0.1}),
+        ),
+    )  # fmt: skip
+    assert swept_keys(record) == ("adapter.rank",)
+    assert short_keys(("adapter.rank", "learning_rate")) == {
+        "adapter.rank": "rank",
+        "learning_rate": "learning_rate",
+    }
+    assert short_keys(("a.rank", "b.rank")) == {"a.rank": "a.rank", "b.rank": "b.rank"}
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (3.14159e-4, "3.14e-4"),
+        (0.05, "0.05"),
+        (0.006, "0.006"),
+        (64.0, "64"),
+        (1e-4, "1e-4"),
+        (0.0, "0"),
+        (0.0125, "0.0125"),
+        (1e6, "1e6"),
+        (1500.0, "1500"),
+    ],
+)
+def test_numbers_have_few_letters(number: float, text: str) -> None:
+    assert number_text(number) == text
+
+
+def test_states_are_counted_and_the_share_is_of_all_trials_to_their_end() -> None:
+    assert counts(sweep_record()) == {"finished": 3, "left": 20, "failed": 1}
+    steps = 3 * 200 + 5 * 60 + 15 * 20 + 4
+    assert trained_share(sweep_record()) == pytest.approx(steps / (24 * 200))
+
+
+def test_the_steps_that_are_left_reckon_with_those_who_will_leave() -> None:
+    record = sweep_record(until=0, failed=None)
+    assert expected_steps_left(record, {}) == 24 * 20 + 8 * 40 + 3 * 140
+    halfway = {trial.name: 10 for trial in record.trials}
+    assert expected_steps_left(record, halfway) == 24 * 10 + 8 * 40 + 3 * 140
+    assert expected_steps_left(sweep_record(), {}) == 0

@@ -10,9 +10,8 @@ import pytest
 
 pytest.importorskip("optuna")
 
-from weftune.jobs.sweeps import tpe
-from weftune.jobs.sweeps.draws import identity
-from weftune.jobs.sweeps.search import propose
+from weftune.jobs.sweeps import search
+from weftune.jobs.sweeps.search import TrialSearch, identity
 from weftune.jobs.sweeps.spec import Ends, SweepSpec, Trial, ValueRange
 
 SPEC = SweepSpec(
@@ -32,7 +31,7 @@ def loss(values: Any) -> float:
 
 
 def swept(spec: SweepSpec = SPEC, seed: int = 0) -> list[tuple[Trial, ...]]:
-    proposer = propose("a", spec, seed)
+    proposer = TrialSearch("a", spec, seed)
     generations, ended = [proposer.first()], []
     while generations[-1]:
         ended += [(trial, loss(trial.values)) for trial in generations[-1]]
@@ -63,10 +62,10 @@ def test_told_the_same_ends_it_proposes_the_same_in_whatever_order_they_came() -
     first, second, third, _ = swept()
     ended: Ends = [(trial, loss(trial.values)) for trial in (*first, *second)]
     shuffled = random.Random(1).sample(ended, len(ended))
-    assert propose("a", SPEC, 0).next(ended) == third
-    assert propose("a", SPEC, 0).next(shuffled) == third
+    assert TrialSearch("a", SPEC, 0).next(ended) == third
+    assert TrialSearch("a", SPEC, 0).next(shuffled) == third
     other = [(trial, -value if value else None) for trial, value in ended]
-    assert propose("a", SPEC, 0).next(other) != third
+    assert TrialSearch("a", SPEC, 0).next(other) != third
     assert swept(seed=1) != swept(seed=0)
 
 
@@ -76,7 +75,7 @@ def test_trials_as_a_record_gives_them_back_are_the_same_trials() -> None:
         "betas": ([0.9, 0.99], [0.8, 0.9]),
     }
     spec = SweepSpec(search="tpe", trials=4, over=over)
-    proposer = propose("a", spec, 0)
+    proposer = TrialSearch("a", spec, 0)
     ends: Ends = [(trial, 1.0) for trial in proposer.first()]
     record = json.loads(json.dumps([trial.values for trial, _ in ends], sort_keys=True))
     recalled: Ends = [
@@ -87,7 +86,7 @@ def test_trials_as_a_record_gives_them_back_are_the_same_trials() -> None:
 
 
 def test_a_trial_without_a_value_is_avoided_and_stops_nothing() -> None:
-    proposer = propose("a", SPEC, 0)
+    proposer = TrialSearch("a", SPEC, 0)
     first = proposer.first()
     for value in (None, float("nan"), float("inf")):
         assert len(proposer.next([(trial, value) for trial in first])) == 6
@@ -105,8 +104,8 @@ def test_a_small_grid_is_tried_whole() -> None:
 
 def test_accuracy_is_maximised() -> None:
     spec = SweepSpec(search="tpe", trials=24, metric="eval_mean_token_accuracy", mode="max", over=SPEC.over)
-    least = propose("a", SPEC, 0)
-    most = propose("a", spec, 0)
+    least = TrialSearch("a", SPEC, 0)
+    most = TrialSearch("a", spec, 0)
     ends: Ends = [(trial, loss(trial.values)) for trial in least.first()]
     assert most.next([(trial, -(value or 0)) for trial, value in ends]) == least.next(ends)
 
@@ -119,16 +118,16 @@ def test_every_generation_draws_with_a_seed_of_its_own(monkeypatch: pytest.Monke
         seeds.append(seed)
         return real(spec, known, seed)
 
-    real = tpe._study
-    monkeypatch.setattr(tpe, "_study", noted)
+    real = search._study
+    monkeypatch.setattr(search, "_study", noted)
     swept(seed=0)
     swept(seed=1)
     assert len(set(seeds)) == len(seeds) == 6
 
 
 def test_names_of_other_jobs_are_not_taken() -> None:
-    proposer = propose("a", SPEC, 0)
+    proposer = TrialSearch("a", SPEC, 0)
     ends: Ends = [(trial, loss(trial.values)) for trial in proposer.first()]
     (one, *_) = proposer.next(ends)
-    (renamed, *_) = propose("a", SPEC, 0, [one.name]).next(ends)
+    (renamed, *_) = TrialSearch("a", SPEC, 0, (one.name,)).next(ends)
     assert (renamed.name, renamed.values) == (f"{one.name}-2", one.values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weftune.jobs.sweeps.record import best_folder
-from weftune.trainer.sweeps.best import put_best
+from weftune.jobs.sweeps.running import put_best
 
 
 def winner(output: Path, name: str) -> Path:

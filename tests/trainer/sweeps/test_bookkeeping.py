@@ -6,15 +6,15 @@ from tests import bench
 from tests.run import aboard
 from weftune import JobSpec
 from weftune.errors import OutputError
-from weftune.jobs.store.states import State
+from weftune.jobs.store.status import State
 from weftune.jobs.store.store import open_store
+from weftune.jobs.sweeps import running
+from weftune.jobs.sweeps.halving import TrialEnd
 from weftune.jobs.sweeps.record import read_record
-from weftune.jobs.sweeps.rungs import TrialEnd
+from weftune.jobs.sweeps.running import RunningSweep
 from weftune.jobs.sweeps.spec import Halving, Sweep, SweepSpec, Trial
-from weftune.run.events import Evaluated
 from weftune.run.training import checkpoint
-from weftune.trainer.sweeps import running
-from weftune.trainer.sweeps.running import Proposals, RunningSweep
+from weftune.trainer.sweeps import Sweeps
 
 STEPS = 8
 NAMES = ("s-a", "s-b", "s-c", "s-d")
@@ -25,14 +25,10 @@ def sweep_of(names=NAMES, at=(0.5,), **keys):
     return Sweep("s", spec, tuple(Trial(name, {"seed": number}) for number, name in enumerate(names)))
 
 
-def running_sweep(store, sweep, jobs=None, proposals=None, told=None):
-    made = RunningSweep(sweep, store, jobs or {}, [].append if told is None else told.append, proposals)
+def running_sweep(store, sweep, jobs=None, search=None, told=None):
+    made = RunningSweep(sweep, store, jobs or {}, [].append if told is None else told.append, search)
     made.recall()
     return made
-
-
-def evaluated(job, step, loss):
-    return Evaluated(job, step, loss, token_accuracy=0.5, tokens=10)
 
 
 def jobs_kept(keep):
@@ -52,17 +48,14 @@ def test_a_trial_is_ranked_by_the_step_whose_weights_it_keeps(store, keep, score
     store.add_job("s-a")
     store.evaluate_job("s-a", score, 2, 1.0)
     sweep.rungs.enter("s-a", STEPS)
-    sweep.evaluate(evaluated("s-a", 2, 1.0))
-    sweep.evaluate(evaluated("s-a", 6, 3.0))
+    sweep.evaluate("s-a", 2, 1.0, 0.5)
+    sweep.evaluate("s-a", 6, 3.0, 0.5)
     sweep.rungs.end("s-a", TrialEnd.FINISHED, STEPS)
     assert sweep.score("s-a") == score
 
 
 class OneMore:
     """Proposes one more trial, whenever it is asked."""
-
-    def first(self):
-        return ()
 
     def next(self, ended):
         return (Trial(f"s-more{len(ended)}", {"seed": len(ended)}),)
@@ -71,7 +64,7 @@ class OneMore:
 def test_a_generation_that_could_not_be_recorded_is_proposed_again(store, monkeypatch):
     told = []
     sweep = sweep_of(search="tpe", trials=6)
-    made = running_sweep(store, sweep, proposals=Proposals(OneMore(), None), told=told)
+    made = running_sweep(store, sweep, search=OneMore(), told=told)
     for name in NAMES:
         made.refuse(name, "no data")
 
@@ -116,7 +109,7 @@ def test_a_trial_that_leaves_is_told_the_step_of_its_own_rung(store):
     for name, steps, loss in zip(NAMES, (8, 20), (1.0, 2.0), strict=False):
         store.add_job(name)
         sweep.rungs.enter(name, steps)
-        sweep.evaluate(evaluated(name, steps // 2, loss))
+        sweep.evaluate(name, steps // 2, loss, 0.5)
     orders = sweep.orders(dict.fromkeys(NAMES[:2], 1), ())
     assert orders.leave == {"s-b": "left the sweep at step 10: 2nd of 2, the best goes on"}
     assert read_record(sweep.folder).trials[1].left_at == 10
@@ -131,7 +124,7 @@ def test_a_trial_that_was_saved_at_its_rung_rests_without_being_loaded(store, st
     checkpoint.save(store.output / "s-a" / "checkpoints", training)
     sweep = running_sweep(store, sweep_of())
     sweep.rungs.enter("s-a", STEPS)
-    sweep.evaluate(evaluated("s-a", 4, 1.0))
-    entered = sweep.enter(ready)
+    sweep.evaluate("s-a", 4, 1.0, 0.5)
+    entered = Sweeps([sweep]).enter(ready)
     assert entered.limit == 4
     assert sweep.resting == ({"s-a"} if rests else set())

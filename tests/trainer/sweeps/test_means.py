@@ -25,13 +25,13 @@ from tests.trainer.sweeps.test_running import (
 from weftune.adapters.lora.spec import A, weight_names
 from weftune.core.files import cache_folder
 from weftune.errors import OutputError
+from weftune.jobs.sweeps.running import RunningSweep
 from weftune.jobs.sweeps.spec import Halving
 from weftune.report.read import read_run
 from weftune.run.events import Evaluated, Stepped
 from weftune.run.training import checkpoint
 from weftune.trainer.job import make_ready
-from weftune.trainer.sweeps.running import RunningSweep
-from weftune.trainer.sweeps.sweeps import Sweeps
+from weftune.trainer.sweeps import Sweeps
 
 STEPS = 16
 AT = (0.5, 0.75)

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -11,11 +11,12 @@ from tests import bench, oracle
 from tests.outputs import Crash, assert_same_job, lines, numbers, states, status
 from weftune import JobSpec, Options
 from weftune.errors import OutputError, SpecError
+from weftune.jobs.spec.layer import from_python
 from weftune.jobs.store.store import open_store
 from weftune.jobs.sweeps.record import best_folder
+from weftune.jobs.sweeps.running import RunningSweep
 from weftune.jobs.sweeps.spec import Halving, Sweep, SweepSpec, Trial
 from weftune.run.events import Stepped
-from weftune.trainer.sweeps.running import Proposals, RunningSweep
 
 STEPS = 12
 RATES = [3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4]
@@ -351,9 +352,6 @@ def test_a_trial_that_the_sweep_has_decided_against_is_not_trained_again(base, j
 class Halves:
     """Proposes a part of the best learning rate so far, twice."""
 
-    def first(self):
-        return ()
-
     def next(self, ended):
         if len(ended) >= 5:
             return ()
@@ -364,14 +362,12 @@ class Halves:
 
 def test_later_generations_are_asked_when_the_one_before_has_ended_and_survive_a_crash(base, tmp_path):
     jobs = [trial(rate, steps=6) for rate in RATES[:3]]
-    sweep = sweep_of(jobs, at=(0.5,), share=0.4, search="tpe", trials=5, keep=1)
-
-    def job_of(one):
-        return trial(one.values["learning_rate"], steps=6)
+    keys = from_python({item.name: getattr(jobs[0], item.name) for item in fields(JobSpec)})
+    sweep = replace(sweep_of(jobs, at=(0.5,), share=0.4, search="tpe", trials=5, keep=1), keys=keys)
 
     def run(output, callback=None, **options):
         made = bench.trainer(base, output, jobs, options=Options(**options))
-        return made.add_sweep(sweep, Proposals(Halves(), job_of)).run(callback)
+        return made.add_sweep(sweep, Halves()).run(callback)
 
     results = run(tmp_path / "want")
     found = record(tmp_path / "want")

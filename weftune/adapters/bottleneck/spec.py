@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from weftune.adapters.target import FEEDFORWARD, TargetSpec, ends_with
+from weftune.core.bounds import SIZE
 from weftune.core.shapes import SiteShape
 
 ATTENTION = ("o_proj", "self_attn.out_proj", "attn.c_proj", "attention.dense")
@@ -26,7 +27,7 @@ class BottleneckSpec(TargetSpec):
     kind: Literal["bottleneck"] = "bottleneck"
     placement: Literal["houlsby", "pfeiffer"] = "houlsby"
     targets: str | tuple[str, ...] = (*ATTENTION, *FEEDFORWARD)
-    size: int = 64
+    size: Annotated[int, SIZE] = 64
     """Width of the bottleneck."""
     activation: Activation = "relu"
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from weftune.adapters.target import TargetSpec
+from weftune.core.bounds import RUN_SHARE, Bound
 from weftune.core.shapes import SiteShape
 
 W, ALPHA, GROUP = "w_NK", "alpha_NK", "group_alpha"
@@ -23,15 +24,15 @@ class DiffSpec(TargetSpec):
     dense: ClassVar[bool] = True
 
     kind: Literal["diff"] = "diff"
-    sparsity: float = 0.005
+    sparsity: Annotated[float, Bound(above=0, at_most=1)] = 0.005
     """Share of a target's elements that finally differ from the base."""
-    l0_weight: float = 1.25e-7
+    l0_weight: Annotated[float, Bound(at_least=0)] = 1.25e-7
     """Penalty added to the loss for every element that is expected to differ."""
     structured: bool = True
     """Whether each target has a gate of its own besides those of its elements."""
-    relaxed: float = 0.5
+    relaxed: Annotated[float, RUN_SHARE] = 0.5
     """Duration of the phase with drawn gates: below 1 a share of the run, otherwise a number of steps."""
-    mask_lr_ratio: float = 100.0
+    mask_lr_ratio: Annotated[float, Bound(above=0)] = 100.0
     """Factor of the job's learning rate for gates, which have to move far."""
 
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:

@@ -6,10 +6,11 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from weftune.adapters.target import TargetSpec, ends_with
 from weftune.adapters.tokens import STORED
+from weftune.core.bounds import SIZE, Bound
 from weftune.core.limited import ending
 from weftune.core.shapes import EXPERT_PARAMETERS, SiteShape
 
@@ -27,16 +28,16 @@ class LoraSpec(TargetSpec):
     served: ClassVar[bool] = True
 
     kind: Literal["lora"] = "lora"
-    rank: int = 16
-    alpha: float = 32.0
-    dropout: float = 0.0
+    rank: Annotated[int, SIZE] = 16
+    alpha: Annotated[float, Bound(above=0)] = 32.0
+    dropout: Annotated[float, Bound(at_least=0, below=1)] = 0.0
     target_parameters: tuple[str, ...] = ()
     """Endings of the paths of experts' parameters, each of which gets an adapter for every expert."""
     rslora: bool = False
-    loraplus_lr_ratio: float = 1.0
+    loraplus_lr_ratio: Annotated[float, Bound(above=0)] = 1.0
     """Factor of the job's learning rate for B (LoRA+)."""
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    rank_pattern: Mapping[str, Annotated[int, SIZE]] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, Annotated[float, Bound(above=0)]] = field(default_factory=dict)
     trainable_token_indices: tuple[int, ...] = ()
     """Ids of tokens whose embeddings are trained, too."""
 

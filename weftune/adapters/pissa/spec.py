@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from weftune.adapters.lora.spec import A, B, LoraSpec
+from weftune.core.bounds import Bound
 from weftune.core.shapes import SiteShape
 
 FIRST_A, FIRST_B = "first_a_rK", "first_b_rN"
@@ -19,7 +20,7 @@ class PissaSpec(LoraSpec):
     implementation: ClassVar[str] = "weftune.adapters.pissa.apply:Pissa"
 
     kind: Literal["pissa"] = "pissa"  # type: ignore[assignment]
-    svd_iterations: int | None = None
+    svd_iterations: Annotated[int | None, Bound(at_least=0, at_most=1000)] = None
     """Iterations of a randomised SVD, as in PEFT's `pissa_niter_…`. None computes the exact SVD."""
 
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:

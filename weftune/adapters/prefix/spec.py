@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from weftune.adapters.target import KEYS, VALUES, TargetSpec, ends_with
+from weftune.core.bounds import SIZE
 from weftune.core.shapes import SiteShape
 
 VALUE = "v_proj"
@@ -23,7 +24,7 @@ class PrefixSpec(TargetSpec):
     unused: ClassVar[frozenset[str]] = frozenset({"targets", "layers"})
 
     kind: Literal["prefix"] = "prefix"
-    num_virtual_tokens: int = 16
+    num_virtual_tokens: Annotated[int, SIZE] = 16
 
     def targets_site(self, name: str) -> bool:
         """Return False: linears are not changed."""

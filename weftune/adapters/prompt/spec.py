@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from weftune.adapters.target import ROWS, TargetSpec
+from weftune.core.bounds import SIZE
 from weftune.core.shapes import SiteShape, layer_of
 
 
@@ -20,7 +21,7 @@ class PromptSpec(TargetSpec):
     unused: ClassVar[frozenset[str]] = frozenset({"targets", "layers"})
 
     kind: Literal["prompt"] = "prompt"
-    num_virtual_tokens: int = 16
+    num_virtual_tokens: Annotated[int, SIZE] = 16
     init: Literal["random", "vocabulary", "text"] = "random"
     """Initial values of virtual tokens: drawn from a normal distribution, embeddings of tokens drawn from the
     vocabulary, or those of `init_text`, repeated or cut to their number."""

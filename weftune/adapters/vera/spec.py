@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from weftune.adapters.target import TargetSpec
+from weftune.core.bounds import SEED, SIZE, Bound
 from weftune.core.shapes import SiteShape
 
 D, E = "lambda_d", "lambda_b"
@@ -19,10 +20,10 @@ class VeraSpec(TargetSpec):
     peft_type: ClassVar[str | None] = "VERA"
 
     kind: Literal["vera"] = "vera"
-    rank: int = 256
-    dropout: float = 0.0
-    d_initial: float = 0.1
-    projection_prng_key: int = 0
+    rank: Annotated[int, SIZE] = 256
+    dropout: Annotated[float, Bound(at_least=0, below=1)] = 0.0
+    d_initial: Annotated[float, Bound()] = 0.1
+    projection_prng_key: Annotated[int, SEED] = 0
     """Seed of A and B. Jobs with equal seed, rank and targets share them."""
 
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:

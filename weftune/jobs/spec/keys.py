@@ -7,40 +7,78 @@ the key of Weftune.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Required, TypedDict
 
-from weftune.jobs.spec.near import nearest
+from weftune.adapters.kinds import KINDS, AdapterSpec
+from weftune.adapters.start import FromJob
+from weftune.base.spec import BaseSpec
+from weftune.core.bounds import MAX_COUNT, RUN_SHARE, SEED, Bound
+from weftune.data.spec import DataSpec, EvalSpec, Source
+from weftune.jobs.spec.names import nearest
+from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
-RUN_KEYS = ("base", "output", "report_to", "deterministic", "defaults", "jobs")
-BASE_KEYS = ("model", "dtype", "revision", "quantize")
-DATA_KEYS = (
-    "path", "format", "columns", "split", "limit", "max_length", "train_on", "chat_template", "skip_bad_rows",
-)  # fmt: skip
-ADAPTER_KEYS = (
-    "kind", "rank", "alpha", "dropout", "targets", "layers", "target_parameters", "rslora",
-    "loraplus_lr_ratio", "rank_pattern", "alpha_pattern", "init_from", "feedforward", "d_initial",
-    "projection_prng_key", "placement", "size", "activation", "sparsity", "l0_weight", "structured",
-    "relaxed", "mask_lr_ratio", "num_virtual_tokens", "svd_iterations", "init", "init_text",
-    "trainable_token_indices",
-)  # fmt: skip
-JOB_KEYS = (
-    "name", "adapter", "data", "objective", "eval", "epochs", "steps", "batch_size", "learning_rate",
-    "schedule", "warmup", "weight_decay", "betas", "eps", "clip", "seed", "priority", "early_stop",
-    "save_every", "keep", "sweep",
-)  # fmt: skip
+Objective = Literal["sft"]
+Schedule = Literal["linear", "cosine", "constant"]
+Keep = Literal["best", "last"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyStop:
+    """A rule that stops a job after `patience` evaluations in a row that did not improve the best loss by
+    more than `min_delta`."""
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+
+    patience: Annotated[int, Bound(at_least=1, at_most=MAX_COUNT)]
+    min_delta: Annotated[float, Bound(at_least=0)] = 0.0
+
+
+class JobKeys(TypedDict, total=False):
+    """The keywords of a JobSpec in Python: the keys of jobs.yaml, with rows or records in place of paths."""
+
+    name: Required[str]
+    adapter: AdapterSpec | Mapping[str, Any]
+    data: Required[str | Path | DataSpec | Mapping[str, Any] | Sequence[Any]]
+    objective: Objective
+    eval: EvalSpec | Mapping[str, Any] | None
+    epochs: Annotated[float | None, Bound(above=0, at_most=1e9)]
+    steps: Annotated[int | None, Bound(at_least=1, at_most=MAX_COUNT)]
+    batch_size: Annotated[int, Bound(at_least=1, at_most=10**9)]
+    learning_rate: Annotated[float, Bound(above=0)]
+    schedule: Schedule
+    warmup: Annotated[float, Bound(at_least=0, at_most=MAX_COUNT, share=True)]
+    weight_decay: Annotated[float, Bound(at_least=0)]
+    betas: Sequence[Annotated[float, Bound(at_least=0, below=1)]]
+    eps: Annotated[float, Bound(above=0, at_most=1)]
+    clip: Annotated[float | None, Bound(at_least=0)]
+    seed: Annotated[int, SEED]
+    priority: Annotated[int, Bound(at_least=-(10**9), at_most=10**9)]
+    early_stop: EarlyStop | Mapping[str, Any] | int | None
+    save_every: Annotated[float | None, RUN_SHARE]
+    keep: Keep
+
+
+def _names(*records: type) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(item.name for record in records for item in fields(record)))
+
 
 SECTIONS: Mapping[str, Sequence[str]] = {
-    "run": RUN_KEYS,
-    "base": BASE_KEYS,
-    "job": JOB_KEYS,
-    "adapter": ADAPTER_KEYS,
-    "data": DATA_KEYS,
-    "source": ("path", "weight"),
-    "eval": ("path", "fraction", "every"),
-    "early_stop": ("patience", "min_delta"),
-    "sweep": ("over", "search", "trials", "metric", "mode", "halving", "keep"),
-    "halving": ("at", "keep", "judge"),
-    "init_from": ("job",),
+    "run": ("base", "output", "report_to", "deterministic", "defaults", "jobs"),
+    "base": tuple(name for name in _names(BaseSpec) if name != "written"),
+    "job": (*JobKeys.__annotations__, "sweep"),
+    "adapter": _names(*KINDS.values()),
+    "data": tuple(name for name in _names(DataSpec) if name != "rows"),
+    "source": _names(Source),
+    "eval": _names(EvalSpec),
+    "early_stop": _names(EarlyStop),
+    "sweep": _names(SweepSpec),
+    "halving": _names(Halving),
+    "init_from": _names(FromJob),
 }
+"""Section of jobs.yaml → its keys, as the fields of the records have them."""
+TITLES = {"run": "the file", "job": "a job", "source": "a source of data", "halving": "sweep.halving"}
 SAME_FOR_ALL: Mapping[str, str] = {
     "name": "every trial is named after what sets it apart",
     "data": "trials that train on other rows cannot be compared; write a job for each",
@@ -55,160 +93,91 @@ SAME_FOR_ALL: Mapping[str, str] = {
 INNER = ("source", "halving", "init_from")
 """Sections inside other sections; their keys are not suggested for a key that was written elsewhere."""
 
-RENAMED: Mapping[str, str] = {
-    # PEFT
-    "r": "adapter.rank",
-    "lora_alpha": "adapter.alpha",
-    "lora_dropout": "adapter.dropout",
-    "target_modules": "adapter.targets",
-    "use_rslora": "adapter.rslora",
-    "layers_to_transform": "adapter.layers",
-    "feedforward_modules": "adapter.feedforward",
-    "vera_dropout": "adapter.dropout",
-    "peft_type": "adapter.kind",
-    "prompt_tuning_init": "adapter.init",
-    "prompt_tuning_init_text": "adapter.init_text",
-    "token_indices": "adapter.trainable_token_indices",
-    # TRL and transformers
-    "lora_r": "adapter.rank",
-    "lora_target_modules": "adapter.targets",
-    "per_device_train_batch_size": "batch_size",
-    "train_batch_size": "batch_size",
-    "num_train_epochs": "epochs",
-    "n_epochs": "epochs",
-    "num_epochs": "epochs",
-    "max_steps": "steps",
-    "lr": "learning_rate",
-    "lr_scheduler_type": "schedule",
-    "lr_scheduler": "schedule",
-    "scheduler": "schedule",
-    "warmup_ratio": "warmup",
-    "warmup_steps": "warmup",
-    "adam_beta1": "betas",
-    "adam_beta2": "betas",
-    "adam_betas": "betas",
-    "adam_epsilon": "eps",
-    "epsilon": "eps",
-    "max_grad_norm": "clip",
-    "gradient_clipping": "clip",
-    "max_seq_length": "data.max_length",
-    "max_seq_len": "data.max_length",
-    "early_stopping_patience": "early_stop",
-    "eval_steps": "eval.every",
-    "save_steps": "save_every",
-    "model_name_or_path": "run.base",
-    "model_name": "run.base",
-    "torch_dtype": "base.dtype",
-    "model_revision": "base.revision",
-    "quantization": "base.quantize",
-    "quantization_config": "base.quantize",
-    "quantization_bit": "base.quantize",
-    "quantization_method": "base.quantize",
-    "bnb_4bit_quant_type": "base.quantize",
-    "load_in_4bit": "base.quantize",
-    "load_in_8bit": "base.quantize",
-    "output_dir": "run.output",
-    "dataset_name": "data.path",
-    "train_file": "data.path",
-    "training_file": "data.path",
-    "validation_file": "eval.path",
-    "dataset_text_field": "data.columns",
-    "run_name": "name",
-    # Axolotl
-    "base_model": "run.base",
-    "sequence_len": "data.max_length",
-    "micro_batch_size": "batch_size",
-    "lora_target_linear": "adapter.targets",
-    "lora_target_parameters": "adapter.target_parameters",
-    "lora_model_dir": "adapter.init_from",
-    "datasets": "data.path",
-    "test_datasets": "eval.path",
-    "val_set_size": "eval.fraction",
-    "evals_per_epoch": "eval.every",
-    "saves_per_epoch": "save_every",
-    "train_on_inputs": "data.train_on",
-    # LLaMA-Factory
-    "lora_rank": "adapter.rank",
-    "lora_target": "adapter.targets",
-    "finetuning_type": "adapter.kind",
-    "adapter_name_or_path": "adapter.init_from",
-    "cutoff_len": "data.max_length",
-    "dataset": "data.path",
-    "dataset_path": "data.path",
-    "dataset_dir": "data.path",
-    "template": "data.chat_template",
-    "max_samples": "data.limit",
-    "val_size": "eval.fraction",
-    "stage": "objective",
-    "full_determinism": "run.deterministic",
-    "use_deterministic_algorithms": "run.deterministic",
-    # Sweeps of W&B, Optuna, Ray Tune and transformers
-    "parameters": "sweep.over",
-    "param_space": "sweep.over",
-    "search_space": "sweep.over",
-    "hp_space": "sweep.over",
-    "sweeps": "sweep.over",
-    "method": "sweep.search",
-    "sampler": "sweep.search",
-    "n_trials": "sweep.trials",
-    "num_trials": "sweep.trials",
-    "num_samples": "sweep.trials",
-    "run_cap": "sweep.trials",
-    "goal": "sweep.mode",
-    "direction": "sweep.mode",
-    "early_terminate": "sweep.halving",
-    "pruner": "sweep.halving",
+FOREIGN: Mapping[str, str] = {
+    "adapter.rank": "r lora_r lora_rank",
+    "adapter.alpha": "lora_alpha",
+    "adapter.dropout": "lora_dropout vera_dropout",
+    "adapter.targets": "target_modules lora_target_modules lora_target_linear lora_target",
+    "adapter.rslora": "use_rslora",
+    "adapter.layers": "layers_to_transform",
+    "adapter.feedforward": "feedforward_modules",
+    "adapter.kind": "peft_type finetuning_type",
+    "adapter.init": "prompt_tuning_init",
+    "adapter.init_text": "prompt_tuning_init_text",
+    "adapter.trainable_token_indices": "token_indices",
+    "batch_size": "per_device_train_batch_size train_batch_size micro_batch_size",
+    "epochs": "num_train_epochs n_epochs num_epochs",
+    "steps": "max_steps",
+    "learning_rate": "lr",
+    "schedule": "lr_scheduler_type lr_scheduler scheduler",
+    "warmup": "warmup_ratio warmup_steps",
+    "betas": "adam_beta1 adam_beta2 adam_betas",
+    "eps": "adam_epsilon epsilon",
+    "clip": "max_grad_norm gradient_clipping",
+    "data.max_length": "max_seq_length max_seq_len sequence_len cutoff_len",
+    "early_stop": "early_stopping_patience",
+    "eval.every": "eval_steps evals_per_epoch",
+    "save_every": "save_steps saves_per_epoch",
+    "run.base": "model_name_or_path model_name base_model",
+    "base.dtype": "torch_dtype",
+    "base.revision": "model_revision",
+    "base.quantize": (
+        "quantization quantization_config quantization_bit quantization_method bnb_4bit_quant_type "
+        "load_in_4bit load_in_8bit"
+    ),
+    "run.output": "output_dir",
+    "data.path": "dataset_name train_file training_file datasets dataset dataset_path dataset_dir",
+    "eval.path": "validation_file test_datasets",
+    "data.columns": "dataset_text_field",
+    "name": "run_name",
+    "adapter.target_parameters": "lora_target_parameters",
+    "adapter.init_from": "lora_model_dir adapter_name_or_path",
+    "eval.fraction": "val_set_size val_size",
+    "data.train_on": "train_on_inputs",
+    "data.chat_template": "template",
+    "data.limit": "max_samples",
+    "objective": "stage",
+    "run.deterministic": "full_determinism use_deterministic_algorithms",
+    "sweep.over": "parameters param_space search_space hp_space sweeps",
+    "sweep.search": "method sampler",
+    "sweep.trials": "n_trials num_trials num_samples run_cap",
+    "sweep.mode": "goal direction",
+    "sweep.halving": "early_terminate pruner",
 }
-"""Foreign key → the section and name of ours; a name without a section belongs to the job."""
+"""Key of ours, behind its section unless it belongs to the job → the names that other tools have for it."""
+RENAMED = {name: ours for ours, names in FOREIGN.items() for name in names.split()}
 
-ADVICE: Mapping[str, str] = {
+_ADVICE: Mapping[str, str] = {
     "lora_target_linear": "for true write all-linear",
     "lora_target": "for all write all-linear",
     "prompt_tuning_init": "random, vocabulary for SAMPLE_VOCAB, or text",
     "prompt_tuning_init_text": "beside init: text",
-    "per_device_train_batch_size": "the whole global batch, gradient accumulation multiplied in",
-    "micro_batch_size": "the whole global batch, gradient accumulation multiplied in",
-    "quantization": "nf4, int8 or fp8",
-    "quantization_config": "nf4, int8 or fp8",
+    "per_device_train_batch_size micro_batch_size": (
+        "the whole global batch, gradient accumulation multiplied in"
+    ),
+    "quantization quantization_config quantization_method": "nf4, int8 or fp8",
     "quantization_bit": "nf4 for 4, int8 or fp8 for 8",
-    "quantization_method": "nf4, int8 or fp8",
-    "bnb_4bit_quant_type": "nf4",
-    "load_in_4bit": "nf4",
+    "bnb_4bit_quant_type load_in_4bit": "nf4",
     "load_in_8bit": "int8",
-    "adam_beta1": "both of them, such as [0.9, 0.999]",
-    "adam_beta2": "both of them, such as [0.9, 0.999]",
+    "adam_beta1 adam_beta2": "both of them, such as [0.9, 0.999]",
     "warmup_ratio": "below 1 it is a share of the run",
     "warmup_steps": "from 1 on it counts steps",
     "train_on_inputs": "for true write all",
     "dataset_text_field": "columns: {text: your column}",
-    "evals_per_epoch": "below 1 a share of the run, otherwise steps",
+    "evals_per_epoch saves_per_epoch": "below 1 a share of the run, otherwise steps",
     "method": "grid, random, or tpe for bayes",
     "sampler": "grid, random or tpe",
-    "goal": "min or max",
-    "direction": "min or max",
-    "early_terminate": "such as {at: [0.1, 0.3], keep: 0.33}",
-    "pruner": "such as {at: [0.1, 0.3], keep: 0.33}",
-    "saves_per_epoch": "below 1 a share of the run, otherwise steps",
+    "goal direction": "min or max",
+    "early_terminate pruner": "such as {at: [0.1, 0.3], keep: 0.33}",
 }
+ADVICE = {key: sentence for keys, sentence in _ADVICE.items() for key in keys.split()}
 """Foreign key → advice shown beside the name of our key."""
 
-MODULES_TO_SAVE = (
-    "leave it out, only the adapter is trained; for embeddings of some tokens write "
-    "adapter.trainable_token_indices, a list of their ids"
-)
-NEW_TOKENS = (
-    "leave it out, the tokenizer stays as it is; give tokens of it that the base has not learned a meaning, "
-    "and train their embeddings with adapter.trainable_token_indices"
-)
-
-ANSWERED: Mapping[str, str] = {
+_ANSWERED: Mapping[str, str] = {
     "gradient_accumulation_steps": "multiply it into batch_size, which is the whole global batch",
     "per_device_eval_batch_size": "leave it out, evaluation shares the microbatches of training",
-    "packing": "leave it out, Weftune always packs",
-    "sample_packing": "leave it out, Weftune always packs",
-    "eval_sample_packing": "leave it out, Weftune always packs",
-    "pad_to_sequence_len": "leave it out, Weftune packs and never pads",
-    "group_by_length": "leave it out, Weftune packs and never pads",
+    "packing sample_packing eval_sample_packing": "leave it out, Weftune always packs",
+    "pad_to_sequence_len group_by_length": "leave it out, Weftune packs and never pads",
     "bf16": "write base: {model: ..., dtype: bfloat16} at the top of the file",
     "fp16": "write base: {model: ..., dtype: float16} at the top of the file",
     "tf32": "leave it out",
@@ -217,29 +186,27 @@ ANSWERED: Mapping[str, str] = {
     "bnb_4bit_quant_storage": "leave it out, nf4 is stored in bytes",
     "llm_int8_threshold": "leave it out, int8 has a scale a row and no outlier columns",
     "gradient_checkpointing": "leave it out, the microbatch capacity is chosen from memory",
-    "flash_attention": "leave it out, attention is chosen for the device",
-    "attn_implementation": "leave it out, attention is chosen for the device",
-    "optim": "leave it out, the optimizer is AdamW",
-    "optimizer": "leave it out, the optimizer is AdamW",
+    "flash_attention attn_implementation": "leave it out, attention is chosen for the device",
+    "optim optimizer": "leave it out, the optimizer is AdamW",
     "logging_steps": "leave it out, every step is logged",
     "save_total_limit": "leave it out, one checkpoint is kept; choose which with keep: best or last",
     "save_strategy": "write save_every, a share of the run or a number of steps",
-    "eval_strategy": "write eval: {every: ...}, a share of the run or a number of steps",
-    "evaluation_strategy": "write eval: {every: ...}, a share of the run or a number of steps",
+    "eval_strategy evaluation_strategy": "write eval: {every: ...}, a share of the run or a number of steps",
     "load_best_model_at_end": "for true write keep: best",
     "resume_from_checkpoint": "leave it out and run weftune train --resume",
     "do_train": "leave it out, weftune train trains",
     "do_eval": "leave it out and write eval: {fraction: ...} or eval: {path: ...}",
     "bias": "leave it out, biases are not trained",
     "task_type": "leave it out, the base is a causal language model",
-    "modules_to_save": MODULES_TO_SAVE,
-    "lora_modules_to_save": MODULES_TO_SAVE,
-    "tokens": NEW_TOKENS,
-    "add_tokens": NEW_TOKENS,
-    "new_special_tokens": NEW_TOKENS,
-    "resize_vocab": NEW_TOKENS,
-    "prefix_projection": "leave it out, keys and values are trained themselves",
-    "encoder_hidden_size": "leave it out, keys and values are trained themselves",
+    "modules_to_save lora_modules_to_save": (
+        "leave it out, only the adapter is trained; for embeddings of some tokens write "
+        "adapter.trainable_token_indices, a list of their ids"
+    ),
+    "tokens add_tokens new_special_tokens resize_vocab": (
+        "leave it out, the tokenizer stays as it is; give tokens of it that the base has not learned a "
+        "meaning, and train their embeddings with adapter.trainable_token_indices"
+    ),
+    "prefix_projection encoder_hidden_size": "leave it out, keys and values are trained themselves",
     "token_dim": "leave it out, it is the base's",
     "use_dora": "for true write kind: dora in adapter",
     "init_lora_weights": "leave it out; for pissa write kind: pissa in adapter, for a niter svd_iterations",
@@ -251,41 +218,36 @@ ANSWERED: Mapping[str, str] = {
     "values": "write the list itself, key: [...]",
     "special_tokens": "leave it out, the tokenizer's own are used",
 }
+ANSWERED = {key: sentence for keys, sentence in _ANSWERED.items() for key in keys.split()}
 """Foreign key without a counterpart → what to do instead."""
 
 
 def unknown_key(section: str, key: str) -> str:
     """Return the message for a key that `section` does not know; it always says how to fix it."""
-    known = SECTIONS[section]
+    known, title = SECTIONS[section], TITLES.get(section, section)
     plain = key.strip().lower().replace("-", "_")
     if plain in known:
         return f"write {plain}"
     if plain in RENAMED:
         advice = f" ({ADVICE[plain]})" if plain in ADVICE else ""
-        return f"write {_way(section, RENAMED[plain])}{advice}"
+        return f"write {_name_from(section, RENAMED[plain])}{advice}"
     if plain in ANSWERED:
         return ANSWERED[plain]
     homes = [home for home, keys in SECTIONS.items() if home not in (*INNER, section) and plain in keys]
     if homes:
-        return f"is not a key of {_title(section)}; write {_way(section, f'{homes[0]}.{plain}')}"
+        return f"is not a key of {title}; write {_name_from(section, f'{homes[0]}.{plain}')}"
     near = nearest(plain, known)
     if near:
-        return f"is not a key of {_title(section)}; did you mean {near}?"
+        return f"is not a key of {title}; did you mean {near}?"
     everywhere = {name: home for home, keys in SECTIONS.items() if home not in INNER for name in keys}
     near = nearest(plain, everywhere)
     if near:
-        way = _way(section, f"{everywhere[near]}.{near}")
-        return f"is not a key of {_title(section)}; did you mean {way}?"
-    return f"is not a key of {_title(section)}; its keys are {', '.join(known)}"
+        name = _name_from(section, f"{everywhere[near]}.{near}")
+        return f"is not a key of {title}; did you mean {name}?"
+    return f"is not a key of {title}; its keys are {', '.join(known)}"
 
 
-def _title(section: str) -> str:
-    return {"run": "the file", "job": "a job", "source": "a source of data", "halving": "sweep.halving"}.get(
-        section, section
-    )
-
-
-def _way(section: str, target: str) -> str:
+def _name_from(section: str, target: str) -> str:
     """Return the name of `target` as seen from `section`, in which the user wrote."""
     home, _, key = target.rpartition(".")
     home = home or "job"

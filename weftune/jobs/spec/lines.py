@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from weftune.errors import Mistake, SpecError
-from weftune.jobs.spec.places import Loc, Place, Placed, dotted
+from weftune.jobs.spec.layer import Loc, Place, Placed, dotted
 
 MAX_NODES = 50_000
 """Maximum number of values in a file: more than any honest file has, but aliases of aliases can write

@@ -1,12 +1,30 @@
-"""The names of jobs: each becomes a folder of the output, on any file system."""
+"""Names and values in messages: how a value is written, which known name is near, which names
+a job may have."""
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from weftune.jobs.spec.show import show
+from weftune.core.bounds import show
+
+CUTOFF = 0.8
+"""Minimum similarity of a suggestion. It is above three quarters since one letter of four may make another
+word, as in dora and lora."""
+LEAST_LETTERS = 3
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known name that `word` misspells, or the only one that it abbreviates or is an anagram of;
+    None if there is none."""
+    names = list(known)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=CUTOFF)
+    if not near and len(word) >= LEAST_LETTERS:
+        near = [name for name in names if name.startswith(word) or sorted(name) == sorted(word)]
+    return near.pop() if len(near) == 1 else None
+
 
 LONGEST = 64
 

@@ -9,31 +9,32 @@ from pathlib import Path
 from typing import Any, get_args
 
 from weftune.base.spec import DEMO, BaseSpec
+from weftune.core.bounds import show
 from weftune.core.shapes import ModelShape
 from weftune.errors import Mistake, SpecError, UserError
-from weftune.jobs.spec.checks import check_targets
-from weftune.jobs.spec.keys import BASE_KEYS, RUN_KEYS, unknown_key
-from weftune.jobs.spec.layer import Layer, is_rows, merged, written_out
-from weftune.jobs.spec.lines import MAX_NODES, read_yaml
-from weftune.jobs.spec.names import repeated
-from weftune.jobs.spec.paths import exists, is_hub_id, is_revision, missing, place_in
-from weftune.jobs.spec.places import (
+from weftune.jobs.spec.build import exists, is_hub_id, is_revision, missing, place_in, settle
+from weftune.jobs.spec.checks import SOURCE, check_starts, check_targets, name_faults
+from weftune.jobs.spec.keys import SECTIONS, unknown_key
+from weftune.jobs.spec.layer import (
     ROWS,
+    Layer,
     Loc,
     Place,
     Placed,
     Places,
     dotted,
     in_file_order,
+    is_rows,
+    merged,
     place_of,
     places_of,
+    written_out,
 )
+from weftune.jobs.spec.lines import MAX_NODES, read_yaml
+from weftune.jobs.spec.names import repeated
 from weftune.jobs.spec.schema import EXPECTED, build
-from weftune.jobs.spec.settle import settle
-from weftune.jobs.spec.show import show
 from weftune.jobs.spec.spec import JobSpec, RunSpec, Tracker
-from weftune.jobs.spec.starts import SOURCE, check_starts, name_faults
-from weftune.jobs.sweeps.expand import expand, trial_clashes
+from weftune.jobs.sweeps.read import expand, trial_clashes
 from weftune.jobs.sweeps.spec import Sweep
 
 OUTPUT = "output"
@@ -78,7 +79,7 @@ class _Reader:
         if not values.keys() >= {"base"}:
             self.fault((), "needs base: a Hub id, a folder, a GGUF file, or demo")
         for key in values:
-            if key not in RUN_KEYS:
+            if key not in SECTIONS["run"]:
                 self.fault((key,), unknown_key("run", str(key)))
         base = self.base(values["base"]) if "base" in values else None
         output = self.output(values.get("output"))
@@ -130,10 +131,10 @@ class _Reader:
         if not isinstance(keys, Mapping):
             self.fault(("base",), f"must be {EXPECTED[('base',)]}, got {show(value)}")
             return None
-        unknown = [key for key in keys if key not in BASE_KEYS]
+        unknown = [key for key in keys if key not in SECTIONS["base"]]
         for key in unknown:
             self.fault(("base", key), unknown_key("base", str(key)))
-        made = build(BaseSpec, {key: keys[key] for key in keys if key in BASE_KEYS}, "base", ("base",))
+        made = build(BaseSpec, {key: keys[key] for key in keys if key in SECTIONS["base"]}, "base", ("base",))
         if isinstance(made, list):
             for flaw in made:
                 self.fault(flaw.loc, flaw.sentence)

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from weftune.errors import Mistake, SpecError
+from weftune.jobs.spec.build import settle
 from weftune.jobs.spec.keys import SECTIONS, unknown_key
-from weftune.jobs.spec.layer import Layer, from_python, merged, written_out
+from weftune.jobs.spec.layer import Layer, from_python, merged, places_of, written_out
 from weftune.jobs.spec.lines import parse_yaml
-from weftune.jobs.spec.places import places_of
-from weftune.jobs.spec.settle import settle
 from weftune.jobs.spec.spec import JobSpec, changed_keys, resolved
 
 CHANGEABLE = (

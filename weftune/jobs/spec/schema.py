@@ -1,19 +1,24 @@
-"""Error messages from pydantic's findings: one per value, even if its type is a union."""
+"""Error messages for wrong values: numbers out of their range, and pydantic's findings, one per value even if
+its type is a union."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass, replace
 from functools import cache
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Required, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from weftune.jobs.spec.keys import unknown_key
-from weftune.jobs.spec.near import nearest
-from weftune.jobs.spec.places import ABSENT, Fault, Loc, step_into
-from weftune.jobs.spec.show import show
+from weftune.adapters.kinds import KINDS as ADAPTER_KINDS
+from weftune.core.bounds import Bound, show
+from weftune.jobs.spec.keys import JobKeys, unknown_key
+from weftune.jobs.spec.layer import ABSENT, Fault, Loc, step_into
+from weftune.jobs.spec.names import nearest
+from weftune.jobs.sweeps.spec import SweepSpec
 
 EXPECTED: Mapping[Loc, str] = {
     ("adapter",): "a mapping such as {kind: lora, rank: 16}",
@@ -60,7 +65,21 @@ INNER: Mapping[Loc, str] = {
 }
 """Location → name of the section there, for sections inside of others."""
 
+REQUIRED: Mapping[str, str] = {
+    "name": "a name",
+    "data": "data: a path, or a list of {path, weight}",
+    "path": "a path",
+    "model": "model: a Hub id, a folder, a GGUF file, or demo",
+    "over": f"over: {EXPECTED['sweep', 'over']}",
+    "at": f"at: {EXPECTED['sweep', 'halving', 'at']}",
+    "keep": "keep: the share that goes on, such as 0.33",
+    "job": "job: the name of another job",
+    "patience": "patience: how many evaluations to wait",
+}
+"""Key that must be given → how a message asks for it."""
 MISSING = ("missing", "missing_argument")
+ANY = "*"
+"""Wildcard for every key of a mapping and every item of a list."""
 
 
 @cache
@@ -79,7 +98,7 @@ def build(record: type, values: Mapping[str, Any], section: str = "job", root: L
 def _faults(error: ValidationError, values: Mapping[str, Any], section: str, root: Loc) -> Iterator[Fault]:
     found: dict[Loc, ErrorDetails] = {}
     for item in error.errors(include_url=False):
-        found.setdefault(_way(item, values), item)
+        found.setdefault(_location(item, values), item)
     # A union reports an error for each member: the one that lies deeper inside is the one meant.
     around = {loc[:length] for loc in found for length in range(len(loc))}
     for loc, item in found.items():
@@ -87,10 +106,10 @@ def _faults(error: ValidationError, values: Mapping[str, Any], section: str, roo
             yield _fault(root + loc, item, section)
 
 
-def _way(item: ErrorDetails, values: Any) -> Loc:
+def _location(item: ErrorDetails, values: Any) -> Loc:
     """Return pydantic's location without the names of union members, which do not occur in the values."""
     loc = item["loc"]
-    way: list[str | int] = []
+    found: list[str | int] = []
     for index, part in enumerate(loc):
         below = step_into(values, part)
         is_missing_key = index == len(loc) - 1 and item["type"] in MISSING
@@ -98,8 +117,8 @@ def _way(item: ErrorDetails, values: Any) -> Loc:
             values = below
         elif not is_missing_key:
             continue
-        way.append(part)
-    return tuple(way)
+        found.append(part)
+    return tuple(found)
 
 
 def _fault(loc: Loc, item: ErrorDetails, section: str) -> Fault:
@@ -107,9 +126,10 @@ def _fault(loc: Loc, item: ErrorDetails, section: str) -> Fault:
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return Fault(loc, unknown_key(section_of(loc[:-1], section), str(loc[-1])))
     if kind in MISSING:
-        return Fault(loc[:-1], f"needs {_required(str(loc[-1]))}")
+        return Fault(loc[:-1], f"needs {REQUIRED.get(str(loc[-1]), loc[-1])}")
     if kind == "literal_error":
-        return Fault(loc, _choice(item["ctx"]["expected"], value))
+        choices = re.findall(r"'([^']*)'", item["ctx"]["expected"])
+        return Fault(loc, choice_sentence(choices, value))
     expected = EXPECTED.get(loc) or KINDS.get(kind)
     if expected is None:
         return Fault(loc, f"cannot be used: {item['msg']}")
@@ -124,27 +144,66 @@ def section_of(loc: Loc, section: str = "job") -> str:
     return INNER.get(loc[:2], str(loc[0]))
 
 
-def _required(key: str) -> str:
-    return {
-        "name": "a name",
-        "data": "data: a path, or a list of {path, weight}",
-        "path": "a path",
-        "model": "model: a Hub id, a folder, a GGUF file, or demo",
-        "over": f"over: {EXPECTED[('sweep', 'over')]}",
-        "at": f"at: {EXPECTED[('sweep', 'halving', 'at')]}",
-        "keep": "keep: the share that goes on, such as 0.33",
-        "job": "job: the name of another job",
-        "patience": "patience: how many evaluations to wait",
-    }.get(key, key)
-
-
-def _choice(expected: str, value: Any) -> str:
-    return choice_sentence(re.findall(r"'([^']*)'", expected), value)
-
-
 def choice_sentence(choices: Sequence[str], value: Any) -> str:
     """Return the error message for a value that is none of the choices."""
     listed = ", ".join(choices[:-1]) + " or " + choices[-1] if len(choices) > 1 else choices[0]
     near = nearest(str(value).lower(), choices)
     hint = f"; did you mean {near}?" if near else "; there is no other yet" if len(choices) == 1 else ""
     return f"must be {listed}, got {show(value)}{hint}"
+
+
+# -- numbers --------------------------------------------------------------------------------------------
+
+
+def _bounds(hint: Any, loc: Loc) -> Iterator[tuple[Loc, Bound]]:
+    """Yield the location and range of every number below a type that has a `Bound` in its annotation."""
+    if is_dataclass(hint) or is_typeddict(hint):
+        for name, below in get_type_hints(hint, include_extras=True).items():
+            yield from _bounds(below, (*loc, name))
+    elif get_origin(hint) is Annotated:
+        kinds = get_args(hint.__origin__) or (hint.__origin__,)
+        whole, none = int in kinds, NoneType in kinds
+        yield from ((loc, replace(one, whole=whole, none=none)) for one in hint.__metadata__)
+    else:
+        is_same = get_origin(hint) in (Union, UnionType, Required)
+        for below in get_args(hint):
+            yield from _bounds(below, loc if is_same else (*loc, ANY))
+
+
+BOUNDS: Mapping[Loc, Bound] = {
+    **{loc: bound for kind in ADAPTER_KINDS.values() for loc, bound in _bounds(kind, ("adapter",))},
+    **dict(_bounds(JobKeys, ())),
+    **dict(_bounds(SweepSpec, ("sweep",))),
+}
+"""Location of every number of a job → its range."""
+
+
+def bound_at(loc: Loc) -> Bound | None:
+    """Return the allowed range of the number at `loc`; None if no number belongs there."""
+    for pattern, bound in BOUNDS.items():
+        if len(pattern) == len(loc) and all(
+            part in (ANY, own) for part, own in zip(pattern, loc, strict=True)
+        ):
+            return bound
+    return None
+
+
+def number_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
+    for pattern, bound in BOUNDS.items():
+        for loc, value in _found(values, pattern):
+            if (sentence := bound.fault(value)) is not None:
+                yield Fault(loc, sentence)
+
+
+def _found(value: Any, pattern: Loc, loc: Loc = ()) -> Iterator[tuple[Loc, Any]]:
+    """Yield every value that `pattern` matches, with its location; absent keys are skipped."""
+    if len(loc) == len(pattern):
+        yield loc, value
+        return
+    part = pattern[len(loc)]
+    if isinstance(value, Mapping):
+        for key in value if part == ANY else [part] if part in value else []:
+            yield from _found(value[key], pattern, (*loc, key))
+    elif isinstance(value, list | tuple) and part == ANY:
+        for index, item in enumerate(value):
+            yield from _found(item, pattern, (*loc, index))

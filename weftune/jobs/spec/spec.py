@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Required, TypedDict, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 from weftune.adapters.kinds import AdapterSpec
 from weftune.adapters.lora.spec import LoraSpec
@@ -15,51 +15,12 @@ from weftune.adapters.start import FromJob
 from weftune.base.spec import BaseSpec
 from weftune.data.spec import DataSpec, EvalSpec
 from weftune.errors import Mistake, SpecError
-from weftune.jobs.spec.layer import from_python
-from weftune.jobs.spec.places import ROWS, Loc, Places, dotted, in_file_order, place_of
-from weftune.jobs.spec.settle import settle
+from weftune.jobs.spec.build import settle
+from weftune.jobs.spec.keys import EarlyStop, JobKeys, Keep, Objective, Schedule
+from weftune.jobs.spec.layer import ROWS, Loc, Places, dotted, from_python, in_file_order, place_of
 from weftune.jobs.sweeps.spec import Sweep
 
-Objective = Literal["sft"]
-Schedule = Literal["linear", "cosine", "constant"]
-Keep = Literal["best", "last"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EarlyStop:
-    """A rule that stops a job after `patience` evaluations in a row that did not improve the best loss by
-    more than `min_delta`."""
-
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
-
-    patience: int
-    min_delta: float = 0.0
-
-
-class JobKeys(TypedDict, total=False):
-    """The keywords of a JobSpec in Python: the keys of jobs.yaml, with rows or records in place of paths."""
-
-    name: Required[str]
-    data: Required[str | Path | DataSpec | Mapping[str, Any] | Sequence[Any]]
-    adapter: AdapterSpec | Mapping[str, Any]
-    objective: Objective
-    eval: EvalSpec | Mapping[str, Any] | None
-    epochs: float | None
-    steps: int | None
-    batch_size: int
-    learning_rate: float
-    schedule: Schedule
-    warmup: float
-    weight_decay: float
-    betas: Sequence[float]
-    eps: float
-    clip: float | None
-    seed: int
-    priority: int
-    early_stop: EarlyStop | Mapping[str, Any] | int | None
-    save_every: float | None
-    keep: Keep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, init=False)

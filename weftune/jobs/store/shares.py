@@ -18,17 +18,17 @@ from typing import Any
 
 from weftune.core.files import kept_lines, replace_file, replace_json, sync_folder
 from weftune.errors import OutputError
-from weftune.jobs.store.folder import (
+from weftune.jobs.store.status import (
     LEARNED,
     METRICS,
     WINDOWS,
+    RunStatus,
+    State,
     lock_folder,
     read_status,
     waiting_again,
     write_status,
 )
-from weftune.jobs.store.states import State
-from weftune.jobs.store.status import RunStatus
 from weftune.plan.layout.split import DeviceShare
 
 SHARES = ".shares"

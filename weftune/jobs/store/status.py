@@ -1,18 +1,66 @@
-"""The records of status.json: a run, and each of its jobs."""
+"""The status of a run and its jobs: states, status.json, the names of the output's files, and the command
+that resumes a run."""
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from weftune.core.files import FORMAT, json_text, refuse_unknown_format
-from weftune.jobs.store.states import State
+from weftune.core.files import (
+    FORMAT,
+    UnknownFormat,
+    json_text,
+    refuse_unknown_format,
+    replace_file,
+    temporary,
+)
+from weftune.errors import OutputError
+
+
+class State(StrEnum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    PAUSED = "paused"
+    """Stopped at its current step, by Ctrl-C or by a file that could not be written; --resume continues
+    it."""
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def ended(self) -> bool:
+        """Whether only the user (--restart, --retry) can make the job continue."""
+        return not MOVES[self]
+
+
+MOVES: Mapping[State, frozenset[State]] = {
+    State.QUEUED: frozenset({State.RUNNING, State.PAUSED, State.FAILED, State.CANCELLED}),
+    # Back to queued is preemption: the job leaves its slot and keeps its cursor.
+    State.RUNNING: frozenset({State.QUEUED, State.PAUSED, State.SUCCEEDED, State.FAILED, State.CANCELLED}),
+    # Back to queued is a resumption.
+    State.PAUSED: frozenset({State.QUEUED, State.CANCELLED}),
+    State.SUCCEEDED: frozenset(),
+    State.FAILED: frozenset(),
+    State.CANCELLED: frozenset(),
+}
+
+
+def move(old: State, new: State) -> State:
+    """Return `new` if a job may change to it from `old`; any other transition is a bug in the caller."""
+    if new not in MOVES[old]:
+        raise ValueError(f"a job cannot go from {old} to {new}")
+    return new
+
 
 CHECKSUM = "checksum"
 
@@ -153,3 +201,109 @@ def _typed(record: type, values: dict[str, Any]) -> Any:
 @cache
 def _adapter_of(record: type) -> TypeAdapter[Any]:
     return TypeAdapter(record)
+
+
+STATUS, METRICS, WINDOWS, LOCK = "status.json", "metrics.jsonl", "windows.jsonl", ".lock"
+RUNG_LOSS = "rung_loss"
+"""Key of metrics lines that hold the evaluation of a trial at a rung of its sweep."""
+BASE_LOSS = "base_loss"
+"""Key of metrics lines that hold the loss of the base without any adapter on a job's held-out samples."""
+LEARNED = "learned.json"
+"""File of the learned models that later windows are planned with."""
+PROMISE = "promise.json"
+"""File of the predictions for a run's first window, written before it: layout, attached jobs, seconds,
+bytes."""
+WORKER_LOGS = "ranks"
+"""Folder of the other processes' logs, which begin before the run does."""
+
+
+def lock_folder(folder: Path, named: Path) -> int:
+    """Lock a folder until the process ends, however it ends; the lock file stays. Messages call the folder
+    `named`."""
+    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        import fcntl
+    except ImportError:
+        return handle
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise OutputError(
+            f"another weftune train is writing to {named}; wait for it, or choose another --output"
+        ) from None
+    return handle
+
+
+class DamagedStatus(OutputError):
+    """An error raised if there is a status.json and neither it nor its successor can be read."""
+
+    def __init__(self, path: Path, complaint: str) -> None:
+        self.complaint = complaint
+        super().__init__(
+            f"{path} cannot be used ({complaint}); put back a copy of it, or choose another --output"
+        )
+
+
+def read_status(folder: Path) -> RunStatus:
+    """Read status.json or, if a disk has damaged it, its next version that was never renamed."""
+    complaint = ""
+    for path in (folder / STATUS, temporary(folder / STATUS)):
+        try:
+            return from_json(json.loads(path.read_bytes()), path)
+        except UnknownFormat:
+            raise
+        except (OSError, ValueError, TypeError) as error:
+            complaint = complaint or str(error).splitlines()[0]
+    raise DamagedStatus(folder / STATUS, complaint)
+
+
+def write_status(folder: Path, status: RunStatus) -> None:
+    replace_file(folder / STATUS, status_text(status).encode())
+
+
+def waiting_again(status: RunStatus, states: Container[State] = (State.RUNNING, State.PAUSED)) -> RunStatus:
+    """Return the status with jobs queued again that were paused, or running when their process was killed."""
+    jobs = {
+        name: replace(job, state=move(job.state, State.QUEUED), reason="") if job.state in states else job
+        for name, job in status.jobs.items()
+    }
+    return replace(status, jobs=jobs)
+
+
+UNKNOWN = "weftune train jobs.yaml --resume"
+"""Command for outputs of versions that did not record theirs; the user puts in the name of the file."""
+PYTHON = ""
+"""The recorded command of a run that a Python program started with jobs that are in no file."""
+
+
+def train_command(jobs: str | Path, output: str | Path | None, max_steps: int | None = None) -> str:
+    """Return the command that resumes what `weftune.train(jobs, output=output, max_steps=max_steps)`
+    started."""
+    words = ["weftune", "train", str(jobs)]
+    words += [] if output is None else ["--output", str(output)]
+    words += [] if max_steps is None else ["--max-steps", str(max_steps)]
+    return shlex.join([*words, "--resume"])
+
+
+def resume_line(
+    command: str | None,
+    *,
+    restart: Sequence[str] = (),
+    retry: Sequence[str] = (),
+    changes: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the line that resumes a run; `command` is what its status records.
+
+    Jobs of `restart` are trained anew. Jobs of `retry` continue although they failed, with the dotted keys of
+    `changes` set to new values.
+    """
+    if command == PYTHON:
+        named = {"restart": tuple(restart), "retry": tuple(retry), "changes": dict(changes or {})}
+        words = ["resume=True", *(f"{key}={value!r}" for key, value in named.items() if value)]
+        return f"options=weftune.Options({', '.join(words)})"
+    words = [word for name in restart for word in ("--restart", name)]
+    words += [word for name in retry for word in ("--retry", name)]
+    for key, value in (changes or {}).items():
+        words += ["--set", f"{key}={value if isinstance(value, str) else json_text(value)}"]
+    return " ".join([command or UNKNOWN, *map(shlex.quote, words)])

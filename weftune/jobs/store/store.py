@@ -12,7 +12,9 @@ from typing import Any
 
 from weftune.core.files import LineFile, temporary
 from weftune.errors import OutputError
-from weftune.jobs.store.folder import (
+from weftune.jobs.store.job_file import JOB_FILE, found_job, rebuilt_status
+from weftune.jobs.store.shares import SHARES, dissolve, gather, share_folder
+from weftune.jobs.store.status import (
     BASE_LOSS,
     LOCK,
     METRICS,
@@ -21,17 +23,16 @@ from weftune.jobs.store.folder import (
     WINDOWS,
     WORKER_LOGS,
     DamagedStatus,
+    JobStatus,
+    RunStatus,
+    State,
     lock_folder,
+    move,
     read_status,
+    resume_line,
     waiting_again,
     write_status,
 )
-from weftune.jobs.store.job_file import JOB_FILE
-from weftune.jobs.store.rebuild import found_job, rebuilt_status
-from weftune.jobs.store.resumption import resume_line
-from weftune.jobs.store.shares import SHARES, dissolve, gather, share_folder
-from weftune.jobs.store.states import State, move
-from weftune.jobs.store.status import JobStatus, RunStatus
 
 
 def open_store(output: Path, resume: bool, command: str | None = None) -> Store:

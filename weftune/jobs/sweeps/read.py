@@ -1,24 +1,48 @@
-"""The reader that turns the key `sweep` of a job into a SweepSpec, or reports every mistake in it."""
+"""The reader of a job with the key `sweep`: its specification, and the jobs of its trials, all of them
+checked before the first is trained."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from weftune.jobs.spec.bounds import MAX_TRIALS, bound_at, number_faults
-from weftune.jobs.spec.keys import JOB_KEYS, SAME_FOR_ALL, SECTIONS, unknown_key
-from weftune.jobs.spec.layer import plain_values
-from weftune.jobs.spec.places import Fault, Loc
-from weftune.jobs.spec.schema import EXPECTED, build
-from weftune.jobs.spec.show import show
-from weftune.jobs.sweeps.draws import combinations
-from weftune.jobs.sweeps.rungs import rung_steps
-from weftune.jobs.sweeps.saving import rung_counts
-from weftune.jobs.sweeps.spec import Choices, Halving, SweepSpec, ValueRange
-from weftune.jobs.sweeps.ways import leaves_of, way_of
+from weftune.core.bounds import show
+from weftune.errors import SpecError, UserError
+from weftune.jobs.spec.build import settle
+from weftune.jobs.spec.keys import SAME_FOR_ALL, SECTIONS, unknown_key
+from weftune.jobs.spec.layer import (
+    Fault,
+    Layer,
+    Loc,
+    Place,
+    Placed,
+    Places,
+    in_file_order,
+    merged,
+    place_of,
+    plain_values,
+    written_out,
+)
+from weftune.jobs.spec.schema import EXPECTED, bound_at, build, number_faults
+from weftune.jobs.spec.spec import JobSpec, in_steps
+from weftune.jobs.sweeps.halving import rung_counts, rung_steps
+from weftune.jobs.sweeps.search import TrialSearch, combinations, grid
+from weftune.jobs.sweeps.spec import (
+    MAX_TRIALS,
+    Choices,
+    Halving,
+    Sweep,
+    SweepSpec,
+    Trial,
+    ValueRange,
+    leaves_of,
+    nested,
+    way_of,
+)
 
 NARROWEST = 1e-9
 """Minimum width of a range relative to its values: far more than the distance between two numbers."""
@@ -157,7 +181,7 @@ def _key_fault(key: str) -> str | None:
     first, *below = way_of(key)
     if first in SAME_FOR_ALL:
         return f"cannot be swept: {SAME_FOR_ALL[str(first)]}"
-    if first not in JOB_KEYS:
+    if first not in SECTIONS["job"]:
         return unknown_key("job", str(below[-1] if first in ("job", "jobs", "defaults") and below else first))
     if not below:
         return None
@@ -262,3 +286,145 @@ def _shared(one: Sequence[Loc], other: Sequence[Loc]) -> Loc | None:
             if a[: len(b)] == b[: len(a)]:
                 return max(a, b, key=len)
     return None
+
+
+def trial_job(sweep: Sweep, trial: Trial) -> JobSpec:
+    """Return the job of a trial, also for later generations, which no file lists."""
+    job, found = settle(JobSpec, trial_layer(sweep, trial), sweep.folder)
+    if job is None:
+        raise SpecError(in_file_order(found))
+    return job
+
+
+def trial_layer(sweep: Sweep, trial: Trial) -> Layer:
+    """Return the keys of a trial; the places of those that `over` sets point to the value there."""
+    job = own_keys(sweep.keys)
+    places = {loc: place for loc, place in job.places.items() if not loc}
+    for key, value in trial.values.items():
+        places |= _places(sweep, key, value)
+    laid = merged(job, written_out(nested(trial.values), places))
+    return Layer({**laid.values, "name": trial.name}, laid.places)
+
+
+def own_keys(keys: Layer) -> Layer:
+    """Return a job's keys without `sweep`."""
+    values = {key: value for key, value in keys.values.items() if key != "sweep"}
+    return Layer(values, {loc: place for loc, place in keys.places.items() if loc[:1] != ("sweep",)})
+
+
+def _places(sweep: Sweep, key: str, value: Any) -> Places:
+    written: Loc = ("sweep", "over", key)
+    choices = sweep.spec.over[key]
+    if not isinstance(choices, ValueRange):
+        written = (*written, choices.index(value))
+    way, depth = way_of(key), len(written)
+    return {(*way, *loc[depth:]): place for loc, place in sweep.keys.places.items() if loc[:depth] == written}
+
+
+@dataclass(slots=True)
+class Expanded:
+    """The expansion of one job with `sweep`; it holds only the mistakes in `found` if there are any."""
+
+    found: list[Placed] = field(default_factory=list)
+    jobs: list[JobSpec] = field(default_factory=list)
+    sweeps: list[Sweep] = field(default_factory=list)
+    places: dict[str, Places] = field(default_factory=dict)
+
+
+def expand(keys: Layer, folder: Path) -> Expanded:
+    spec, faults = read_sweep(keys.values)
+    found = [Placed(place_of(keys.places, fault.loc), fault.sentence) for fault in faults]
+    job, wrong = settle(JobSpec, own_keys(keys), folder)
+    if spec is None:
+        return Expanded([*found, *wrong])
+    name = str(keys.values.get("name"))
+    sweep = Sweep(name, spec, (), keys, folder)
+    wrong += _wrong(sweep, (Trial(name, values) for values in _one_by_one(sweep)))
+    if job is None or wrong:
+        return Expanded(wrong)
+    trials = TrialSearch(name, spec, job.seed).first()
+    return _jobs(replace(sweep, trials=trials))
+
+
+def _one_by_one(sweep: Sweep) -> Iterator[dict[str, Any]]:
+    """Yield every value by itself, including those that no draw has hit yet."""
+    for key, choices in sweep.spec.over.items():
+        if not isinstance(choices, ValueRange):
+            yield from grid({key: choices})
+
+
+def _wrong(sweep: Sweep, trials: Iterable[Trial]) -> list[Placed]:
+    return [
+        placed for trial in trials for placed in settle(JobSpec, trial_layer(sweep, trial), sweep.folder)[1]
+    ]
+
+
+def _jobs(sweep: Sweep) -> Expanded:
+    made = Expanded(sweeps=[sweep])
+    found: dict[Place, Placed] = {}
+    for trial in sweep.trials:
+        layer = trial_layer(sweep, trial)
+        job, wrong = settle(JobSpec, layer, sweep.folder)
+        for placed in wrong:
+            found.setdefault(placed.place, placed)
+        if job is not None:
+            made.jobs.append(job)
+            made.places[job.name] = layer.places
+    return Expanded(list(found.values())) if found else made
+
+
+def trial_clashes(names: Sequence[Any], sweeps: Sequence[Sweep]) -> Iterator[tuple[int, str]]:
+    """Yield the position of every job with a trial whose name another job or its trial has, with the
+    message."""
+    owners = {
+        name.lower(): index for index, name in reversed(list(enumerate(names))) if isinstance(name, str)
+    }
+    for sweep in sweeps:
+        index = names.index(sweep.name)
+        for trial in sweep.trials:
+            owner = owners.setdefault(trial.name.lower(), index)
+            if owner != index:
+                whose = (
+                    f"jobs[{owner}]"
+                    if str(names[owner]).lower() == trial.name.lower()
+                    else f"a trial of jobs[{owner}]"
+                )
+                yield index, f"its trial {show(trial.name)} has the name of {whose}; choose another"
+                break
+
+
+def refuse_shares(sweeps: Sequence[Sweep]) -> None:
+    """Raise UserError if there is a sweep: it is trained by one process, or by workers that train every trial
+    together."""
+    if sweeps:
+        raise UserError(
+            f"The trials of sweep {sweeps[0].name} are compared with one another while they train, which "
+            "processes with jobs of their own cannot do; leave --gpus out"
+        )
+
+
+def sweep_warnings(
+    sweeps: Iterable[Sweep], jobs: Mapping[str, JobSpec], steps: Mapping[str, int]
+) -> list[str]:
+    """Return the warnings about all sweeps; `steps` maps each known trial to its number of steps."""
+    return [
+        f"{sweep.name}: {sentence}" for sweep in sweeps for sentence in _rung_warnings(sweep, jobs, steps)
+    ]
+
+
+def _rung_warnings(sweep: Sweep, jobs: Mapping[str, JobSpec], steps: Mapping[str, int]) -> Iterator[str]:
+    """Warn of a first rung within the warm-up: trials that differ in their learning rate are still alike
+    there."""
+    known = [trial.name for trial in sweep.trials if trial.name in steps]
+    early = []
+    for name in known:
+        rungs, warmup = rung_steps(sweep.spec.halving, steps[name]), in_steps(jobs[name].warmup, steps[name])
+        if rungs and rungs[0] <= warmup:
+            early.append((rungs[0], warmup))
+    if early:
+        (rung, warmup), some = early[0], "" if len(early) == len(known) else f"{len(early)} of {len(known)} "
+        yield (
+            f"sweep.halving.at: the first rung is at step {rung}, and {some}trials warm up until step "
+            f"{warmup}: they are judged before their learning rate is reached; set it later, or warmup "
+            "shorter"
+        )

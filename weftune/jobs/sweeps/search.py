@@ -2,52 +2,380 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import math
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import product
+from random import Random
+from typing import TYPE_CHECKING, Any, Literal
 
-from weftune.jobs.sweeps.draws import draws, grid
-from weftune.jobs.sweeps.names import named
-from weftune.jobs.sweeps.spec import Ends, Sweep, SweepSpec, Trial
-from weftune.jobs.sweeps.tpe import Tpe
+from weftune.errors import MissingPackage
+from weftune.jobs.spec.layer import Loc
+from weftune.jobs.spec.names import LONGEST
+from weftune.jobs.sweeps.spec import (
+    Choices,
+    Ends,
+    Sweep,
+    SweepSpec,
+    Trial,
+    ValueRange,
+    leaves,
+    leaves_of,
+    way_of,
+)
+
+if TYPE_CHECKING:
+    import optuna
+
+GENERATIONS = 4
+"""Number of TPE's generations; each is proposed when the one before has ended."""
+MAX_REPEATS = 50
+"""Number of proposals in a row that may repeat other trials before the rest of a generation is drawn at
+random."""
+PATIENCE = 20
+"""Draws in a row that may repeat others before ranges are drawn with one digit more."""
 
 
-class Proposer(Protocol):
-    """A source of trials. It keeps no state: from the same ends it proposes the same trials, so a run can
-    resume."""
-
-    def first(self) -> tuple[Trial, ...]: ...
-
-    def next(self, ended: Ends) -> tuple[Trial, ...]:
-        """Return the generation after all of `ended`, which are all trials so far; empty if there are no
-        more."""
-        ...
+def grid(over: Mapping[str, Choices]) -> list[dict[str, Any]]:
+    """Return every combination, the last key changing fastest."""
+    lists = [choices for choices in over.values() if not isinstance(choices, ValueRange)]
+    assert len(lists) == len(over), "a grid has no ranges"
+    return [dict(zip(over, values, strict=True)) for values in product(*lists)]
 
 
-def proposer(sweep: Sweep, taken: Iterable[str] = ()) -> Proposer:
-    """Return the proposer for a sweep that was read; `taken` are the names of the run's other jobs."""
-    return propose(sweep.name, sweep.spec, int(sweep.keys.values.get("seed", 0)), taken)
+def combinations(over: Mapping[str, Choices]) -> float:
+    """Return the number of distinct trials; infinite if a range has more than whole numbers."""
+    return math.prod(_count(choices) for choices in over.values())
 
 
-def propose(name: str, spec: SweepSpec, seed: int, taken: Iterable[str] = ()) -> Proposer:
-    if spec.search == "tpe":
-        return Tpe(name, spec, seed, tuple(taken))
-    return AtOnce(name, spec, seed, tuple(taken))
+def _count(choices: Choices) -> float:
+    if not isinstance(choices, ValueRange):
+        return len(choices)
+    return choices.max - choices.min + 1 if is_whole(choices) else math.inf
+
+
+def draws(
+    over: Mapping[str, Choices], count: int, seed: int, known: Iterable[Mapping[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """Return `count` random combinations, distinct from one another and from those that are `known`.
+
+    Only `Random.random` is used, whose sequence Python promises to keep. Numbers from a range have three
+    digits, so that names contain them in full and the last bit of a machine's logarithm decides nothing.
+    """
+    uniform = Random(seed).random
+    seen = {identity(values) for values in known}
+    drawn: list[dict[str, Any]] = []
+    repeats = 0
+    while len(drawn) < count:
+        digits = 3 + repeats // PATIENCE
+        values = {key: _drawn(choices, uniform(), digits) for key, choices in over.items()}
+        if identity(values) in seen:
+            repeats += 1
+            continue
+        repeats = 0
+        seen.add(identity(values))
+        drawn.append(values)
+    return drawn
+
+
+def identity(values: Mapping[str, Any]) -> str:
+    """Return a text that is the same for equal combinations, whatever the order of their keys: records sort
+    them."""
+    return json.dumps(values, sort_keys=True, default=repr)
+
+
+def _drawn(choices: Choices, uniform: float, digits: int) -> Any:
+    """Return the value of `choices` at `uniform`, from 0 up to but not including 1."""
+    if not isinstance(choices, ValueRange):
+        return choices[int(uniform * len(choices))]
+    low, high = choices.min, choices.max
+    if is_whole(choices):
+        count = int(high) - int(low) + 1
+        value = _between_logs(low, low + count, uniform) if choices.log else low + int(uniform * count)
+        return min(max(int(value), int(low)), int(high))
+    value = _between_logs(low, high, uniform) if choices.log else low + uniform * (high - low)
+    return tidy(choices, value, digits)
+
+
+def _between_logs(low: float, high: float, uniform: float) -> float:
+    return math.exp(math.log(low) + uniform * (math.log(high) - math.log(low)))
+
+
+def is_whole(choices: ValueRange) -> bool:
+    return isinstance(choices.min, int) and isinstance(choices.max, int)
+
+
+def tidy(choices: ValueRange, value: float, digits: int = 3) -> float:
+    """Round a value of a range to `digits` digits of the range's width or, on a logarithmic range, of the
+    value itself if that is smaller."""
+    first = _power_of_ten(choices.max - choices.min)
+    if choices.log:
+        first = min(first, _power_of_ten(value))
+    return float(min(max(round(value, digits - 1 - first), choices.min), choices.max))
+
+
+def _power_of_ten(value: float) -> int:
+    """Return the power of ten of the first digit; `math.log10` may err by a bit, and then by a digit."""
+    return int(f"{value:.17e}".partition("e")[2])
+
+
+def generations(trials: int) -> Iterator[int]:
+    """Yield the sizes of TPE's generations: a quarter of the trials each, and the remainder in the last."""
+    size = -(-trials // GENERATIONS)
+    for start in range(0, trials, size):
+        yield min(size, trials - start)
+
+
+SHORT: Mapping[str, str] = {
+    "rank": "r",
+    "learning_rate": "lr",
+    "alpha": "a",
+    "dropout": "d",
+    "batch_size": "b",
+    "epochs": "e",
+    "steps": "s",
+    "weight_decay": "wd",
+    "warmup": "w",
+}
+BY_VALUE = ("schedule", "targets")
+"""Keys whose values are clear without the key."""
+LEAST_OF_SWEEP = 16
+"""Minimum number of letters that a long list of values leaves of the sweep's name."""
+
+
+def trial_names(
+    sweep: str,
+    over: Mapping[str, Choices],
+    drawn: Sequence[Mapping[str, Any]],
+    taken: Iterable[str] = (),
+) -> list[str]:
+    """Return a name for each of `drawn`, none of them in `taken`; a number distinguishes names that would be
+    equal."""
+    told = _told(over)
+    used = {sweep.lower(), *(name.lower() for name in taken)}
+    names = []
+    for values in drawn:
+        name = _unique(_name(sweep, told, values), used)
+        used.add(name.lower())
+        names.append(name)
+    return names
+
+
+def _told(over: Mapping[str, Choices]) -> list[Loc]:
+    """Return the locations of the values that names contain: those that differ, and only the first of several
+    that change together. For a single trial, one value of each key."""
+    told: list[Loc] = []
+    for key, choices in over.items():
+        if isinstance(choices, ValueRange):
+            told.append(way_of(key))
+        elif len(choices) > 1:
+            told += _telling(key, choices)
+    return told or [way for key, choices in over.items() for way in leaves_of(key, choices)[:1]]
+
+
+def _telling(key: str, choices: Sequence[Any]) -> list[Loc]:
+    told: list[Loc] = []
+    apart = 1
+    for way in leaves_of(key, tuple(choices)):
+        kinds = {
+            tuple(repr(dict(leaves(way_of(key), value)).get(one)) for one in (*told, way))
+            for value in choices
+        }
+        if len(kinds) > apart:
+            told.append(way)
+            apart = len(kinds)
+    return told
+
+
+def _name(sweep: str, told: Sequence[Loc], values: Mapping[str, Any]) -> str:
+    held = {way: value for key, value in values.items() for way, value in leaves(way_of(key), value)}
+    tail = "-".join(part for way in told if way in held and (part := _part(way, held[way])))
+    head = sweep[: max(LEAST_OF_SWEEP, LONGEST - 1 - len(tail))]
+    return f"{head}-{tail}"[:LONGEST].rstrip("-.") if tail else head
+
+
+def _part(way: Loc, value: Any) -> str:
+    key, text = str(way[-1]), value_text(value)
+    if key in BY_VALUE:
+        return text
+    if isinstance(value, bool):
+        return _plain(key if value else f"no-{key}")
+    short = SHORT.get(key, _plain(key)) if len(way) < 3 else _plain(key)
+    is_number = isinstance(value, int | float)
+    return f"{short}{text}" if is_number else f"{short}-{text}"
+
+
+def value_text(value: Any) -> str:
+    """Return a value in the few characters that a name may have: `3e-4`, `0.05`, `cosine`."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return number_text(value)
+    if isinstance(value, list | tuple):
+        return "_".join(value_text(item).removesuffix("_proj") for item in value)
+    if isinstance(value, Mapping):
+        return "_".join(value_text(item) for item in value.values())
+    return _plain(str(value).rstrip("/").rpartition("/")[2])
+
+
+def number_text(value: float) -> str:
+    """Return a number in at most four digits, with an exponent if that is shorter, or as short and without
+    many zeros."""
+    plain = f"{value:.4f}".rstrip("0").rstrip(".") if abs(value) >= 1000 else f"{float(f'{value:.4g}')!r}"
+    plain = plain.removesuffix(".0")
+    digits, _, power = f"{value:.3e}".partition("e")
+    digits = digits.rstrip("0").rstrip(".")
+    scientific = f"{digits}e{int(power)}"
+    is_shorter = len(plain) < len(scientific) or len(plain) == len(scientific) <= len("0.05")
+    return plain if is_shorter and "e" not in plain else scientific
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")
+
+
+def _unique(name: str, used: set[str]) -> str:
+    number, found = 1, name
+    while found.lower() in used:
+        number += 1
+        found = f"{name[: LONGEST - 1 - len(str(number))]}-{number}"
+    return found
 
 
 @dataclass(frozen=True, slots=True)
-class AtOnce:
-    """A grid or random draws: all trials are known before the first is trained."""
+class TrialSearch:
+    """The source of a sweep's trials. It keeps no state: from the same ends it proposes the same trials, so a
+    run can resume."""
 
     name: str
     spec: SweepSpec
     seed: int
     taken: tuple[str, ...] = ()
+    """Names of the run's other jobs."""
 
     def first(self) -> tuple[Trial, ...]:
-        over, trials = self.spec.over, self.spec.trials
-        drawn = grid(over) if trials is None else draws(over, trials, self.seed)
-        return named(self.name, self.spec, drawn, self.taken)
+        """Return all trials of a grid or of random draws; for `tpe`, the first generation, drawn at
+        random."""
+        over, count = self.spec.over, self.spec.trials
+        if count is None:
+            return self._named(grid(over))
+        count = next(generations(count)) if self.spec.search == "tpe" else count
+        return self._named(draws(over, count, self.seed))
 
     def next(self, ended: Ends) -> tuple[Trial, ...]:
-        return ()
+        """Return the generation after `ended`, which are all trials so far; empty if there are no more. The
+        sampler is given all ended trials anew, and is seeded by their number."""
+        # Sorted by name: the order in which trials ended depends on the clock and must not matter.
+        known = sorted(ended, key=lambda one: one[0].name)
+        if self.spec.search != "tpe" or self.spec.trials is None:
+            return ()
+        count = min(next(generations(self.spec.trials)), self.spec.trials - len(known))
+        if count <= 0:
+            return ()
+        seed = int(Random(f"{self.seed} after {len(known)}").random() * 2**32)
+        with _quiet():
+            proposed = self._proposed(_study(self.spec, known, seed), known, count, seed)
+        return self._named(proposed, [trial.name for trial, _ in known])
+
+    def _named(self, drawn: Sequence[Mapping[str, Any]], known: Iterable[str] = ()) -> tuple[Trial, ...]:
+        names = trial_names(self.name, self.spec.over, drawn, (*self.taken, *known))
+        return tuple(map(Trial, names, drawn))
+
+    def _proposed(self, study: optuna.Study, known: Ends, count: int, seed: int) -> list[Mapping[str, Any]]:
+        """Return `count` combinations that are distinct from one another and from all before."""
+        over = self.spec.over
+        distributions = {key: _distribution(choices) for key, choices in over.items()}
+        before = [trial.values for trial, _ in known]
+        seen = {identity(values) for values in before}
+        proposed: list[Mapping[str, Any]] = []
+        repeats = 0
+        while len(proposed) < count and repeats < MAX_REPEATS:
+            params = study.ask(distributions).params
+            values = {key: _value(choices, params[key]) for key, choices in over.items()}
+            if identity(values) in seen:
+                repeats += 1
+                continue
+            seen.add(identity(values))
+            proposed.append(values)
+        return proposed + draws(over, count - len(proposed), seed, [*before, *proposed])
+
+
+def later_search(sweep: Sweep, taken: Iterable[str]) -> TrialSearch | None:
+    """Return the search for the later generations of a sweep that was read; None if all trials are known."""
+    if sweep.spec.search != "tpe":
+        return None
+    return TrialSearch(sweep.name, sweep.spec, int(sweep.keys.values.get("seed", 0)), tuple(taken))
+
+
+def _study(spec: SweepSpec, known: Ends, seed: int) -> optuna.Study:
+    try:
+        import optuna
+    except ImportError:
+        raise MissingPackage(
+            'search: tpe needs Optuna: pip install "weftune[sweeps]", or write search: random'
+        ) from None
+    direction: Literal["minimize", "maximize"] = "minimize" if spec.mode == "min" else "maximize"
+    # One startup trial: the first generation is given to the sampler, not requested from it.
+    sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True, n_startup_trials=1)
+    study = optuna.create_study(direction=direction, sampler=sampler)
+    complete, pruned = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED
+    for trial, value in known:
+        is_known = value is not None and math.isfinite(value)
+        study.add_trial(
+            optuna.trial.create_trial(
+                # A trial without a value counts as worse than every other, so that similar ones are avoided.
+                state=complete if is_known else pruned,
+                value=value if is_known else None,
+                params={key: _param(choices, trial.values[key]) for key, choices in spec.over.items()},
+                distributions={key: _distribution(choices) for key, choices in spec.over.items()},
+            )
+        )
+    return study
+
+
+def _distribution(choices: Choices) -> optuna.distributions.BaseDistribution:
+    """Return Optuna's distribution. Values of a list are given by their index, since they may be mappings,
+    which Optuna does not support."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if not isinstance(choices, ValueRange):
+        return CategoricalDistribution(range(len(choices)))
+    if is_whole(choices):
+        return IntDistribution(int(choices.min), int(choices.max), log=choices.log)
+    return FloatDistribution(choices.min, choices.max, log=choices.log)
+
+
+def _param(choices: Choices, value: Any) -> Any:
+    return value if isinstance(choices, ValueRange) else choices.index(value)
+
+
+def _value(choices: Choices, param: Any) -> Any:
+    if not isinstance(choices, ValueRange):
+        return choices[param]
+    return param if is_whole(choices) else tidy(choices, param)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence Optuna, which logs every study and warns of what it calls experimental."""
+    try:
+        import optuna
+    except ImportError:
+        yield
+        return
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        optuna.logging.set_verbosity(before)

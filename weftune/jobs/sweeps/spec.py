@@ -1,18 +1,23 @@
-"""The records of a job's key `sweep`, and of the trials that result from it."""
+"""The records of a job's key `sweep` and of its trials, and the dotted keys of `over` as locations in a
+job."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from weftune.jobs.spec.layer import Layer
+from weftune.core.bounds import Bound
+from weftune.jobs.spec.layer import Layer, Loc
 
 Search = Literal["grid", "random", "tpe"]
 Mode = Literal["min", "max"]
 Metric = Literal["eval_loss", "eval_mean_token_accuracy"]
 Judge = Literal["mean", "last"]
+MAX_TRIALS = 1000
+"""Maximum number of trials in one sweep: far more than anyone trains, and all of them are checked before the
+first starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +41,8 @@ class Halving:
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
-    at: tuple[float, ...]
-    keep: float
+    at: tuple[Annotated[float, Bound(above=0, below=1, meaning="a share of the steps")], ...]
+    keep: Annotated[float, Bound(above=0, below=1, meaning="a share of the trials")]
     judge: Judge = "mean"
     """Weights that are evaluated there: the mean of a trial's weights over the last quarter of its steps, or
     the last ones."""
@@ -50,12 +55,12 @@ class SweepSpec:
     over: Mapping[str, Choices]
     """Dotted key of the job → the values that it may have."""
     search: Search = "grid"
-    trials: int | None = None
+    trials: Annotated[int | None, Bound(at_least=1, at_most=MAX_TRIALS)] = None
     """Number of trials that are drawn. None for a grid, which has all of its combinations."""
     metric: Metric = "eval_loss"
     mode: Mode = "min"
     halving: Halving | None = None
-    keep: int = 1
+    keep: Annotated[int, Bound(at_least=1, at_most=MAX_TRIALS)] = 1
     """Number of winners whose adapters are kept in `best`."""
 
 
@@ -84,3 +89,53 @@ class Sweep:
     """The job's own keys, including `sweep`, over which a trial's values are merged."""
     folder: Path = field(default=Path(), repr=False, compare=False)
     """Folder that the job's paths are relative to."""
+
+
+def way_of(key: str) -> Loc:
+    """Return `adapter.rank` as `("adapter", "rank")`; the rest is one name, since patterns contain dots
+    themselves."""
+    return tuple(key.split(".", 2))
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a trial's values as keys of a job: `{"adapter.rank": 8}` becomes `{"adapter": {"rank": 8}}`."""
+    whole: dict[str, Any] = {}
+    for key, value in values.items():
+        *above, last = way_of(key)
+        inner = whole
+        for part in above:
+            inner = inner.setdefault(str(part), {})
+        held = inner.get(str(last))
+        inner[str(last)] = _joined(held, value) if isinstance(held, dict) else _copied(value)
+    return whole
+
+
+def leaves(way: Loc, value: Any) -> Iterator[tuple[Loc, Any]]:
+    """Yield the locations and values that a value of the key at `way` sets: itself, or the content of a
+    mapping."""
+    if isinstance(value, Mapping):
+        for name, below in value.items():
+            yield from leaves((*way, name), below)
+    else:
+        yield way, value
+
+
+def leaves_of(key: str, choices: Choices) -> list[Loc]:
+    """Return the locations of everything that some value of `choices` sets."""
+    if isinstance(choices, ValueRange):
+        return [way_of(key)]
+    return list(dict.fromkeys(way for value in choices for way, _ in leaves(way_of(key), value)))
+
+
+def _joined(one: dict[str, Any], other: Any) -> Any:
+    if not isinstance(other, Mapping):
+        return other
+    whole = dict(one)
+    for name, value in other.items():
+        held = whole.get(name)
+        whole[name] = _joined(held, value) if isinstance(held, dict) else _copied(value)
+    return whole
+
+
+def _copied(value: Any) -> Any:
+    return {name: _copied(below) for name, below in value.items()} if isinstance(value, Mapping) else value

@@ -24,6 +24,7 @@ from enum import StrEnum
 from itertools import pairwise
 
 from weftune.jobs.spec.spec import in_steps
+from weftune.jobs.sweeps.search import combinations, generations
 from weftune.jobs.sweeps.spec import Halving, Mode, SweepSpec
 
 LEFT = "left the sweep at step"
@@ -173,9 +174,17 @@ class Rungs:
         """Whether the trial is still to be evaluated at the rung that is its limit."""
         return self.limit(trial) < self.steps(trial) and self.limit(trial) not in self.values.get(trial, {})
 
-    def due(self) -> list[Decision]:
+    def is_held(self, trial: str) -> bool:
+        """Whether a trial that has reached its limit has nothing to do there but to wait."""
+        return self.limit(trial) < self.steps(trial) and not self.awaited(trial)
+
+    def waits(self, trial: str) -> str:
+        """Return the reason of a trial that is held."""
+        return f"waits for the others at step {self.limit(trial)}"
+
+    def pending(self) -> list[Decision]:
         """Return the decisions that can be made now, at most one per generation; the call changes nothing."""
-        found = (self._due(generation) for generation in range(len(self.generations)))
+        found = (self._pending(generation) for generation in range(len(self.generations)))
         return [decision for decision in found if decision is not None]
 
     def is_over(self) -> bool:
@@ -204,7 +213,7 @@ class Rungs:
 
     # -- internals ---------------------------------------------------------------------------------------
 
-    def _due(self, generation: int) -> Decision | None:
+    def _pending(self, generation: int) -> Decision | None:
         halving, rung = self.spec.halving, len(self._decided(generation))
         if halving is None or rung >= len(halving.at):
             return None
@@ -285,3 +294,63 @@ class LossTrend:
 def _mean(losses: Iterable[float]) -> float:
     values = list(losses)
     return math.fsum(values) / len(values)
+
+
+@dataclass(frozen=True, slots=True)
+class TrialWork:
+    """A trial's training: its steps, and its samples, tokens or seconds per step."""
+
+    steps: int
+    per_step: float
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    rungs: tuple[int, ...]
+    """Number of trials that begin each rung."""
+    whole: float
+    """Work of all trials if each is trained to its end."""
+    expected: float
+    """Work of the trials that halving is expected to train."""
+
+    @property
+    def share(self) -> float:
+        return self.expected / self.whole
+
+
+def trial_count(spec: SweepSpec) -> int:
+    """Return the number of all trials of a sweep, including those of later generations."""
+    return int(combinations(spec.over)) if spec.trials is None else spec.trials
+
+
+def rung_counts(spec: SweepSpec) -> tuple[int, ...]:
+    """Return the number of trials that begin each rung; every generation of `tpe` is halved by itself."""
+    count = trial_count(spec)
+    groups = generations(count) if spec.search == "tpe" else [count]
+    return tuple(map(sum, zip(*(_counts(group, spec.halving) for group in groups), strict=True)))
+
+
+def _counts(trials: int, halving: Halving | None) -> list[int]:
+    counts = [trials]
+    for _ in halving.at if halving else ():
+        counts.append(quota(halving.keep if halving else 1.0, counts[-1]))
+    return counts
+
+
+def expected_saving(spec: SweepSpec, works: Sequence[TrialWork]) -> Saving:
+    """Return the expected saving. Trials that leave are assumed to be like the mean of all; `works` may be
+    only some of them."""
+    counts = rung_counts(spec)
+    scale = counts[0] / len(works)
+    spans = [
+        sum(parts) * scale for parts in zip(*(_spans(work, spec.halving) for work in works), strict=True)
+    ]
+    expected = sum(span * count / counts[0] for span, count in zip(spans, counts, strict=True))
+    return Saving(counts, sum(spans), expected)
+
+
+def _spans(work: TrialWork, halving: Halving | None) -> Iterable[float]:
+    """Return the work from each rung to the next."""
+    ends = [*rung_steps(halving, work.steps), work.steps]
+    starts = [0, *ends[:-1]]
+    return [(end - start) * work.per_step for start, end in zip(starts, ends, strict=True)]

@@ -13,9 +13,8 @@ from typing import Any
 import yaml
 
 from tests.report.example import START, Folder, Job, write_job_file, write_lines
-from weftune.jobs.sweeps.record import BEST, SampleCount, SweepRecord, TrialRecord, write_record
-from weftune.jobs.sweeps.rungs import Decision, quota
-from weftune.report.sweeps.ranking import number_text
+from weftune.jobs.sweeps.halving import Decision, quota
+from weftune.jobs.sweeps.record import BEST, SampleCount, SweepRecord, TrialRecord, number_text, write_record
 
 STEPS, RUNGS, SHARE = 200, (20, 60), 0.33
 BATCH = 8

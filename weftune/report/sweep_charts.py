@@ -9,29 +9,29 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from weftune.jobs.sweeps.record import SweepRecord, TrialRecord
-from weftune.jobs.sweeps.rungs import worth
-from weftune.report.charts import LEFT_PEN_COLOUR, Chart
-from weftune.report.curves import Point
-from weftune.report.svg import (
-    Axis,
-    Figure,
-    Parallel,
-    ParallelAxis,
-    Pen,
-    ReferenceLine,
-    Series,
-    linear_axis,
-    log_axis,
-)
-from weftune.report.sweeps.ranking import (
+from weftune.jobs.sweeps.halving import worth
+from weftune.jobs.sweeps.record import (
     METRIC_NAMES,
+    SweepRecord,
+    TrialRecord,
     flat_values,
     ranked,
     rung_value,
     setting_text,
     short_keys,
     swept_keys,
+)
+from weftune.report.charts import DROPPED_COLOUR, Chart
+from weftune.report.svg import (
+    Axis,
+    Figure,
+    Parallel,
+    Pen,
+    Point,
+    ReferenceLine,
+    Series,
+    linear_axis,
+    log_axis,
 )
 from weftune.report.words import loss_text
 
@@ -57,32 +57,21 @@ class TrialAxis:
     """One quantity of the trials: the position of each trial, from 0 to 1, and the labels of the ticks."""
 
     name: str
-    places: Mapping[str, float]
+    positions: Mapping[str, float]
     texts: Mapping[str, str]
     ticks: tuple[tuple[float, str], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WaysChart:
-    """All trials as parallel coordinates, with the text below."""
-
-    title: str
-    words: str
-    parallel: Parallel
-
-
-def sweep_charts(
-    record: SweepRecord, pens: Pens, base_loss: float | None = None
-) -> tuple[WaysChart, tuple[Chart, ...]] | None:
-    """Return the parallel coordinates of all trials, and a chart per key; None if nothing is measured yet.
+def sweep_charts(record: SweepRecord, pens: Pens, base_loss: float | None = None) -> tuple[Chart, ...]:
+    """Return the parallel coordinates of all trials, and a chart per key; none if nothing is measured yet.
     `pens` are those of the trials in the curves; trials without a pen are grey. `base_loss` is a dashed
     line."""
     keys = _drawn_keys(record)
     measured = [trial for trial in record.trials if trial.score is not None]
     if not measured or not keys:
-        return None
+        return ()
     base = base_loss if record.metric == "eval_loss" else None
-    return _ways(record, keys, pens), tuple(_against(record, key, base) for key in keys)
+    return _parallel_chart(record, keys, pens), *(_against(record, key, base) for key in keys)
 
 
 def _drawn_keys(record: SweepRecord) -> list[str]:
@@ -106,29 +95,31 @@ def _go_together(values: Mapping[str, Sequence[str]], earlier: str, later: str) 
 # -- parallel coordinates -------------------------------------------------------------------------------
 
 
-def _ways(record: SweepRecord, keys: Sequence[str], pens: Pens) -> WaysChart:
+def _parallel_chart(record: SweepRecord, keys: Sequence[str], pens: Pens) -> Chart:
     names = short_keys(keys)
     axes = [_key_axis(record, key, names[key]) for key in keys]
     axes += [_metric_axis(record, rung) for rung in range(_rung_count(record))]
     # The best trial comes last, so that it is drawn over the others.
-    series = [_way(trial, axes, pens) for trial in reversed(ranked(record))]
+    series = [_trial_series(trial, axes, pens) for trial in reversed(ranked(record))]
     ends = " It ends at the rung where the trial was dropped." if len(record.rungs) > 1 else ""
     failed = " Dotted: failed." if any(trial.state == "failed" for trial in record.trials) else ""
-    return WaysChart(
+    better = "Lower is better." if record.mode == "min" else "Higher is better."
+    return Chart(
+        name=f"sweep-{record.name}",
         title="Values and results",
-        words=f"A line is a trial.{ends}{failed} {_better(record)}",
-        parallel=Parallel([ParallelAxis(axis.name, axis.ticks) for axis in axes], series),
+        words=f"A line is a trial.{ends}{failed} {better}",
+        figure=Parallel([Axis(label=axis.name, low=0, high=1, ticks=axis.ticks) for axis in axes], series),
     )
 
 
-def _way(trial: TrialRecord, axes: Sequence[TrialAxis], pens: Pens) -> Series:
-    points = [(at, axis) for at, axis in enumerate(axes) if trial.name in axis.places]
+def _trial_series(trial: TrialRecord, axes: Sequence[TrialAxis], pens: Pens) -> Series:
+    points = [(at, axis) for at, axis in enumerate(axes) if trial.name in axis.positions]
     pen = pens.get(trial.name) if trial.state != "failed" else Pen("#dc4646", "dot")
     bold = pen is not None and trial.state != "failed"
     return Series(
         name=trial.name,
-        points=[Point(at, axis.places[trial.name]) for at, axis in points],
-        pen=pen or Pen(LEFT_PEN_COLOUR),
+        points=[Point(at, axis.positions[trial.name]) for at, axis in points],
+        pen=pen or Pen(DROPPED_COLOUR),
         width=2.5 if bold else 1.2,
         opacity=1.0 if bold else 0.5,
         dots=True,
@@ -140,30 +131,25 @@ def _key_axis(record: SweepRecord, key: str, name: str) -> TrialAxis:
     values = {trial.name: flat_values(trial).get(key) for trial in record.trials}
     scale = _scale(list(values.values()))
     texts = {trial: setting_text(value) for trial, value in values.items()}
-    places = {trial: scale.place(value) for trial, value in values.items()}
-    ticks = tuple((scale.place(value), setting_text(value)) for value in scale.ticks)
-    return TrialAxis(name, places, texts, ticks)
+    positions = {trial: scale.position(value) for trial, value in values.items()}
+    ticks = tuple((scale.position(value), setting_text(value)) for value in scale.ticks)
+    return TrialAxis(name, positions, texts, ticks)
 
 
 def _metric_axis(record: SweepRecord, rung: int) -> TrialAxis:
-    last = rung == _rung_count(record) - 1
-    measured = {
-        trial.name: value
-        for trial in record.trials
-        if (value := _value_at(trial, rung, last=last)) is not None
-    }
+    measured = _measured(record, rung)
     name = METRIC_NAMES[record.metric]
     name = f"{name} at {record.rungs[rung]}" if len(record.rungs) > 1 else name
     if not measured:
         return TrialAxis(name, {}, {}, ())
     low, high = _worthy_range(record, list(measured.values()))
     width = high - low or 1.0
-    places = {trial: min(1.0, max(0.0, (value - low) / width)) for trial, value in measured.items()}
+    positions = {trial: min(1.0, max(0.0, (value - low) / width)) for trial, value in measured.items()}
     texts = {trial: loss_text(value) for trial, value in measured.items()}
     ticks = (
         [(0.0, loss_text(low, 3)), (1.0, loss_text(high, 3))] if high > low else [(0.0, loss_text(low, 3))]
     )
-    return TrialAxis(name, places, texts, tuple(ticks))
+    return TrialAxis(name, positions, texts, tuple(ticks))
 
 
 def _worthy_range(record: SweepRecord, values: Sequence[float]) -> tuple[float, float]:
@@ -194,11 +180,13 @@ def _against(record: SweepRecord, key: str, base_loss: float | None) -> Chart:
     count = _rung_count(record)
     span = _metric_span(record, count)
     scale = _scale([flat_values(trial).get(key) for trial in record.trials])
+    ticks = tuple((scale.position(value), setting_text(value)) for value in scale.ticks)
     drawn = (_rung_series(record, key, rung, count, scale) for rung in range(count))
     series = [one for one in drawn if one is not None]
     shown = span if base_loss is None else (min(span[0], base_loss), max(span[1], base_loss))
     figure = Figure(
-        x=_value_axis(scale),
+        # With some room at both ends.
+        x=Axis(label="", low=-0.08, high=1.08, ticks=ticks),
         y=_result_axis(METRIC_NAMES[record.metric], shown, may_be_log=record.mode == "min"),
         series=series,
         levels=[] if base_loss is None else [ReferenceLine(base_loss, f"base {loss_text(base_loss, 3)}")],
@@ -208,13 +196,17 @@ def _against(record: SweepRecord, key: str, base_loss: float | None) -> Chart:
     return Chart(name=f"sweep-{record.name}-{key}", title=key, words="", figure=figure)
 
 
+def _measured(record: SweepRecord, rung: int) -> dict[str, float]:
+    """Return trial → its value at a rung, for the trials that have one."""
+    last = rung == _rung_count(record) - 1
+    values = {trial.name: _value_at(trial, rung, last=last) for trial in record.trials}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _metric_span(record: SweepRecord, count: int) -> tuple[float, float]:
     """Return the range from best to worst over all rungs, without the outliers of each rung."""
-    spans = [
-        _worthy_range(record, values)
-        for rung in range(count)
-        if (values := list(_measured(record, rung, count)))
-    ]
+    measured = (list(_measured(record, rung).values()) for rung in range(count))
+    spans = [_worthy_range(record, values) for values in measured if values]
     return min((low for low, _ in spans), default=0.0), max((high for _, high in spans), default=1.0)
 
 
@@ -228,42 +220,24 @@ def _result_axis(label: str, span: tuple[float, float], *, may_be_log: bool) -> 
     return log_axis(label, low / stretch, high * stretch)
 
 
-def _measured(record: SweepRecord, rung: int, count: int) -> Iterator[float]:
-    for trial in record.trials:
-        value = _value_at(trial, rung, last=rung == count - 1)
-        if value is not None:
-            yield value
-
-
 def _rung_series(record: SweepRecord, key: str, rung: int, count: int, scale: Scale) -> Series | None:
     """Return the trials measured at a rung; a value beyond the axis is drawn at its end."""
+    is_last = rung == count - 1
     found = [
         (trial, flat_values(trial).get(key), value)
         for trial in record.trials
-        if (value := _value_at(trial, rung, last=rung == count - 1)) is not None
+        if (value := _value_at(trial, rung, last=is_last)) is not None
     ]
     if not found:
         return None
     return Series(
         name=f"step {record.rungs[rung]}" if record.rungs else "end",
-        points=[Point(scale.place(value), score) for _, value, score in found],
-        pen=Pen(_rung_colour(rung, count)),
-        width=3.0 + 2 * (rung == count - 1),
+        points=[Point(scale.position(value), score) for _, value, score in found],
+        pen=Pen(_RUNG_COLOURS[-1 if is_last else min(rung, len(_RUNG_COLOURS) - 2)]),
+        width=3.0 + 2 * is_last,
         line=False,
         tips=[f"{trial.name}: {setting_text(value)}, {loss_text(score)}" for trial, value, score in found],
     )
-
-
-def _rung_colour(rung: int, count: int) -> str:
-    if rung == count - 1:
-        return _RUNG_COLOURS[-1]
-    return _RUNG_COLOURS[min(rung, len(_RUNG_COLOURS) - 2)]
-
-
-def _value_axis(scale: Scale) -> Axis:
-    """Return an axis for the positions of a key's values, with some room at both ends."""
-    ticks = tuple((scale.place(value), setting_text(value)) for value in scale.ticks)
-    return Axis(label="", low=-0.08, high=1.08, ticks=ticks)
 
 
 # -- scales ---------------------------------------------------------------------------------------------
@@ -279,7 +253,7 @@ class Scale:
     log: bool
     ticks: tuple[Any, ...]
 
-    def place(self, value: Any) -> float:
+    def position(self, value: Any) -> float:
         if not self.numbers:
             count = len(self.values) - 1
             return self.values.index(value) / count if count else 0.5
@@ -334,7 +308,3 @@ def _round_numbers(low: float, high: float, log: bool) -> Iterator[float]:
     step = 10.0 ** math.floor(math.log10(high - low)) / 2
     first = math.ceil(low / step)
     yield from (step * number for number in range(first, math.floor(high / step) + 1))
-
-
-def _better(record: SweepRecord) -> str:
-    return "Lower is better." if record.mode == "min" else "Higher is better."

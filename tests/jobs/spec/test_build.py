@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weftune.jobs.spec.paths import (
+from weftune.jobs.spec.build import (
     Located,
     exists,
     is_hub_id,

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from weftune.errors import UserError
 from weftune.jobs.spec.spec import JobSpec
+from weftune.jobs.store.job_file import CHECKPOINTS
+from weftune.jobs.sweeps.halving import averaged_spans
+from weftune.jobs.sweeps.read import trial_job
+from weftune.jobs.sweeps.running import RunningSweep, Tell, TrialOrders
 from weftune.run.events import Evaluated, Stepped
+from weftune.run.training import checkpoint
 from weftune.trainer.job import PreparedJob
-from weftune.trainer.sweeps.running import RunningSweep, Tell, TrialOrders
 
 
 class Sweeps:
@@ -21,13 +26,30 @@ class Sweeps:
         for sweep in self.sweeps:
             self._of |= dict.fromkeys(sweep.trials, sweep)
 
-    def of(self, name: str) -> RunningSweep | None:
-        """Return the sweep that a job is a trial of."""
-        return self._of.get(name)
-
     def enter(self, job: PreparedJob) -> PreparedJob:
+        """Return a job as the loop trains it: a trial up to its limit only, and evaluated at its rungs too if
+        those evaluate the last weights."""
         sweep = self._of.get(job.name)
-        return job if sweep is None else sweep.enter(job)
+        if sweep is None:
+            return job
+        job = self.averaging(job)
+        sweep.enter(job.name, job.recipe.steps)
+        rungs = frozenset() if sweep.judges_mean else frozenset(sweep.rungs.rungs(job.name))
+        limit = sweep.rungs.limit(job.name)
+        if sweep.rungs.is_held(job.name):
+            found = checkpoint.newest_progress(sweep.store.output / job.name / CHECKPOINTS)
+            if found is not None and found.step >= limit:
+                sweep.resting.add(job.name)
+        return replace(job, evaluate_at=job.evaluate_at | rungs, own_evaluations=job.evaluate_at, limit=limit)
+
+    def averaging(self, job: PreparedJob) -> PreparedJob:
+        """Return a job with the mean that its sweep's rungs evaluate, if they do, and the memory for it."""
+        sweep = self._of.get(job.name)
+        if sweep is None or not sweep.judges_mean:
+            return job
+        spans = averaged_spans(sweep.sweep.spec.halving, job.recipe.steps)
+        recipe, shape = replace(job.recipe, averaged=spans), replace(job.shape, means=1 if spans else 0)
+        return replace(job, recipe=recipe, shape=shape)
 
     def rests(self, name: str) -> bool:
         sweep = self._of.get(name)
@@ -47,22 +69,18 @@ class Sweeps:
         sweep = self._of.get(name)
         return sweep is not None and sweep.judges_mean
 
-    def averaging(self, job: PreparedJob) -> PreparedJob:
-        """Return the job as it is trained and counted if its sweep evaluates means."""
-        sweep = self._of.get(job.name)
-        return job if sweep is None else sweep.averaging(job)
-
     def step(self, event: Stepped) -> str | None:
+        """Record a step's loss and return why the trial leaves now, or None."""
         sweep = self._of.get(event.job)
-        return None if sweep is None else sweep.step(event)
+        return None if sweep is None else sweep.step(event.job, event.step, event.outcome.loss)
 
     def evaluate(self, event: Evaluated) -> None:
         if (sweep := self._of.get(event.job)) is not None:
-            sweep.evaluate(event)
+            sweep.evaluate(event.job, event.step, event.loss, event.token_accuracy)
 
     def judge(self, event: Evaluated) -> None:
         """Record an evaluation of the mean of a trial's last weights."""
-        self._of[event.job].judge(event)
+        self._of[event.job].judge(event.job, event.step, event.loss, event.token_accuracy)
 
     def orders(self, aboard: Mapping[str, int], delivering: Collection[str]) -> TrialOrders:
         found = [sweep.orders(aboard, delivering) for sweep in self.sweeps]
@@ -80,7 +98,7 @@ class Sweeps:
                 self._of |= dict.fromkeys((trial.name for trial in new), sweep)
                 for trial in new:
                     try:
-                        add(sweep.job_of(trial))
+                        add(trial_job(sweep.sweep, trial))
                     except UserError as error:
                         sweep.refuse(trial.name, str(error))
                         tell(f"warning: {trial.name} cannot be trained: {error}")
@@ -93,14 +111,13 @@ class Sweeps:
         """Yield the trials that rest although no job is attached, with the reason: one that they wait for is
         paused."""
         for sweep in self.sweeps:
-            for name in sorted(sweep.resting):
-                if name not in sweep.rungs.ended:
-                    step, other = sweep.rungs.limit(name), sweep.waiting_for()
-                    yield (
-                        name,
-                        f"waits at step {step} for {other}, which has not come as far; go on with "
-                        f"{sweep.store.resume_line()}",
-                    )
+            for name in sorted(sweep.resting - sweep.rungs.ended.keys()):
+                step, other = sweep.rungs.limit(name), sweep.waiting_for()
+                yield (
+                    name,
+                    f"waits at step {step} for {other}, which has not come as far; resume with "
+                    f"{sweep.store.resume_line()}",
+                )
             sweep.resting.clear()
 
     def drop_rested(self, name: str) -> None:

@@ -1,3 +1,5 @@
+"""A sweep in the terminal."""
+
 from __future__ import annotations
 
 import io
@@ -9,22 +11,22 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.report.sweeps.example import JOB_STATES, sweep_record, write_sweep
+from tests.report.sweep_example import JOB_STATES, sweep_record, write_sweep
 from tests.report.test_terminal import Clock, last_frame, plain_console, terminal_console
 from weftune.jobs.sweeps.record import SweepRecord
 from weftune.report.ending import final_table
-from weftune.report.read import read_run
-from weftune.report.terminal import JobRow, LiveView
+from weftune.report.read import JobRecord, read_run
+from weftune.report.terminal import LiveView
 
 
-def rows(record: SweepRecord) -> list[JobRow]:
+def rows(record: SweepRecord) -> list[JobRecord]:
     return [
-        JobRow(name=trial.name, state=JOB_STATES[trial.state], step=trial.left_at or 0, steps=200)
+        JobRecord(name=trial.name, state=JOB_STATES[trial.state], step=trial.left_at or 0, steps=200)
         for trial in record.trials
     ]
 
 
-def frame(record: SweepRecord, height: int, others: Sequence[JobRow] = ()) -> list[str]:
+def frame(record: SweepRecord, height: int, others: Sequence[JobRecord] = ()) -> list[str]:
     console, file = terminal_console(height)
     with LiveView(console, [*rows(record), *others], Clock()) as view:
         view.sweep(record)
@@ -43,7 +45,7 @@ def sweep_head(text: str) -> list[str]:
 
 def test_seats_rungs_and_leaders_stand_above_the_table() -> None:
     lines = [line.rstrip() for line in frame(sweep_record(until=20), height=30)]
-    assert lines[0].strip() == "sql: 24 trials, 8 aboard · 15 dropped · 1 failed"
+    assert lines[0].strip() == "sql: 24 trials, 8 running · 15 dropped · 1 failed"
     assert lines[1].strip() == "step 20: 8 of 24 went on · step 60: 0 of 8 evaluated"
     assert lines[2].split()[:4] == ["1.", "sql-r64-lr4.09e-4", "1.9986", "2."]
 
@@ -54,7 +56,7 @@ def test_a_trial_that_has_come_aboard_since_the_sweep_was_recorded_has_a_seat() 
     with LiveView(console, rows(record), Clock()) as view:
         view.sweep(record)
         view.update(replace(rows(record)[0], state="running"))
-    assert sweep_head(file.getvalue())[0].strip() == "sql: 3 trials, 1 aboard · 2 waiting"
+    assert sweep_head(file.getvalue())[0].strip() == "sql: 3 trials, 1 running · 2 waiting"
 
 
 def test_more_trials_than_lines_show_leaders_and_those_aboard_and_sum_up_the_rest() -> None:
@@ -76,7 +78,7 @@ def test_a_trial_is_shown_in_the_words_of_its_sweep() -> None:
 
 
 def test_other_jobs_are_shown_as_ever() -> None:
-    other = JobRow(name="other", steps=50, state="running")
+    other = JobRecord(name="other", steps=50, state="running")
     text = "\n".join(frame(sweep_record(64, until=60), height=24, others=[other]))
     assert "other" in text
     assert "… and 56 jobs more" in text
@@ -89,7 +91,9 @@ def test_the_time_that_is_left_reckons_with_those_who_will_leave() -> None:
     with LiveView(console, rows(record), clock) as view:
         view.sweep(record)
         clock.now = 10.0
-        view.update(JobRow(name=record.trials[0].name, state="running", step=10, steps=200, tokens=100))
+        view.update(
+            JobRecord(name=record.trials[0].name, state="running", step=10, steps=200, trained_tokens=100)
+        )
     # 24 × 20 + 8 × 40 + 3 × 140 steps, of which ten are done, one a second.
     assert "20:10 left" in last_frame(file)
 
@@ -134,6 +138,6 @@ def test_a_sweep_that_was_interrupted_ends_with_its_leaders_and_how_to_go_on(tmp
     run = read_run(write_sweep(tmp_path, sweep_record(until=20)))
     file = io.StringIO()
     Console(file=file, width=200).print(final_table(run, 200))
-    assert "The sweep goes on with weftune train jobs.yaml --resume" in file.getvalue()
+    assert "Resume the sweep with weftune train jobs.yaml --resume" in file.getvalue()
     assert " sql-r64-lr4.09e-4 " in file.getvalue()
     assert str(tmp_path) not in file.getvalue(), "their folders hold no adapters yet"

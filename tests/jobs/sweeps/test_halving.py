@@ -1,4 +1,6 @@
-"""Who goes on from a rung, who rests and who leaves: by the recorded values, never by order of arrival."""
+"""Which trials continue from a rung, rest or leave, by the recorded values and never by order of arrival."""
+
+from __future__ import annotations
 
 import math
 import random
@@ -7,7 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weftune.jobs.sweeps.rungs import LossTrend, Rungs, TrialEnd, averaged_spans, ordinal, quota, rung_steps
+from weftune.jobs.sweeps.halving import (
+    LossTrend,
+    Rungs,
+    TrialEnd,
+    TrialWork,
+    averaged_spans,
+    expected_saving,
+    ordinal,
+    quota,
+    rung_counts,
+    rung_steps,
+)
 from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
 STEPS = 200
@@ -253,3 +266,37 @@ def test_a_rung_judges_the_last_quarter_of_the_steps(
 ) -> None:
     assert averaged_spans(Halving(at, 0.5), steps) == spans
     assert averaged_spans(Halving(at, 0.5, "last"), steps) == averaged_spans(None, steps) == ()
+
+
+THIRDS = Halving((0.1, 0.3), 0.33)
+
+
+def spec_of(trials: int, halving: Halving | None = THIRDS, search: str = "random") -> SweepSpec:
+    return SweepSpec(over={"steps": (1, 2)}, search=search, trials=trials, halving=halving)  # type: ignore[arg-type]
+
+
+def test_the_trials_of_each_rung_are_those_that_the_one_before_keeps() -> None:
+    assert rung_counts(spec_of(24)) == (24, 8, 3)
+    assert rung_counts(SweepSpec(over={"steps": (1, 2), "batch_size": (1, 2, 3)})) == (6,)
+
+
+def test_every_generation_of_tpe_is_halved_by_itself() -> None:
+    assert rung_counts(spec_of(24, search="tpe")) == (24, 8, 4)
+
+
+def test_the_samples_of_the_rungs_are_set_against_those_of_the_grid() -> None:
+    found = expected_saving(spec_of(24), [TrialWork(200, 16.0)] * 24)
+    assert found.rungs == (24, 8, 3)
+    assert found.whole == 24 * 200 * 16
+    assert found.expected == pytest.approx((24 * 20 + 8 * 40 + 3 * 140) * 16)
+    assert found.share == pytest.approx(1220 / 4800)
+
+
+def test_some_trials_stand_for_all_and_their_mean_for_those_that_go_on() -> None:
+    few = expected_saving(spec_of(24, search="tpe"), [TrialWork(100, 1.0), TrialWork(300, 1.0)])
+    assert few.whole == 24 * 200
+    assert few.expected == pytest.approx(24 * 20 + 8 * 40 + 4 * 140)
+
+
+def test_without_halving_nothing_is_saved() -> None:
+    assert expected_saving(spec_of(4, None), [TrialWork(10, 1.0)] * 4).share == 1

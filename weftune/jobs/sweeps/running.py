@@ -1,4 +1,4 @@
-"""A sweep inside a run: what the loop does with trials between windows, as `jobs/sweeps/rungs.py` decides.
+"""A sweep inside a run: what the loop does with trials between windows, as `halving.py` decides.
 
 A trial is a job like any other. Its sweep sets the step up to which it may train; there it is evaluated, and
 then it continues, rests without a seat until the others have come as far, or leaves. Every decision is in
@@ -8,21 +8,28 @@ sweep.json before it takes effect, so a resumed run follows the decisions that w
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from pathlib import Path
 
 from weftune.adapters.folder import CONFIG
-from weftune.core.files import json_text, kept_lines
+from weftune.core.files import json_text, kept_lines, sync_folder
 from weftune.errors import OutputError, SpecError
 from weftune.jobs.spec.spec import JobSpec
-from weftune.jobs.store.folder import METRICS, RUNG_LOSS
 from weftune.jobs.store.job_file import CHECKPOINTS
-from weftune.jobs.store.states import State
+from weftune.jobs.store.status import METRICS, RUNG_LOSS, State
 from weftune.jobs.store.store import Store
+from weftune.jobs.sweeps.halving import (
+    LEFT,
+    Decision,
+    LossTrend,
+    Rungs,
+    TrialEnd,
+    trial_count,
+)
 from weftune.jobs.sweeps.record import (
     BEST,
     DamagedSweep,
@@ -33,34 +40,46 @@ from weftune.jobs.sweeps.record import (
     read_record,
     write_record,
 )
-from weftune.jobs.sweeps.rungs import LEFT, Decision, LossTrend, Rungs, TrialEnd, averaged_spans
-from weftune.jobs.sweeps.saving import trial_count
-from weftune.jobs.sweeps.search import Proposer, proposer
+from weftune.jobs.sweeps.search import TrialSearch
 from weftune.jobs.sweeps.spec import Judge, Sweep, Trial
-from weftune.jobs.sweeps.trials import trial_job
-from weftune.run.events import Evaluated, Stepped
-from weftune.run.training import checkpoint
-from weftune.trainer.job import PreparedJob
-from weftune.trainer.sweeps.best import put_best
+
+
+def put_best(folder: Path, winners: Sequence[Path], alone: bool) -> None:
+    """Put the winners' folders into `best`, all of them or none, as hard links where the file system has
+    them.
+
+    With `alone` there is one winner, and `best` itself becomes its adapter folder. Otherwise each winner
+    has a folder of its name in `best`.
+    """
+    partial, old = folder / f".{BEST}.partial", folder / f".{BEST}.old"
+    for path in (partial, old):
+        shutil.rmtree(path, ignore_errors=True)
+    if not winners:
+        return
+    assert len(winners) == 1 or not alone, "one folder cannot be that of several"
+    for winner in winners:
+        shutil.copytree(
+            winner,
+            partial if alone else partial / winner.name,
+            copy_function=_link_or_copy,
+            ignore=shutil.ignore_patterns(".*", CHECKPOINTS),
+        )
+    if (folder / BEST).exists():
+        (folder / BEST).rename(old)
+    partial.rename(folder / BEST)
+    sync_folder(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
 
 Tell = Callable[[str], None]
 ENDS = {State.SUCCEEDED: TrialEnd.FINISHED, State.FAILED: TrialEnd.FAILED, State.CANCELLED: TrialEnd.LEFT}
-
-
-@dataclass(frozen=True, slots=True)
-class Proposals:
-    """Later generations of a sweep: their proposer, and the function that returns the job of a trial."""
-
-    proposer: Proposer
-    job_of: Callable[[Trial], JobSpec]
-
-
-def proposals_for(sweep: Sweep, others: Iterable[str]) -> Proposals | None:
-    """Return the proposals for a sweep that was read, None if all trials are known; `others` are the run's
-    other jobs."""
-    if sweep.spec.search != "tpe":
-        return None
-    return Proposals(proposer(sweep, others), partial(trial_job, sweep))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +95,17 @@ class TrialOrders:
     leave: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One evaluation of a trial."""
-
-    loss: float | None
-    token_accuracy: float | None
-
-
 class RunningSweep:
-    """One sweep of the run. `jobs` maps names to the jobs of the whole run."""
+    """One sweep of the run. `jobs` maps names to the jobs of the whole run; `search` proposes later
+    generations, and is None if all trials are known."""
 
     def __init__(
-        self, sweep: Sweep, store: Store, jobs: Mapping[str, JobSpec], tell: Tell, proposals: Proposals | None
+        self,
+        sweep: Sweep,
+        store: Store,
+        jobs: Mapping[str, JobSpec],
+        tell: Tell,
+        search: TrialSearch | None = None,
     ) -> None:
         self.sweep, self.store, self.jobs = sweep, store, jobs
         self.folder = store.output / sweep.name
@@ -103,17 +120,18 @@ class RunningSweep:
         self._tell = tell
         self.show: Callable[[SweepRecord], None] = lambda _: None
         """Function that is called with the record whenever it is written."""
-        self._proposals = proposals
-        self._measured: dict[str, dict[int, Measured]] = {}
+        self._search = search
+        self._values: dict[str, dict[int, float | None]] = {}
+        """Trial → step → the metric of the weights that it trains."""
         self._trends: dict[str, LossTrend] = {}
-        self._own_evaluations: dict[str, frozenset[int]] = {}
+        self._entered: set[str] = set()
         self._scores: dict[str, tuple[float | None, int | None]] = {}
         """Trial that had ended when the record was written → its score, and the step of that score."""
         self._leaving: set[str] = set()
         """Trials that leave because of their training loss, until the window's end."""
         self._written: SweepRecord | None = None
         self._finished = False
-        self._exhausted = proposals is None
+        self._exhausted = search is None
         """Whether no generation follows."""
         self._reasons: dict[str, str] = {}
         """Trial that could not become a job → the reason."""
@@ -128,13 +146,12 @@ class RunningSweep:
         generations = [self.sweep.trials]
         if record is not None:
             if record.judge is None:
-                self._go_on_with_last(record)
+                self._judge_last(record)
             self._refuse_changes(record)
-            later = [trial for trial in record.trials if trial.generation > 0]
-            count = max((trial.generation for trial in later), default=0)
+            count = max((trial.generation for trial in record.trials), default=0)
             for number in range(1, count + 1):
                 generations.append(
-                    tuple(Trial(one.name, one.values) for one in later if one.generation == number)
+                    tuple(Trial(one.name, one.values) for one in record.trials if one.generation == number)
                 )
         for generation in generations:
             self._begin(generation)
@@ -150,11 +167,11 @@ class RunningSweep:
         self._hear_ends((), again)
         return [trial for generation in generations[1:] for trial in generation]
 
-    def _go_on_with_last(self, record: SweepRecord) -> None:
+    def _judge_last(self, record: SweepRecord) -> None:
         if self.judges_mean and record.at and not record.best:
             self._tell(
                 f"{self.sweep.name} began with a Weftune whose rungs judge the last weights of trials, and "
-                "goes on so (halving.judge: last)."
+                "continues so (halving.judge: last)."
             )
         self._judge = None
 
@@ -249,58 +266,42 @@ class RunningSweep:
 
     def read_metrics(self) -> None:
         """Read what the trials have measured and trained so far from the lines of the run's metrics."""
-        self._measured.clear()
+        self._values.clear()
         self._trends.clear()
         for name in self.trials:
             if name in self.store and self.store.job(name).steps:
                 self.rungs.enter(name, self.store.job(name).steps)
-        wanted = kept_lines(self.store.records / METRICS, lambda line: line.get("job") in self.trials)
-        for line in map(json.loads, wanted.splitlines()):
+        lines = kept_lines(self.store.records / METRICS, lambda line: line.get("job") in self.trials)
+        for line in map(json.loads, lines.splitlines()):
+            job, step = line["job"], line["step"]
             if RUNG_LOSS in line:
-                self._give_rung(line["job"], line["step"], _measured(line, "rung"))
+                self.judge(job, step, line[RUNG_LOSS], line.get("rung_token_accuracy"))
             elif "eval_loss" in line:
-                self._measure(line["job"], line["step"], _measured(line, "eval"))
+                self.evaluate(job, step, line["eval_loss"], line.get("eval_token_accuracy"))
             elif line.get("loss") is not None:
-                self._trend(line["job"]).add(line["step"], line["loss"])
+                self._trend(job).add(step, line["loss"])
 
-    def enter(self, job: PreparedJob) -> PreparedJob:
-        """Return a trial as the loop trains it: up to its limit only, and evaluated at its rungs too if those
-        evaluate the last weights."""
-        job = self.averaging(job)
-        self.rungs.enter(job.name, job.recipe.steps)
-        self._own_evaluations[job.name] = job.evaluate_at
-        rungs = frozenset() if self.judges_mean else frozenset(self.rungs.rungs(job.name))
-        limit = self.rungs.limit(job.name)
-        if limit < job.recipe.steps and not self.rungs.awaited(job.name):
-            found = checkpoint.newest_progress(self.store.output / job.name / CHECKPOINTS)
-            if found is not None and found.step >= limit:
-                self.resting.add(job.name)
-        return replace(job, evaluate_at=job.evaluate_at | rungs, own_evaluations=job.evaluate_at, limit=limit)
+    def enter(self, name: str, steps: int) -> None:
+        """Record that a trial of so many steps is about to train."""
+        self.rungs.enter(name, steps)
+        self._entered.add(name)
 
     @property
     def judges_mean(self) -> bool:
         """Whether the rungs evaluate the mean of a trial's last weights."""
         return self._judge == "mean"
 
-    def averaging(self, job: PreparedJob) -> PreparedJob:
-        """Return a trial with the mean that its rungs evaluate, and the memory for it."""
-        if not self.judges_mean:
-            return job
-        spans = averaged_spans(self.sweep.spec.halving, job.recipe.steps)
-        recipe, shape = replace(job.recipe, averaged=spans), replace(job.shape, means=1 if spans else 0)
-        return replace(job, recipe=recipe, shape=shape)
-
     # -- inside a window ---------------------------------------------------------------------------------
 
-    def step(self, event: Stepped) -> str | None:
+    def step(self, name: str, step: int, loss: float) -> str | None:
         """Record a step's loss and return why the trial leaves now, or None. The last trial stays, whatever
         its loss: a sweep ends with an adapter."""
-        trend = self._trend(event.job)
-        trend.add(event.step, event.outcome.loss)
+        trend = self._trend(name)
+        trend.add(step, loss)
         reason = trend.fault()
-        if reason is None or not self._has_others(event.job):
+        if reason is None or not self._has_others(name):
             return None
-        self._leaving.add(event.job)
+        self._leaving.add(name)
         return reason
 
     def _has_others(self, name: str) -> bool:
@@ -308,31 +309,24 @@ class RunningSweep:
         lost = {one for one, ended in self.rungs.ended.items() if ended.how is not TrialEnd.FINISHED}
         return bool(self.trials.keys() - lost - self._leaving - {name})
 
-    def evaluate(self, event: Evaluated) -> None:
-        self._measure(event.job, event.step, Measured(event.loss, event.token_accuracy))
-
-    def judge(self, event: Evaluated) -> None:
-        """Record an evaluation of the mean of a trial's last weights."""
-        self._give_rung(event.job, event.step, Measured(event.loss, event.token_accuracy))
-
-    def _measure(self, name: str, step: int, measured: Measured) -> None:
+    def evaluate(self, name: str, step: int, loss: float | None, token_accuracy: float | None) -> None:
         """Record an evaluation of the weights that a trial trains."""
-        self._measured.setdefault(name, {})[step] = measured
+        value = loss if self.sweep.spec.metric == "eval_loss" else token_accuracy
+        self._values.setdefault(name, {})[step] = value
         if not self.judges_mean:
-            self._give_rung(name, step, measured)
+            self.judge(name, step, loss, token_accuracy)
 
-    def _give_rung(self, name: str, step: int, measured: Measured) -> None:
+    def judge(self, name: str, step: int, loss: float | None, token_accuracy: float | None) -> None:
+        """Record an evaluation of the weights that the rungs compare."""
+        value = loss if self.sweep.spec.metric == "eval_loss" else token_accuracy
         # At a rung a trial has a warning only if it has collapsed: then it is the worst by any metric.
         has_collapsed = name in self.store and bool(self.store.job(name).warning)
-        self.rungs.evaluate(name, step, None if has_collapsed else self._value(measured))
+        self.rungs.evaluate(name, step, None if has_collapsed else value)
 
     def _trend(self, name: str) -> LossTrend:
         if name not in self._trends:
             self._trends[name] = LossTrend(self.rungs.steps(name))
         return self._trends[name]
-
-    def _value(self, measured: Measured) -> float | None:
-        return measured.loss if self.sweep.spec.metric == "eval_loss" else measured.token_accuracy
 
     # -- between windows ---------------------------------------------------------------------------------
 
@@ -346,15 +340,15 @@ class RunningSweep:
             self.finish()
         self._decide(aboard)
         living = [name for name in self.trials if name not in self.rungs.ended]
-        promoted = [name for name in living if name in self.resting and not self._is_held(name)]
+        promoted = [name for name in living if name in self.resting and not self.rungs.is_held(name)]
         self.resting -= set(promoted)
         rest = {
-            name: self._waits(name)
+            name: self.rungs.waits(name)
             for name in living
-            if name in aboard and aboard[name] >= self.rungs.limit(name) and self._is_held(name)
+            if name in aboard and aboard[name] >= self.rungs.limit(name) and self.rungs.is_held(name)
         }
         return TrialOrders(
-            {name: self.rungs.limit(name) for name in living if name in self._own_evaluations},
+            {name: self.rungs.limit(name) for name in living if name in self._entered},
             promoted,
             rest,
             dict(self._unfinished_leaves()),
@@ -363,9 +357,9 @@ class RunningSweep:
     def _decide(self, aboard: Mapping[str, int]) -> None:
         """Decide and record. A decision that could not be recorded has no effect, and is tried again at the
         end of the next window."""
-        decided = deepcopy(self.rungs) if self.rungs.due() else self.rungs
-        while due := decided.due():
-            for decision in due:
+        decided = deepcopy(self.rungs) if self.rungs.pending() else self.rungs
+        while pending := decided.pending():
+            for decision in pending:
                 decided.adopt(decision)
         if self._write(decided, aboard):
             self.rungs = decided
@@ -379,20 +373,13 @@ class RunningSweep:
             if state in ENDS:
                 self.rungs.end(name, ENDS[state], status.step)
 
-    def _is_held(self, name: str) -> bool:
-        """Whether a trial that has reached its limit has nothing to do there but to wait."""
-        return self.rungs.limit(name) < self.rungs.steps(name) and not self.rungs.awaited(name)
-
-    def _waits(self, name: str) -> str:
-        return f"waits for the others at step {self.rungs.limit(name)}"
-
     def proposed(self) -> Sequence[Trial]:
         """Return the next generation when all trials before it have ended. It is recorded before it is
         returned."""
-        if self._proposals is None or self._exhausted or not self.rungs.is_over():
+        if self._search is None or self._exhausted or not self.rungs.is_over():
             return ()
         ended = [(trial, self.score(trial.name)) for trial in self.trials.values()]
-        if not (found := self._proposals.proposer.next(ended)):
+        if not (found := self._search.next(ended)):
             self._exhausted = True
             return ()
         before = deepcopy(self.rungs)
@@ -403,10 +390,6 @@ class RunningSweep:
         for trial in found:
             del self.trials[trial.name]
         return ()
-
-    def job_of(self, trial: Trial) -> JobSpec:
-        assert self._proposals is not None
-        return self._proposals.job_of(trial)
 
     def refuse(self, trial: str, reason: str) -> None:
         """Record that a proposed trial cannot be trained: it has failed."""
@@ -477,8 +460,7 @@ class RunningSweep:
     def _state(self, rungs: Rungs, name: str, aboard: Mapping[str, int]) -> TrialState:
         if name in rungs.ended:
             return rungs.ended[name].how.value
-        held = rungs.limit(name) < rungs.steps(name) and not rungs.awaited(name)
-        if held and (name in self.resting or aboard.get(name, -1) >= rungs.limit(name)):
+        if rungs.is_held(name) and (name in self.resting or aboard.get(name, -1) >= rungs.limit(name)):
             return "resting"
         return "running" if name in aboard else "waiting"
 
@@ -489,7 +471,7 @@ class RunningSweep:
             if name in decision.left:
                 return decision.reason(name, rungs.rungs(name)[decision.rung])
         if self._state(rungs, name, aboard) == "resting":
-            return f"waits for the others at step {rungs.limit(name)}"
+            return rungs.waits(name)
         return self.store.job(name).reason if name in self.store else ""
 
     def _samples(self, rungs: Rungs) -> SampleCount:
@@ -507,15 +489,14 @@ class RunningSweep:
 
     def _score(self, rungs: Rungs, name: str) -> tuple[float | None, int | None]:
         """Return a trial's score and the step at which it was measured."""
-        if name in self._scores and name not in self._own_evaluations:
+        if name in self._scores and name not in self._entered:
             return self._scores[name]
         at_rungs = rungs.values.get(name, {})
-        own = {step: self._value(one) for step, one in self._measured.get(name, {}).items()}
         ended = rungs.ended.get(name)
         if ended is not None and ended.how is TrialEnd.LEFT and at_rungs.get(ended.step) is not None:
             return at_rungs[ended.step], ended.step
         # After a kill the lines of the metrics may end before a rung that is decided.
-        values = {**at_rungs, **own}
+        values = {**at_rungs, **self._values.get(name, {})}
         if not values:
             return None, None
         best = self.store.job(name).best_step if name in self.store else None
@@ -577,9 +558,3 @@ class RunningSweep:
             return self.best == winners and (folder / CONFIG).is_file()
         there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         return self.best == winners and there == set(winners)
-
-
-def _measured(line: Mapping[str, Any], what: str) -> Measured:
-    """Return the measurement in a line of the metrics, of a trial's own evaluation (`eval`) or of a
-    rung's."""
-    return Measured(line[f"{what}_loss"], line.get(f"{what}_token_accuracy"))

@@ -1,3 +1,5 @@
+"""Charts of a sweep."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -5,23 +7,20 @@ from typing import Any
 
 import pytest
 
-from tests.report.sweeps.example import sweep_record
+from tests.report.sweep_example import sweep_record
 from weftune.jobs.sweeps.record import SweepRecord
-from weftune.report.charts import pen
+from weftune.report.charts import Chart, pen
 from weftune.report.svg import Figure, Pen
-from weftune.report.sweeps.charts import WaysChart, sweep_charts
+from weftune.report.sweep_charts import sweep_charts
 
 
 def charts(record: SweepRecord, base_loss: float | None = None) -> dict[str, Figure]:
-    found = sweep_charts(record, pens_of(record), base_loss)
-    assert found is not None
-    return {chart.title: chart.figure for chart in found[1]}
+    _, *found = sweep_charts(record, pens_of(record), base_loss)
+    return {chart.title: chart.figure for chart in found}
 
 
-def ways(record: SweepRecord) -> WaysChart:
-    found = sweep_charts(record, pens_of(record))
-    assert found is not None
-    return found[0]
+def parallel(record: SweepRecord) -> Chart:
+    return sweep_charts(record, pens_of(record))[0]
 
 
 def pens_of(record: SweepRecord) -> dict[str, Pen]:
@@ -35,7 +34,7 @@ def with_values(key: str, values: list[Any]) -> SweepRecord:
 
 
 def test_a_line_goes_through_every_value_and_ends_at_the_rung_where_its_trial_left() -> None:
-    lines = {one.name: one for one in ways(sweep_record()).parallel.series}
+    lines = {one.name: one for one in parallel(sweep_record()).figure.series}
     assert len(lines) == 24
     assert len(lines["sql-r64-lr4.09e-4"].points) == 3 + 3
     assert len(lines["sql-r16-lr3.34e-4"].points) == 3 + 2, "left at 60"
@@ -46,7 +45,7 @@ def test_a_line_goes_through_every_value_and_ends_at_the_rung_where_its_trial_le
 
 
 def test_the_best_is_drawn_over_the_others() -> None:
-    last = ways(sweep_record()).parallel.series[-1]
+    last = parallel(sweep_record()).figure.series[-1]
     assert (last.name, last.opacity) == ("sql-r64-lr4.09e-4", 1)
 
 
@@ -88,7 +87,7 @@ def test_ticks_do_not_stand_on_one_another() -> None:
 
 
 def test_every_axis_has_its_name() -> None:
-    names = [axis.name for axis in ways(sweep_record()).parallel.axes]
+    names = [axis.label for axis in parallel(sweep_record()).figure.axes]
     rungs = [f"validation loss at {step}" for step in (20, 60, 200)]
     assert names == ["rank", "dropout", "learning_rate", *rungs]
 
@@ -140,9 +139,9 @@ def test_one_exploded_value_does_not_flatten_the_others() -> None:
         for point, tip in zip(one.points, one.tips, strict=True)
         if tip.startswith(f"{first.name}:")
     ]
-    assert figure.y.place(value) == 1, "at the end of the axis, with its own number to be read"
+    assert figure.y.position(value) == 1, "at the end of the axis, with its own number to be read"
     assert "4e+06" in tip
-    places = {one.name: [point.y for point in one.points] for one in ways(changed).parallel.series}
+    places = {one.name: [point.y for point in one.points] for one in parallel(changed).figure.series}
     assert places[first.name][3] == 1
     others = [own[3] for name, own in places.items() if name != first.name]
     assert max(others) > 0.1
@@ -155,6 +154,6 @@ def test_without_halving_there_is_one_result_and_no_talk_of_rungs() -> None:
         for at, trial in enumerate(record.trials)
     ]
     changed = replace(record, trials=tuple(trials), rungs=(200,), decisions=())
-    assert "rung" not in ways(changed).words
-    assert all(len(one.points) == 4 for one in ways(changed).parallel.series)
+    assert "rung" not in parallel(changed).words
+    assert all(len(one.points) == 4 for one in parallel(changed).figure.series)
     assert [one.name for one in charts(changed)["learning_rate"].series] == ["step 200"]

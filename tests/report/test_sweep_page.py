@@ -1,3 +1,5 @@
+"""A sweep on the page."""
+
 from __future__ import annotations
 
 import re
@@ -8,7 +10,7 @@ import pytest
 
 from tests.report.example import Job
 from tests.report.hostile import HOSTILE
-from tests.report.sweeps.example import sweep_record, write_sweep
+from tests.report.sweep_example import sweep_record, write_sweep
 from tests.report.test_page import Page
 from weftune.report.page import write_report
 

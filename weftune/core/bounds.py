@@ -1,0 +1,90 @@
+"""The range of a number that users write, as an annotation of its field, with the message for a wrong one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAX_COUNT = 10**12
+"""Upper bound of steps and tokens: far more than anyone trains, and still exact in a float."""
+MAX_SHOWN = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """The allowed range of a number: `rank: Annotated[int, Bound(at_least=1)]`. The annotated type says
+    whether it is whole and whether None is allowed as well."""
+
+    at_least: float = -math.inf
+    above: float = -math.inf
+    below: float = math.inf
+    at_most: float = math.inf
+    share: bool = False
+    """Whether a value below 1 is a share of the run and any other a whole number of steps."""
+    meaning: str = ""
+    """Meaning of the number for error messages; empty if its key says it."""
+    whole: bool = False
+    none: bool = False
+
+    def fault(self, value: Any) -> str | None:
+        """Return the error message for `value`, or None if it is allowed."""
+        if value is None and self.none:
+            return None
+        got = show(value)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return f"must be a {'whole ' if self.whole else ''}number, got {got}"
+        if not _is_finite(value):
+            return f"must be a finite number, got {got}"
+        if self.whole and not isinstance(value, int):
+            return f"must be a whole number, got {got}"
+        if value < self.at_least:
+            return f"must be at least {self.at_least:g}, got {got}"
+        if value <= self.above:
+            return f"must be above {self.above:g}, got {got}"
+        if value >= self.below:
+            meaning = f" ({self.meaning})" if self.meaning else ""
+            return f"must be below {self.below:g}{meaning}, got {got}"
+        if value > self.at_most:
+            return f"must be at most {self.at_most:.12g}, got {got}"
+        if self.share and value > 1 and value != int(value):
+            return f"must be below 1 (a share of the run) or a whole number of steps, got {got}"
+        return None
+
+
+SIZE = Bound(at_least=1, at_most=65536)
+"""Range of ranks, widths and numbers of virtual tokens."""
+SEED = Bound(at_least=0, at_most=2**63 - 1)
+RUN_SHARE = Bound(above=0, at_most=MAX_COUNT, share=True)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:
+        return False
+
+
+def show(value: Any) -> str:
+    """Return a value as messages quote it: short, and written as in YAML."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f'"{_short(value)}"'
+    if isinstance(value, int) and abs(value) >= 10**MAX_SHOWN:
+        return "a number of many digits"
+    if isinstance(value, int | float):
+        return f"{value}"
+    if isinstance(value, Mapping):
+        return "a mapping" if value else "an empty mapping"
+    if isinstance(value, list | tuple):
+        return "a list" if value else "an empty list"
+    return _short(str(value))
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_SHOWN else f"{line[: MAX_SHOWN - 1]}…"

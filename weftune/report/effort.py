@@ -1,0 +1,174 @@
+"""Time and memory of a run: predictions beside measurements, window by window, and the wall time by phase.
+
+Only windows whose jobs or lengths differ from the window before are counted: the others repeat it. Windows
+with the first pass of a kind, which may compile kernels or capture a graph, are counted separately.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from weftune.core.clock import Phase, WallTime
+from weftune.report.read import WindowLine
+from weftune.report.words import NOTHING, bytes_text, duration_text, plural
+
+COLUMNS = (
+    "window", "jobs", "passes", "predicted", "measured", "off", "predicted peak", "peak", "off", "",
+)  # fmt: skip
+MIN_WINDOWS, MAX_ERROR = 4, 0.25
+"""Least number of windows and largest mean error for a headline about predictions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """Mean relative errors of the predictions."""
+
+    windows: int
+    seconds: float | None
+    peak: float | None
+
+
+def tally(windows: Sequence[WindowLine], *, unsettled: bool) -> Errors:
+    """Return the errors of the windows that differ from the one before: of those in which something was
+    compiled or captured, or of the others."""
+    counted = [window for window in windows if window.changed and bool(window.unsettled) == unsettled]
+    seconds = [abs(off) for window in counted if (off := seconds_off(window)) is not None]
+    peaks = [abs(off) for window in counted if (off := peak_off(window)) is not None]
+    return Errors(
+        windows=len(seconds),
+        seconds=fmean(seconds) if seconds else None,
+        peak=fmean(peaks) if peaks else None,
+    )
+
+
+def seconds_off(window: WindowLine) -> float | None:
+    """Return the relative error of the predicted time; negative if the window took longer than predicted."""
+    return _off(window.predicted_seconds, window.seconds)
+
+
+def peak_off(window: WindowLine) -> float | None:
+    return _off(window.predicted_peak_bytes, window.peak_bytes)
+
+
+def rows(windows: Sequence[WindowLine]) -> list[tuple[str, ...]]:
+    """Return one row per window, with the columns `COLUMNS`."""
+    return [
+        (
+            str(number),
+            str(window.jobs),
+            str(window.microbatches),
+            _seconds_text(window.predicted_seconds),
+            _seconds_text(window.seconds),
+            off_text(seconds_off(window)),
+            bytes_text(window.predicted_peak_bytes),
+            bytes_text(window.peak_bytes),
+            off_text(peak_off(window)),
+            _remark(window),
+        )
+        for number, window in enumerate(windows, start=1)
+    ]
+
+
+def headline(windows: Sequence[WindowLine]) -> str | None:
+    """Return one line about the errors; None unless enough windows were predicted well enough.
+
+    On a busy machine the time of a window depends on other work, which says nothing about predictions.
+    """
+    found = tally(windows, unsettled=False)
+    if found.windows < MIN_WINDOWS or found.seconds is None or found.seconds > MAX_ERROR:
+        return None
+    memory = "" if found.peak is None else f", peak memory by {found.peak:.1%}"
+    counted = plural(found.windows, "window")
+    return f"Predicted times were off by {found.seconds:.1%}{memory} on average, over {counted}."
+
+
+def sentences(windows: Sequence[WindowLine]) -> list[str]:
+    """Return sentences for the table: the errors of predictions, and the source of the first one."""
+    changed, unsettled = tally(windows, unsettled=False), tally(windows, unsettled=True)
+    told = []
+    if changed.seconds is not None:
+        memory = "" if changed.peak is None else f" and peak memory by {changed.peak:.1%}"
+        told.append(
+            f"Predicted time was off by {changed.seconds:.1%}{memory} on average, over "
+            f"{plural(changed.windows, 'window')} whose jobs or lengths changed. "
+            "Other work on the machine makes windows slower than predicted."
+        )
+    if unsettled.windows and unsettled.seconds is not None:
+        told.append(
+            f"Counted apart: {plural(unsettled.windows, 'window')} with a first pass of its kind, or "
+            f"with one that was compiled or captured, {unsettled.seconds:.1%}."
+        )
+    if windows and (off := seconds_off(first := windows[0])) is not None:
+        told.append(
+            f"The first window, {first.source}: {_seconds_text(first.predicted_seconds)} predicted, "
+            f"{_seconds_text(first.seconds)} measured ({off_text(off)})."
+        )
+    return told
+
+
+def off_text(share: float | None) -> str:
+    return NOTHING if share is None else f"{share:+.1%}".replace("-", "−")
+
+
+def _seconds_text(seconds: float | None) -> str:
+    return NOTHING if seconds is None else f"{seconds:.3g} s"
+
+
+def _off(predicted: float | None, measured: float | None) -> float | None:
+    return None if predicted is None or not measured else predicted / measured - 1.0
+
+
+def _remark(window: WindowLine) -> str:
+    if window.unsettled:
+        return f"first, compiled or captured: {plural(window.unsettled, 'time')}"
+    return "" if window.changed else "as the one before"
+
+
+LABELS = {Phase.CHECKING: "checking the base", Phase.TRYING: "trying kernels"}
+COLOURS = (
+    "#8a94a6", "#0e9db5", "#9456d6", "#d9a441", "#e8710a", "#a3673f",
+    "#d9528f", "#3b7ddd", "#1e9e6a", "#8a8f1a", "#5b6f9d", "#c3c9d3",
+)  # fmt: skip
+"""One colour per phase, in their order."""
+LEAST = 0.05
+"""Seconds below which a phase is not shown."""
+
+
+def label(phase: Phase) -> str:
+    return LABELS.get(phase, str(phase))
+
+
+def wall_sentence(wall: WallTime) -> str:
+    parts = [f"{label(phase)} {wall.phases[phase]:.1f}" for phase in Phase if wall.phases[phase] >= LEAST]
+    return f"Wall time {wall.seconds:.1f} s" + (f": {', '.join(parts)}" if parts else "")
+
+
+@dataclass(frozen=True, slots=True)
+class WallPart:
+    label: str
+    seconds: str
+    percent: float
+    colour: str
+
+
+@dataclass(frozen=True, slots=True)
+class WallBar:
+    """The wall time of one run as a stacked bar."""
+
+    sentence: str
+    parts: tuple[WallPart, ...]
+
+
+def wall_bar(wall: WallTime) -> WallBar:
+    """Return the phases in order. The run draws the page before it ends, so its last phase may be missing."""
+    drawn_early = "" if wall.phases[Phase.REPORT] else ", until this page was drawn"
+    told = [phase for phase in Phase if wall.phases[phase] >= LEAST]
+    whole = max(wall.seconds, sum(wall.phases[phase] for phase in told), 1e-9)
+    parts = tuple(
+        WallPart(label(phase), f"{wall.phases[phase]:.1f} s", 100 * wall.phases[phase] / whole, COLOURS[at])
+        for at, phase in enumerate(Phase)
+        if phase in told
+    )
+    return WallBar(f"Wall time {duration_text(wall.seconds)} ({wall.seconds:.1f} s){drawn_early}", parts)

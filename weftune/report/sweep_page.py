@@ -1,0 +1,218 @@
+"""A sweep on the page: records of finished text, still unescaped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weftune.jobs.sweeps.record import (
+    METRIC_NAMES,
+    RungRow,
+    SweepRecord,
+    TrialRecord,
+    best_folder,
+    counts,
+    flat_values,
+    leaders,
+    ranked,
+    rung_rows,
+    setting_text,
+    short_keys,
+    swept_keys,
+    trained_share,
+    winners,
+)
+from weftune.report.charts import Chart
+from weftune.report.compare import base_validation, is_enough
+from weftune.report.read import Run
+from weftune.report.snippets import base_spec, generate_command, load_snippet
+from weftune.report.svg import Pen
+from weftune.report.sweep_charts import sweep_charts
+from weftune.report.template import Tile
+from weftune.report.words import (
+    NOTHING,
+    duration_text,
+    link_to,
+    loss_text,
+    plural,
+    printable,
+    trial_state_text,
+)
+
+if TYPE_CHECKING:
+    from weftune.report.page import JobView
+
+_OPEN_TRIALS = 10
+"""Number of trials that are shown; the others are collapsed if there are more than `_FEW_TRIALS`."""
+_FEW_TRIALS = 14
+SEARCHES = {"grid": "grid", "random": "random search", "tpe": "TPE"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialView:
+    """A row of the table of trials."""
+
+    rank: str
+    name: str
+    pen: Pen | None
+    index: int | None
+    """Index of its commands at the end of the page. None if it has none."""
+    badge: str
+    values: tuple[str, ...]
+    score: str
+    score_detail: str
+    state: str
+    reason: str
+    steps: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepView:
+    name: str
+    facts: str
+    tiles: list[Tile]
+    metric: str
+    keys: tuple[str, ...]
+    trials: list[TrialView]
+    """The best trials, which are not collapsed."""
+    others: list[TrialView]
+    rungs: list[tuple[str, ...]]
+    """Step, number of trials that came, percentage and number of those that continue, and the cut."""
+    charts: tuple[Chart, ...]
+    """Parallel coordinates of all trials, and the metric against each key; empty if nothing is measured."""
+    winners: list[tuple[str, str, str]]
+    """Link relative to the page, folder and score of each winner."""
+    snippet: str
+    """Python that loads the best adapter; empty before the sweep has ended, as is `command`."""
+    command: str
+
+
+def sweep_view(run: Run, record: SweepRecord, views: Mapping[str, JobView]) -> SweepView:
+    """Return the view of a sweep; `views` maps names to the views of all jobs."""
+    output, keys, best = run.output.resolve(), swept_keys(record), winners(record)
+    trials = [
+        _trial_view(record, trial, rank, views.get(trial.name), keys)
+        for rank, trial in enumerate(ranked(record), start=1)
+    ]
+    shown = len(trials) if len(trials) <= _FEW_TRIALS else _OPEN_TRIALS
+    pens = {name: view.pen for name, view in views.items() if view.drawn}
+    jobs = [views[trial.name].job for trial in record.trials if trial.name in views]
+    base_losses = [loss for job in jobs if (loss := base_validation(job))]
+    folders = [best_folder(output / record.name, trial.name) for trial in best]
+    first = views[best[0].name].job if best and best[0].name in views else None
+    base = base_spec(first, run) if first is not None else None
+    several = len({one.generation for one in record.trials}) > 1
+    return SweepView(
+        name=record.name,
+        facts=_facts(record),
+        tiles=_tiles(run, record),
+        metric=METRIC_NAMES[record.metric],
+        keys=tuple(short_keys(keys).values()),
+        trials=trials[:shown],
+        others=trials[shown:],
+        rungs=[_rung_texts(row, several=several) for row in rung_rows(record)],
+        charts=sweep_charts(record, pens, base_losses[0] if base_losses else None),
+        winners=[
+            (*_folder_texts(output, folder), loss_text(trial.score))
+            for folder, trial in zip(folders, best, strict=True)
+        ],
+        snippet=load_snippet(base, folders[0]) if base is not None else "",
+        command=generate_command(folders[0]) if base is not None else "",
+    )
+
+
+def _facts(record: SweepRecord) -> str:
+    better = "lower" if record.mode == "min" else "higher"
+    parts = [
+        SEARCHES.get(record.search, record.search),
+        plural(record.count, "trial"),
+        f"{METRIC_NAMES[record.metric]} on the same held-out rows, {better} is better",
+    ]
+    if len(record.rungs) > 1:
+        at = ", ".join(f"{step:,}" for step in record.rungs[:-1])
+        share = f"the best {100 * record.share:.0f} % go on" if record.share else "the best go on"
+        parts.append(f"{share} at step{'s' * (len(record.rungs) > 2)} {at} of {record.steps:,}")
+        if record.judge == "mean":
+            parts.append("losses there are those of the mean of a trial's last weights")
+    return " · ".join(parts)
+
+
+def _tiles(run: Run, record: SweepRecord) -> list[Tile]:
+    best, ended = leaders(record, 1), counts(record)
+    others = ", ".join(
+        f"{count} {trial_state_text(state)}" for state, count in ended.items() if state != "finished"
+    )
+    tiles = [
+        Tile(
+            f"best {METRIC_NAMES[record.metric]}{'' if record.best else ' so far'}",
+            loss_text(best[0].score) if best else NOTHING,
+            best[0].name if best else "nothing has been evaluated yet",
+        ),
+        Tile("trials to the end", f"{ended.get('finished', 0)} of {record.count}", others),
+    ]
+    share = trained_share(record)
+    if share is not None:
+        detail = f"{record.samples.trained:,} of the {record.samples.all:,} that all trials would take"
+        tiles.append(Tile("samples trained", f"{100 * share:.0f} %", detail))
+    # The trials' part of the run's seconds is estimated by their tokens.
+    names = {trial.name for trial in record.trials}
+    tokens = sum(job.trained_tokens for job in run.jobs)
+    own_tokens = sum(job.trained_tokens for job in run.jobs if job.name in names)
+    if record.best and share and share < 1 and own_tokens and run.seconds:
+        seconds = run.seconds * own_tokens / tokens
+        whole = duration_text(seconds / share)
+        saved = f"about {duration_text(seconds / share - seconds)}"
+        tiles.append(Tile("time saved", saved, f"all trials to their end: about {whole} of training"))
+    return tiles
+
+
+def _trial_view(
+    record: SweepRecord, trial: TrialRecord, rank: int, view: JobView | None, keys: tuple[str, ...]
+) -> TrialView:
+    values = flat_values(trial)
+    steps = view.job.step if view is not None else trial.left_at or 0
+    measured_at = trial.left_at if trial.score_step is None else trial.score_step
+    badge = ""
+    if trial.name in record.best:
+        # The first is `best` only if the held-out rows are enough to tell.
+        is_best = record.best[0] == trial.name and view is not None and is_enough(view.job)
+        badge = "best" if is_best else "kept"
+    is_dropped = trial.state == "left" and measured_at is not None and trial.score is not None
+    return TrialView(
+        rank=f"{rank}" if trial.score is not None and trial.state != "failed" else NOTHING,
+        name=trial.name,
+        pen=view.pen if view is not None and view.drawn else None,
+        index=view.index if view is not None and view.detailed else None,
+        badge=badge,
+        values=tuple(setting_text(values[key]) if key in values else NOTHING for key in keys),
+        score=loss_text(trial.score),
+        score_detail=f"at step {measured_at:,}" if is_dropped else "",
+        state=trial_state_text(trial.state),
+        # Without what the state and the steps beside it already say.
+        reason=trial.warning or trial.reason.removeprefix(f"left the sweep at step {trial.left_at}: "),
+        steps=f"{steps:,} of {trial.steps or record.steps:,}",
+    )
+
+
+def _rung_texts(row: RungRow, *, several: bool) -> tuple[str, ...]:
+    step = f"{row.step:,}" + (f" (generation {row.generation + 1})" if several else "")
+    if row.kept is None:
+        share = 100 * row.evaluated // max(1, row.began)
+        what = "ended" if row.last else "evaluated so far"
+        return step, f"{row.began}", f"{share}", f"{row.evaluated} {what}", ""
+    parts = []
+    if row.worst_kept is not None:
+        parts.append(f"the last to go on had {loss_text(row.worst_kept)}")
+    if row.best_dropped is not None:
+        parts.append(f"the first dropped {loss_text(row.best_dropped)}")
+    if row.lost:
+        parts.append(f"{row.lost} failed or were dropped before")
+    share = round(100 * row.kept / max(1, row.began))
+    return step, f"{row.began}", f"{share}", f"{row.kept} went on", ", ".join(parts)
+
+
+def _folder_texts(output: Path, folder: Path) -> tuple[str, str]:
+    inside = folder.relative_to(output)
+    return link_to(*inside.parts, ""), printable(f"{output.name}/{inside}")
