@@ -35,7 +35,8 @@ from weftune.report.effort import COLUMNS, rows, sentences, tally
 from weftune.report.read import read_run
 from weftune.run.events import Evaluated, Stepped
 from weftune.run.profile import measure_profile
-from weftune.trainer.trainer import Options, Trainer
+from weftune.trainer.options import Options
+from weftune.trainer.trainer import Trainer
 
 STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories15m"
 

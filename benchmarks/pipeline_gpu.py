@@ -23,9 +23,9 @@ from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, Size
 from weftune.bench.table import aligned
 from weftune.bench.timing import Hardware, bench_hardware, fresh
-from weftune.trainer.machine import most_tokens
+from weftune.plan.layout.choose import MAX_TOKENS
+from weftune.trainer.options import Options
 from weftune.trainer.train import train
-from weftune.trainer.trainer import Options
 
 RANKS = (8, 16, 4, 32)
 SAMPLES, TOKENS, BATCH = 64, 256, 8
@@ -62,7 +62,7 @@ Run = tuple[float, dict[str, list[float]]]
 
 def compare(folder: Path, hardware: Hardware, stages: int) -> dict[str, Run]:
     device = hardware.device.type
-    most = most_tokens(torch.device(device))
+    most = MAX_TOKENS[device == "cuda"]
     found = {}
     for name, capacity in (("alone", most), ("alone, other microbatches", most // 4)):
         began = time.perf_counter()

@@ -97,7 +97,7 @@ def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_used(crashed,
     (said,) = [note for note in told.notes if "damaged" in note]
     step = int(before.name.removeprefix("step-"))
     assert said == (
-        f"drops: damaged checkpoints are left aside ({newest.name}); it goes on from step {step}."
+        f"drops: damaged checkpoints are left aside ({newest.name}); it resumes from step {step}."
     )
     assert_whole(crashed)
     assert_same_results(crashed, undisturbed[0])

@@ -133,8 +133,8 @@ def test_a_shortage_of_memory_says_that_the_bits_differ(tmp_path):
     strike_above(base, 120)
     bench.train(base, tmp_path / "out", [job("a", 1)], deterministic=True, capacity=200)
     sentence = (
-        "Out of memory with 200 tokens a microbatch: going on with 100. Deterministic: the bits differ from "
-        "here on from those of a run without this shortage."
+        "Out of memory with 200 tokens per microbatch: continuing with 100. Deterministic: the bits differ "
+        "from here on from those of a run without this shortage."
     )
     assert sentence in status(tmp_path / "out")["notes"]
 

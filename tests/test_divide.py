@@ -10,7 +10,7 @@ from tests import bench
 from weftune import JobSpec, Options
 from weftune.core.files import cache_folder
 from weftune.errors import PlanError
-from weftune.launch.split import SAMPLED, Hosts, divide, work_left
+from weftune.launch.split import SAMPLED, Hosts, divide, remaining_work
 from weftune.plan.cost.memory import SLACK_BYTES, MemoryModel
 from weftune.plan.cost.prior import arithmetic
 from weftune.report.read import JobRecord
@@ -65,12 +65,12 @@ def test_with_fewer_jobs_than_devices_nobody_is_started_for_nothing(tmp_path: Pa
 
 def test_only_what_is_left_of_a_job_counts() -> None:
     job = ready(steps=40, eval={"fraction": 0.2, "every": 10})
-    whole, half = work_left(job, Progress()), work_left(job, Progress(step=20, evaluated=20))
+    whole, half = remaining_work(job, Progress()), remaining_work(job, Progress(step=20, evaluated=20))
     assert (whole.steps, whole.evaluations) == (40, 5)
     assert (half.steps, half.evaluations) == (20, 2)
     assert {batch.step for batch in half.batches} <= set(range(21, 41))
     assert len(whole.batches) == len(half.batches) == SAMPLED
-    assert work_left(job, Progress(step=40, evaluated=40)).steps == 0
+    assert remaining_work(job, Progress(step=40, evaluated=40)).steps == 0
 
 
 def test_a_job_too_large_for_a_share_is_named_with_its_numbers_and_weighs_nothing(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_a_failed_checkpoint_pauses_its_job_alone_and_resume_goes_on_from_the_la
     job = status(output)["jobs"]["plain"]
     assert job["reason"] == (
         "its checkpoint of step 4 cannot be written: No space left on device; "
-        "mend that, and go on from step 3 with options=weftune.Options(resume=True)"
+        "correct that, and resume from step 3 with options=weftune.Options(resume=True)"
     )
     before = [line for line in lines(output) if line["job"] == "plain" and line["step"] <= 2]
     assert run(output, model, resume=True)[0] == {"looks": "succeeded", "plain": "succeeded"}
@@ -186,7 +186,7 @@ def test_metrics_that_cannot_be_written_for_a_while_are_written_later_and_said_o
         reached, notes = run(output, model)
     assert set(reached.values()) == {"succeeded"}
     (told,) = [note for note in notes if "cannot" in note]
-    assert "metrics.jsonl: Input/output error; training goes on, and it is tried again." in told
+    assert "metrics.jsonl: Input/output error; training continues, and the write is tried again." in told
     assert next(tries, None) is None, "it has failed four times"
     assert_whole(output)
     assert_same_results(output, undisturbed[0])
@@ -224,7 +224,9 @@ def test_a_disk_without_room_for_adapters_and_checkpoints_is_refused_before_the_
     tmp_path, model, monkeypatch
 ):
     output, free = tmp_path / "out", 0
-    monkeypatch.setattr("weftune.trainer.disk.shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
+    monkeypatch.setattr(
+        "weftune.trainer.results.shutil.disk_usage", lambda folder: SimpleNamespace(free=free)
+    )
     with pytest.raises(OutputError, match=r"only 0\.00 GiB are free there; free .*, or choose another"):
         run(output, model)
     # Two checkpoints of three vectors of float64 each, a fourth vector with `keep: best`, and the adapter.
@@ -244,7 +246,7 @@ def test_paused_is_exit_1_and_the_table_says_how_to_go_on(tmp_path, forks):
     log = (folder / "log").read_text()
     assert states(folder / "out") == {"a": "paused"}
     assert "its checkpoint of step 2 cannot be written: File too large" in log
-    assert "go on from step 0 with weftune train jobs.yaml --resume" in log
+    assert "resume from step 0 with weftune train jobs.yaml --resume" in log
     assert "report.html cannot be written" in log
     assert "Traceback" not in log
     assert forks.weftune("train", "jobs.yaml", "--resume", cwd=folder) == 0

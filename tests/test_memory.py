@@ -114,7 +114,7 @@ def test_a_pass_that_does_not_fit_halves_the_capacity_and_changes_no_result(tmp_
     assert_whole(tmp_path / "out")
     assert_same_results(tmp_path / "out", want)
     notes = status(tmp_path / "out")["notes"]
-    assert notes[0] == "Out of memory with 200 tokens a microbatch: going on with 100."
+    assert notes[0] == "Out of memory with 200 tokens per microbatch: continuing with 100."
     assert len(notes) == 3
 
 
@@ -153,7 +153,7 @@ def test_a_process_that_really_has_no_memory_left_goes_on_in_halves(tmp_path, fo
     assert status(folder / "want")["notes"] == []
     assert forks.weftune(*command, "out", cwd=folder, memory=500 << 20) == 0, (folder / "log").read_text()
     notes = status(folder / "out")["notes"]
-    assert notes[0] == "Out of memory with 1024 tokens a microbatch: going on with 512."
+    assert notes[0] == "Out of memory with 1024 tokens per microbatch: continuing with 512."
     assert_whole(folder / "out")
     assert_same_results(folder / "out", folder / "want")
 
@@ -177,7 +177,7 @@ def test_at_the_longest_sample_the_last_comer_goes_back_and_all_finish(tmp_path)
 
     base.model.base_model.register_forward_pre_hook(hook)
     trainer.run(callback)
-    assert "out of memory with 3 jobs aboard and 20 tokens a microbatch" in reasons[0]
+    assert "out of memory with 3 attached jobs and 20 tokens per microbatch" in reasons[0]
     assert_whole(tmp_path / "out")
     assert_same_results(tmp_path / "out", tmp_path / "want")
 
@@ -189,7 +189,7 @@ def test_a_job_that_does_not_fit_even_alone_fails_and_those_behind_it_run(tmp_pa
     jobs = [job("a"), JobSpec(name="long", data=long, steps=3, batch_size=4, adapter={"rank": 2}), job("bb")]
     results = bench.train(base, tmp_path / "out", jobs, capacity=64)
     assert results["long"].state == "failed"
-    assert "out of memory with 1 job aboard and 50 tokens a microbatch" in results["long"].reason
+    assert "out of memory with 1 attached job and 50 tokens per microbatch" in results["long"].reason
     assert (results["a"].state, results["bb"].state) == ("succeeded", "succeeded")
     bench.train(bench.base(), tmp_path / "want", [job("a"), job("bb")])
     for name in ("a", "bb"):

@@ -67,7 +67,7 @@ def test_the_lowest_gives_way_at_a_window_boundary_and_goes_on_to_the_same_curve
             reasons.append(status(output)["jobs"]["low"]["reason"])
 
     trainer.run(callback)
-    assert set(reasons) == {"gives way to urgent, priority 9"}
+    assert set(reasons) == {"preempted by urgent, priority 9"}
     steps = [(line["job"], line["step"]) for line in lines(output) if "loss" in line]
     came, went = steps.index(("urgent", 1)), steps.index(("urgent", 6))
     assert "low" in {name for name, _ in steps[:came]}

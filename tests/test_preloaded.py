@@ -8,7 +8,7 @@ import pytest
 ASKED = """
 import sys, traceback
 import torch
-from weftune.launch.processes import PRELOADED
+from weftune.launch.supervise import PRELOADED
 
 def spy(module, name):
     def asked(*_, **__):

@@ -23,7 +23,7 @@ from weftune.cli.generate import base_of
 from weftune.errors import OutputError
 from weftune.report.compare import kept_validation
 from weftune.report.read import read_run
-from weftune.trainer.merged_loss import evaluation_rows
+from weftune.trainer.export import evaluation_rows
 
 TWO_JOBS = [
     {"name": "a", "steps": 8, "adapter": {"rank": 4, "dropout": 0.1}, "eval": {"fraction": 0.2, "every": 3}},

@@ -87,7 +87,7 @@ def test_finished_jobs_are_skipped_and_new_ones_start(started, forks):
     [
         (
             {"learning_rate": 2e-2},
-            "learning_rate changed; put them back, or go on with weftune train jobs.yaml --resume "
+            "learning_rate changed; put them back, or resume with weftune train jobs.yaml --resume "
             "--retry long --set learning_rate=0.02\n",
         ),
         (
@@ -100,7 +100,7 @@ def test_finished_jobs_are_skipped_and_new_ones_start(started, forks):
 def test_a_changed_key_of_a_started_job_is_refused_by_name(started, forks, change, named):
     jobs_folder(started, [SHORT, LONG | change])
     assert forks.weftune("train", "jobs.yaml", "--resume", cwd=started) == 2
-    assert f"Job long has already started and cannot go on with other settings: {named}" in said(started)
+    assert f"Job long has already started and cannot resume with other settings: {named}" in said(started)
     assert states(started / "out")["long"] == "running"
 
 
@@ -121,10 +121,10 @@ def test_a_changed_key_of_a_finished_job_is_refused_with_both_values(started, fo
 
 def test_another_number_of_steps_or_other_rows_are_refused(started, forks):
     assert forks.weftune("train", "jobs.yaml", "--resume", "--max-steps", "9", cwd=started) == 2
-    assert "Job long has already started and cannot go on with other settings: --max-steps" in said(started)
+    assert "Job long has already started and cannot resume with other settings: --max-steps" in said(started)
     write_rows(started / "a.jsonl", seed=7)
     assert forks.weftune("train", "jobs.yaml", "--resume", cwd=started) == 2
-    assert "cannot go on with other settings: the rows of its data changed" in said(started)
+    assert "cannot resume with other settings: the rows of its data changed" in said(started)
 
 
 def test_restart_trains_one_job_anew_and_leaves_the_others(started, forks):
@@ -215,7 +215,7 @@ def test_a_run_that_ended_while_its_first_job_came_aboard_can_be_resumed(undistu
         raise Crash
 
     with monkeypatch.context() as patch:
-        patch.setattr("weftune.trainer.result_writer.write_job_file", written_then_killed)
+        patch.setattr("weftune.trainer.results.write_job_file", written_then_killed)
         with pytest.raises(Crash):
             events_of(tmp_path / "out", model)
     events_of(tmp_path / "out", model, resume=True)

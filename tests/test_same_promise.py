@@ -8,7 +8,6 @@ the slow suite they are started. GPUs are pretended, as in `test_streaming.py`.
 
 from __future__ import annotations
 
-import io
 import json
 import random
 from dataclasses import dataclass, replace
@@ -18,14 +17,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from rich.console import Console
 
 from tests.bench import CPU
 from tests.launches import deep_folder
 from tests.plan.profiles import profile
 from weftune import Options
 from weftune.base.load import inspect, load_tokenizer
-from weftune.cli.plan import PlanAsked, answer, read_cluster, read_wanted
+from weftune.cli.plan import read_cluster
+from weftune.cli.plan_jobs import read_case
+from weftune.cli.plan_json import plan_numbers
+from weftune.cli.plan_predict import predict
 from weftune.jobs.spec.read import read_run
 from weftune.jobs.store.scheduler import admit
 from weftune.jobs.store.status import PROMISE
@@ -43,7 +44,7 @@ from weftune.plan.layout.choose import PROCESS_BYTES, choose
 from weftune.plan.outlook.promise import first_window
 from weftune.run.workers.groups import WorkerPlace
 from weftune.trainer.job import make_ready
-from weftune.trainer.machine import Setup, machine_here
+from weftune.trainer.machine import machine_here
 from weftune.trainer.train import trainer_for
 
 MODES = ("one device", "streamed", "pipeline", "streamed workers")
@@ -145,15 +146,13 @@ def with_logits(one: LayeredPass) -> LayeredPass:
 
 def planned(case: Case, file) -> dict[str, Any]:
     """By `weftune plan --json`, on this machine."""
-    asked = PlanAsked(
-        here=True,
-        limit=case.gpu_memory,
+    options = Options(
         memory=case.memory,
+        gpu_memory=case.gpu_memory,
         pipeline=case.workers if case.workers > 1 else None,
     )
-    wanted = read_wanted(file, read_cluster("auto", case.gpu_memory), asked)
-    numbers = answer(wanted, Console(file=io.StringIO())).numbers
-    return json.loads(json.dumps(numbers["first_window"]))
+    question = read_case(read_run(file), read_cluster("auto", case.gpu_memory), options, here=True)
+    return json.loads(json.dumps(plan_numbers(predict(question))["first_window"]))
 
 
 def trained(case: Case, file, output) -> dict[str, Any]:
@@ -173,20 +172,13 @@ def asked_alone(case: Case, file) -> dict[str, Any]:
         for place, job in enumerate(run.jobs)
     }
     place = WorkerPlace(0, case.workers, 0, case.workers, ring=ring)
-    setup = Setup(
-        spec=run.base,
-        base=None,
-        device=CPU,
-        shape=shape,
-        staff=SimpleNamespace(wires=SimpleNamespace(place=place)),
+    options = Options(
         memory=case.memory,
         gpu_memory=case.gpu_memory,
-        capacity=None,
-        profile=None,
-        checkpoints=lambda name: file.parent,
+        staff=SimpleNamespace(wires=SimpleNamespace(place=place)),
     )
     shapes = [job.shape for job in ready.values()]
-    choice = choose(shape, shapes, machine_here(setup))
+    choice = choose(shape, shapes, machine_here(options, run.base, CPU, shape))
     aboard = admit(shapes, [], choice.memory.why_not).admitted
     by_name = {one.name: one for one in shapes}
     window = first_window(

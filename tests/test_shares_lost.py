@@ -77,9 +77,9 @@ def test_a_share_that_is_given_up_leaves_its_jobs_to_be_resumed_and_the_others_f
     for name in unfinished:
         assert states(output)[name] == "paused"
         reason = status(output)["jobs"][name]["reason"]
-        assert reason == f"share 0 was ended by SIGKILL; go on with {resumed}"
+        assert reason == f"share 0 was ended by SIGKILL; resume with {resumed}"
     told = capfd.readouterr().out
-    assert f"share 0 was ended by SIGKILL; giving up; go on with {resumed}\n" in told
+    assert f"share 0 was ended by SIGKILL; giving up; resume with {resumed}\n" in told
     assert Shares(place, "lost", 2, resume=True).wait() == 0
     assert_whole(output)
     assert_same_results(output, place / "undisturbed")
@@ -109,7 +109,7 @@ def test_ctrl_c_is_handed_to_all_and_resumed_by_one_process(place, forks, capfd)
     told = capfd.readouterr().out
     assert told.count("Stopping: this step is finished and saved first") == 1
     words = ["weftune", "train", f"{place / 'jobs.yaml'}", "--output", f"{output}", "--device", "cpu"]
-    assert f"Interrupted. Go on with {shlex.join([*words, '--gpus', '2', '--resume'])}\n" in told
+    assert f"Interrupted. Resume with {shlex.join([*words, '--gpus', '2', '--resume'])}\n" in told
     assert "paused" in states(output).values()
     assert {status(output)["jobs"][name]["reason"].partition(" at ")[0] for name in unended(output)} == {
         "interrupted"

@@ -105,12 +105,12 @@ def test_if_the_source_is_cancelled_those_behind_it_are_paused_and_go_on_with_it
         "a": "cancelled", "b": "paused", "c": "paused",
     }  # fmt: skip
     assert results["b"].reason == (
-        "it starts from a, which was cancelled; go on with both: "
+        "it starts from a, which was cancelled; resume both: "
         "options=weftune.Options(resume=True, retry=('a',)) or "
         "options=weftune.Options(resume=True, restart=('a',))"
     )
     assert results["c"].reason == (
-        "it starts from b, which is paused; go on with both: options=weftune.Options(resume=True)"
+        "it starts from b, which is paused; resume both: options=weftune.Options(resume=True)"
     )
     again = bench.train(base, output, [C, B, A], resume=True)
     assert (again["b"].state, again["c"].state) == ("paused", "paused"), "nothing has changed"
@@ -124,7 +124,7 @@ def test_if_the_source_fails_those_behind_it_are_paused_and_others_go_on(base, t
     assert {name: result.state for name, result in results.items()} == {
         "a": "failed", "b": "paused", "other": "succeeded",
     }  # fmt: skip
-    assert results["b"].reason.startswith("it starts from a, which has failed; go on with both: ")
+    assert results["b"].reason.startswith("it starts from a, which has failed; resume both: ")
 
 
 def test_a_job_that_is_added_may_start_from_one_that_has_ended_or_still_trains(base, tmp_path, by_folders):

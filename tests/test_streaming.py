@@ -119,9 +119,9 @@ def test_a_device_too_small_for_one_layer_is_a_mistake_with_a_sentence(place, fo
         (("--pipeline", "auto"), "write how many to stream it over, such as --pipeline 2"),
         (
             ("--gpus", "2"),
-            "want all of it on each: leave it out, or stream over several GPUs with",
+            "need all of it on each: leave it out, or stream over several GPUs with",
         ),
-        (("--replicas", "2"), "want all of it on each"),
+        (("--replicas", "2"), "need all of it on each"),
     ],
 )
 def test_what_wants_the_whole_base_on_a_device_does_not_go_with_it(place, forks, words, sentence):

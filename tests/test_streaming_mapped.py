@@ -65,7 +65,7 @@ def test_they_train_to_the_same_and_it_is_said(folder, tmp_path, small_host):
     assert_same_results(tmp_path / "mapped", tmp_path / "whole")
     told = notes(tmp_path / "mapped")
     assert "weights are read from their files in every step, since the host has 20480 bytes for a run" in told
-    assert "GiB came from the base's files; training waited for the host in" in told
+    assert "GiB came from the files of the base; training waited for the host in" in told
 
 
 def test_while_the_host_has_room_they_are_kept_there(folder, tmp_path):

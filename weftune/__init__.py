@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weftune.errors import UserError
     from weftune.jobs.spec.spec import JobSpec
-    from weftune.trainer.sweep_result import SweepResult
-    from weftune.trainer.train import sweep, train
-    from weftune.trainer.trainer import Options, Result, Trainer
+    from weftune.trainer.options import Options
+    from weftune.trainer.train import SweepResult, sweep, train
+    from weftune.trainer.trainer import Result, Trainer
 
     __version__: str
 

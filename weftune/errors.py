@@ -24,6 +24,10 @@ class Mistake:
     def __str__(self) -> str:
         return f"{self.place}: {self.sentence}" if self.place else self.sentence
 
+    def of_job(self, name: str) -> Mistake:
+        """Return the mistake with the name of its job."""
+        return Mistake(f"job {name}: {self.place}" if self.place else f"job {name}", self.sentence)
+
 
 class UserError(WeftuneError):
     """One or more mistakes in what the user gave us."""

@@ -15,8 +15,8 @@ from weftune.jobs.spec.read import read_run
 from weftune.report.ending import final_table
 from weftune.report.read import read_run as read_records
 from weftune.report.terminal import LiveView
+from weftune.trainer.options import Options
 from weftune.trainer.train import trainer_for
-from weftune.trainer.trainer import Options
 
 HERE = Path(__file__).parent
 

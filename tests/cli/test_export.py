@@ -86,7 +86,7 @@ def test_portable_goes_beside_the_adapter_unless_told_where(job: Path, tmp_path:
 def test_a_rank_that_vllm_takes_only_when_told_comes_with_the_flag(project: Path, tmp_path: Path) -> None:
     said = export(project / "out" / "wide", tmp_path / "portable", "--portable")
     assert "of rank 20" in said
-    assert said.splitlines()[1] == "vLLM takes ranks up to 16 unless told: start it with --max-lora-rank 32."
+    assert said.splitlines()[1] == "vLLM takes ranks up to 16 by default: start it with --max-lora-rank 32."
     assert "--max-lora-rank 320" in vllm_advice(257)
     assert "no rank over 512" in vllm_advice(513)
 

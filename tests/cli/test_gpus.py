@@ -34,7 +34,7 @@ def test_a_number_that_is_none_is_a_mistake(jobs: Path, text: str) -> None:
 def test_beside_stages_it_is_a_mistake_that_says_why(jobs: Path) -> None:
     with pytest.raises(UserError, match="--gpus 2 puts the whole base on each GPU, --pipeline 4 a stage"):
         train(jobs, device="cpu", gpus="2", pipeline="4")
-    with pytest.raises(UserError, match="--pipeline auto looks at every GPU by itself; leave it or"):
+    with pytest.raises(UserError, match="--pipeline auto inspects every GPU by itself; omit it or"):
         train(jobs, gpus="all", pipeline="auto")
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.data import families
 from tests.plan.outlooks import CONFIG
 from weftune.cli.main import main
-from weftune.cli.plan_show import layers_text, span_text
+from weftune.cli.plan_text import layers_text, span_text
 from weftune.plan.cost.memory import gib
 
 WITHOUT_TORCH = """
@@ -144,7 +144,7 @@ def test_the_option_gpus_plans_a_share_of_the_jobs_on_each_device_as_train_would
         (("--cluster", "2xT4", "--gpus", "2"), "the base and a job do not fit the"),
         (("--gpus", "2", "--pipeline", "2"), "--gpus 2 puts the whole base on each GPU"),
         (("--gpus", "none"), "--gpus none: write all, or how many"),
-        (("--gpus", "2", "--gpu-memory", "8GiB"), "--gpus and --replicas want all of it on each"),
+        (("--gpus", "2", "--gpu-memory", "8GiB"), "--gpus and --replicas need all of it on each"),
     ):
         shown = weftune(file, *words)
         assert (shown.code, sentence in shown.err) == (2, True), (words, shown.err)
@@ -311,7 +311,7 @@ def test_a_base_that_does_not_fit_is_streamed_and_the_bare_transfer_is_told(fold
     )
     assert shown.code == 0, shown.err
     words = " ".join(shown.out.split())
-    assert "streamed from the host's memory" in words
+    assert "streamed from host memory" in words
     assert "transfers that compute does not hide" in words
     assert "one after another" in shown.out
     assert "prefetch" in shown.out
@@ -479,7 +479,7 @@ def test_on_this_machine_a_base_is_streamed_by_the_link_that_a_run_would_measure
 
     by_sheet, source = seconds()
     assert "data sheet" in source
-    monkeypatch.setattr("weftune.cli.plan_machine.measured_link", lambda base: HostLink(1e9, 1e9, 1e15))
+    monkeypatch.setattr("weftune.cli.plan_predict._measured_link", lambda base: HostLink(1e9, 1e9, 1e15))
     measured, source = seconds()
     assert "measured just now" in source
     # The layers' 13 GiB come twice a round, save those that find their slot still full.

@@ -57,7 +57,7 @@ def test_the_first_signal_finishes_the_step_saves_and_exits_130_and_resume_compl
     assert forks.wait() == 130
     log = (place / "log").read_text()
     assert "Stopping: this step is finished and saved first." in log
-    assert "Interrupted. Go on with weftune train jobs.yaml --resume\n" in log
+    assert "Interrupted. Resume with weftune train jobs.yaml --resume\n" in log
     assert "Traceback" not in log
     jobs = status(place / "out")["jobs"]
     assert set(jobs) == {job["name"] for job in FOUR_JOBS}
@@ -66,7 +66,8 @@ def test_the_first_signal_finishes_the_step_saves_and_exits_130_and_resume_compl
     assert waiting
     for name, job in waiting.items():
         assert (
-            job["reason"] == f"interrupted at step {job['step']}; go on with weftune train jobs.yaml --resume"
+            job["reason"]
+            == f"interrupted at step {job['step']}; resume with weftune train jobs.yaml --resume"
         )
         assert (place / "out" / name / "checkpoints" / f"step-{job['step']:08d}").is_dir()
     before = lines(place / "out")

@@ -30,8 +30,8 @@ from weftune.report.gantt import gantt_page
 from weftune.report.read import JobRecord
 from weftune.report.read import read_run as read_records
 from weftune.report.terminal import LiveView
+from weftune.trainer.options import Options
 from weftune.trainer.train import trainer_for
-from weftune.trainer.trainer import Options
 
 EXAMPLE = ROOT / "examples" / "sweep" / "jobs.yaml"
 PICTURES = ROOT / "docs" / "pictures"

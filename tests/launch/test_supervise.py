@@ -13,8 +13,7 @@ from tests.launch.mains import tell_wall_time
 from tests.run.processes import context
 from weftune.core.clock import PhaseClock, running
 from weftune.launch import processes
-from weftune.launch.processes import INTERRUPTED, THREADS, forks
-from weftune.launch.supervise import Supervised, Supervisor, Team, TeamEnd
+from weftune.launch.supervise import INTERRUPTED, THREADS, Supervised, Supervisor, Team, TeamEnd, forks
 from weftune.launch.workers import launch
 from weftune.run.workers.heartbeat import LOST
 
@@ -103,7 +102,7 @@ def test_a_team_that_is_lost_too_often_is_given_up_and_the_others_come_to_their_
     assert told.heard == ["a", "b"], "what it said last is heard, too"
     assert told.said == [
         "worker 0.0 was ended by SIGKILL; starting it again from the last checkpoints (1 of 1).",
-        "worker 0.0 was ended by SIGKILL; giving up; go on with weftune train jobs.yaml --resume",
+        "worker 0.0 was ended by SIGKILL; giving up; resume with weftune train jobs.yaml --resume",
     ]
     assert told.attempts == [(0, 0), (1, 0), (0, 1)]
 

@@ -42,7 +42,7 @@ def test_sigterm_in_a_long_window_saves_and_ends_soon_and_resume_ends_in_the_sam
     assert max(job["step"] for job in status(output)["jobs"].values()) < PIPELINE_ROUNDS
     for name, job in status(output)["jobs"].items():
         assert job["state"] == "paused", name
-        assert job["reason"].startswith(f"interrupted at step {job['step']}; go on with weftune train ")
+        assert job["reason"].startswith(f"interrupted at step {job['step']}; resume with weftune train ")
         assert job["reason"].endswith(" --resume")
         assert job["step"] == 0 or (output / name / "checkpoints" / f"step-{job['step']:08d}").is_dir()
     before = lines(output)

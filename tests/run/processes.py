@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.forkserver import ensure_running
 from typing import Any
 
-from weftune.launch.processes import PRELOADED
+from weftune.launch.supervise import PRELOADED
 
 MODULES = [
     *PRELOADED,

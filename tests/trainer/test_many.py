@@ -8,7 +8,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,8 @@ from weftune.plan.window.length import WindowPace
 from weftune.plan.window.rounds import JobWindow
 from weftune.report import read
 from weftune.run.alone import NOTHING_TO_DO
-from weftune.trainer import result_writer, windows
-from weftune.trainer.windows import Ahead, Planned, Room
+from weftune.trainer import results, windows
+from weftune.trainer.windows import Ahead, Planned
 
 FEW, MANY = 3, 12
 
@@ -130,27 +129,27 @@ def test_a_pace_that_asks_for_other_rounds_asks_for_another_plan() -> None:
     course = JobWindow("a", 0, batches, (), frozenset(), frozenset())
     planned: Future[Planned] = Future()
     planned.set_result(Planned(NOTHING_TO_DO, [course], rounds=4))
-    room = Room(1024, NOTHING, WindowPace())
-    ahead = Ahead({"a": 0}, room, planned)
+    pace = WindowPace()
+    ahead = Ahead({"a": 0}, 1024, NOTHING, pace, planned)
     soon, late = WindowPace(row_seconds=0.02), WindowPace(row_seconds=0.04)
-    assert ahead.serves({"a": 0}, room)
-    assert ahead.serves({"a": 0}, replace(room, pace=soon))
-    assert not ahead.serves({"a": 0}, replace(room, pace=late))
-    assert not ahead.serves({"a": 0}, replace(room, capacity=512))
-    assert not ahead.serves({"a": 1}, room)
+    assert ahead.serves({"a": 0}, 1024, NOTHING, pace)
+    assert ahead.serves({"a": 0}, 1024, NOTHING, soon)
+    assert not ahead.serves({"a": 0}, 1024, NOTHING, late)
+    assert not ahead.serves({"a": 0}, 512, NOTHING, pace)
+    assert not ahead.serves({"a": 1}, 1024, NOTHING, pace)
 
 
 def test_job_files_are_written_while_other_jobs_are_made_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writers: set[str] = set()
-    write = result_writer.write_job_file
+    write = results.write_job_file
 
     def noted(folder: Path, values: dict[str, Any]) -> None:
         writers.add(threading.current_thread().name)
         write(folder, values)
 
-    monkeypatch.setattr(result_writer, "write_job_file", noted)
+    monkeypatch.setattr(results, "write_job_file", noted)
     train(tmp_path / "out", FEW)
     assert threading.current_thread().name not in writers
     assert len(list((tmp_path / "out").glob("job*/job.yaml"))) == FEW

@@ -10,14 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from weftune.errors import UserError
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 WEFTUNE, FROZEN = "Weftune, together", "frozen base"
 """Names of the two rows that every other row of a benchmark is compared with."""
@@ -63,7 +60,12 @@ def bench(
 ) -> None:
     """Measure Weftune and the strongest other ways on this machine's GPU."""
     if not toy:
-        check_device()
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UserError(
+                "This machine has no CUDA device that torch can use, so there is nothing to measure."
+            )
     lines, failed = [], []
     with tempfile.TemporaryDirectory() as folder:
         for number, part in enumerate(parts(shape, quick, model)):
@@ -75,13 +77,6 @@ def bench(
     draw(lines, failed)
     if failed:
         raise typer.Exit(1)
-
-
-def check_device() -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise UserError("This machine has no CUDA device that torch can use, so there is nothing to measure.")
 
 
 def parts(shape: BenchShape, quick: bool, model: Path | None) -> list[BenchPart]:
@@ -135,12 +130,20 @@ def line_of(part: BenchPart, found: Mapping[str, Any]) -> BenchLine:
 
 def draw(lines: Sequence[BenchLine], failed: Sequence[str]) -> None:
     from rich.console import Console
+    from rich.table import Table
 
+    table = Table(box=None, pad_edge=False)
+    for title in ("", "ms", "× frozen base", "strongest other way", "× Weftune"):
+        table.add_column(title, justify="left" if title in ("", "strongest other way") else "right")
+    for line in lines:
+        milliseconds = "" if line.milliseconds is None else f"{line.milliseconds:,.1f}"
+        over_frozen = "" if line.over_frozen is None else f"{line.over_frozen:.2f}"
+        speedup = "" if line.speedup is None else f"{line.speedup:.2f}"
+        table.add_row(line.title, milliseconds, over_frozen, line.rival or line.verdict, speedup)
     console = Console()
     console.print()
-    console.print(table(lines))
-    compared = [line for line in lines if line.speedup is not None]
-    if compared:
+    console.print(table)
+    if compared := [line for line in lines if line.speedup is not None]:
         least = min(compared, key=lambda line: line.speedup or 0.0)
         console.print(
             f"\nOf the other ways, the strongest against Weftune is {least.rival} with {least.title}: "
@@ -148,28 +151,4 @@ def draw(lines: Sequence[BenchLine], failed: Sequence[str]) -> None:
             highlight=False,
         )
     for title in failed:
-        console.print(f"Failed: {title}; what it printed above says why.", highlight=False)
-
-
-def table(lines: Sequence[BenchLine]) -> Table:
-    from rich.table import Table
-
-    drawn = Table(box=None, pad_edge=False)
-    drawn.add_column("")
-    for title in ("ms", "× frozen base"):
-        drawn.add_column(title, justify="right")
-    drawn.add_column("strongest other way")
-    drawn.add_column("× Weftune", justify="right")
-    for line in lines:
-        drawn.add_row(
-            line.title,
-            shown(line.milliseconds, ",.1f"),
-            shown(line.over_frozen, ".2f"),
-            line.rival or line.verdict,
-            shown(line.speedup, ".2f"),
-        )
-    return drawn
-
-
-def shown(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+        console.print(f"Failed: {title}; its output above gives the reason.", highlight=False)

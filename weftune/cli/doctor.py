@@ -113,32 +113,32 @@ def package_checks() -> Iterator[Check]:
         yield Check("packaging", Verdict.MISSING, "", "pip install packaging")
         return
     try:
-        asked = metadata.requires("weftune") or []
+        lines = metadata.requires("weftune") or []
     except metadata.PackageNotFoundError:
         found = "not installed, but run from its folder: what it needs is not known"
         yield Check("weftune", Verdict.ABSENT, found, "pip install --editable . in its folder")
         return
-    wanted = [Requirement(line) for line in asked]
+    requirements = [Requirement(line) for line in lines]
     extras = ("", "gpu", "demo", "tensorboard", "wandb", "mlflow")
     seen: set[str] = set()
     for extra in extras:
-        for package in wanted:
+        for package in requirements:
             applies = package.marker is None or package.marker.evaluate({"extra": extra})
             if applies and package.name not in seen:
                 seen.add(package.name)
                 yield package_check(package, optional=package.marker is not None)
 
 
-def package_check(wanted: Requirement, optional: bool = False) -> Check:
+def package_check(requirement: Requirement, optional: bool = False) -> Check:
     lacking = Verdict.ABSENT if optional else Verdict.MISSING
-    mend = f'pip install "{wanted.name}{wanted.specifier}"'
+    mend = f'pip install "{requirement.name}{requirement.specifier}"'
     try:
-        found = metadata.version(wanted.name)
+        found = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
-        return Check(wanted.name, lacking, "not installed", mend)
-    if not wanted.specifier.contains(found, prereleases=True):
-        return Check(wanted.name, lacking, f"{found}, but {wanted.specifier} is needed", mend)
-    return Check(wanted.name, Verdict.OK, found)
+        return Check(requirement.name, lacking, "not installed", mend)
+    if not requirement.specifier.contains(found, prereleases=True):
+        return Check(requirement.name, lacking, f"{found}, but {requirement.specifier} is needed", mend)
+    return Check(requirement.name, Verdict.OK, found)
 
 
 def kind_checks() -> Iterator[Check]:

@@ -1,24 +1,97 @@
-"""Checks that commands make before torch is imported, since the import takes seconds."""
+"""The reading of options and jobs files, and checks that commands make before torch is imported, since the
+import takes seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from weftune.base.spec import DEMO, BaseSpec
-from weftune.errors import BaseModelError, DataError, Mistake, UserError
+from weftune.errors import BaseModelError, DataError, Mistake, SpecError, UserError
 
 if TYPE_CHECKING:
     from weftune.core.shapes import ModelShape
     from weftune.data.spec import DataSpec, EvalSpec
     from weftune.jobs.spec.spec import JobSpec, RunSpec
+    from weftune.trainer.options import Options
 
+MISTAKE = 2
+"""Exit code of a user's mistake, equal to typer's own for a wrong option."""
+UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 SMALL_BYTES = 4 << 20
 """File size up to which rows are checked early. Larger files would take too long: their rows are read only
 when they are tokenised."""
+
+# -- options --------------------------------------------------------------------------------------------
+
+JobsFile = Annotated[Path, typer.Argument(metavar="JOBS.YAML", help="The jobs file.")]
+DeviceOption = Annotated[str | None, typer.Option(help="cuda or cpu; default: the fastest device here.")]
+MaxStepsOption = Annotated[int | None, typer.Option(min=1, help="End every job after this many steps.")]
+MemoryOption = Annotated[str | None, typer.Option(help="Memory that the run may take, such as 8GiB.")]
+GpuMemoryOption = Annotated[
+    str | None,
+    typer.Option(help="Memory that the run may take of each GPU; a larger base is streamed from the host."),
+]
+PipelineOption = Annotated[
+    str | None,
+    typer.Option(metavar="N|auto", help="Cut the base into N stages, each in a process of its own."),
+]
+ReplicasOption = Annotated[
+    int, typer.Option(min=1, help="Share every batch among this many copies of the base or of its stages.")
+]
+GpusOption = Annotated[
+    str | None,
+    typer.Option(metavar="N|all", help="Put the whole base and a share of the jobs on each of N GPUs."),
+]
+
+
+def read_options(
+    *,
+    device: str | None,
+    memory: str | None,
+    gpu_memory: str | None,
+    pipeline: str | None,
+    replicas: int,
+    gpus: str | None,
+) -> Options:
+    """Return the options that `weftune train` and `weftune plan` share, or raise UserError."""
+    from weftune.trainer.options import ALL, AUTO, Options
+
+    refuse_device(device)
+    if pipeline not in (None, "auto") and (not pipeline.isdecimal() or int(pipeline) < 2):
+        raise UserError(f"--pipeline {pipeline}: write auto, or how many stages: 2 or more")
+    if gpus not in (None, "all") and (not gpus.isdecimal() or int(gpus) < 1):
+        raise UserError(f"--gpus {gpus}: write all, or how many: 1 or more")
+    return Options(
+        device=device,
+        memory=None if memory is None else bytes_of(memory),
+        gpu_memory=None if gpu_memory is None else bytes_of(gpu_memory, "--gpu-memory"),
+        pipeline=None if pipeline is None else AUTO if pipeline == "auto" else int(pipeline),
+        replicas=replicas,
+        gpus=None if gpus is None else ALL if gpus == "all" else int(gpus),
+    )
+
+
+def bytes_of(text: str, option: str = "--memory") -> int:
+    """Return the number of bytes in a text such as `8GiB`."""
+    number = text.strip().lower().rstrip("abcdefghijklmnopqrstuvwxyz ")
+    unit = text.strip().lower()[len(number) :].strip()
+    try:
+        return int(float(number) * UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise UserError(f"{option} {text}: write a number and a unit, such as 8GiB") from None
+
+
+def refuse_device(name: str | None) -> None:
+    if name is not None and name.partition(":")[0] not in DEVICES:
+        raise UserError(f"--device: {name} is no device; write cuda or cpu.")
+
+
+# -- jobs files -----------------------------------------------------------------------------------------
 
 
 def read_early(jobs: Path) -> RunSpec:
@@ -32,11 +105,12 @@ def read_early(jobs: Path) -> RunSpec:
 
 def shape_of_folder(base: BaseSpec) -> ModelShape | None:
     """Return the shape of a local folder of a known family; None if only the model itself can tell."""
+    if not Path(base.model).is_dir():
+        return None
+    # Errors of the config itself are raised; those of an unknown family are not.
     from weftune.base.architecture import spec_shape
     from weftune.base.config import bytes_per_value, read_config
 
-    if not Path(base.model).is_dir():
-        return None
     config = read_config(base)
     try:
         return spec_shape(base, config, bytes_per_value(base, gpu=False))
@@ -58,9 +132,14 @@ def refuse_base(base: BaseSpec) -> None:
         refuse_absent(base)
 
 
-def refuse_device(name: str | None) -> None:
-    if name is not None and name.partition(":")[0] not in DEVICES:
-        raise UserError(f"--device: {name} is no device; write cuda or cpu.")
+def refuse_targets(run: RunSpec, shape: ModelShape) -> None:
+    """Refuse targets and starts that do not match the base."""
+    from weftune.jobs.spec.checks import check_starts, check_targets
+
+    mistakes = [*check_targets(run.jobs, shape, run.place), *check_starts(run.jobs, shape, run.place)]
+    if mistakes:
+        # Trials share the line of a wrong target.
+        raise SpecError(dict.fromkeys(mistakes))
 
 
 def refuse_rows(jobs: Iterable[JobSpec], named: bool) -> None:
@@ -81,7 +160,7 @@ def refuse_rows(jobs: Iterable[JobSpec], named: bool) -> None:
             except DataError as error:
                 found = error.mistakes
             known.append((job.data, job.eval, found))
-        mistakes.update(dict.fromkeys(_of_job(job.name, one) if named else one for one in found))
+        mistakes.update(dict.fromkeys(one.of_job(job.name) if named else one for one in found))
     if mistakes:
         raise DataError(mistakes)
 
@@ -90,7 +169,3 @@ def one_of_each(run: RunSpec) -> list[JobSpec]:
     """Return the jobs, and one trial per sweep: all trials of a sweep have the same rows."""
     others = {trial.name for sweep in run.sweeps for trial in sweep.trials[1:]}
     return [job for job in run.jobs if job.name not in others]
-
-
-def _of_job(job: str, mistake: Mistake) -> Mistake:
-    return replace(mistake, place=f"job {job}: {mistake.place}" if mistake.place else f"job {job}")

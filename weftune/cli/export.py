@@ -58,14 +58,10 @@ def export(
     base = base_of(folder) if merged else None
     refuse_no_adapter(folder)
     refuse_full_folder(target)
-    if base is None:
-        _export_portable(folder, target)
-    else:
+    if base is not None:
         refuse_base(base)
         _export_merged(folder, base, target, cast(Dtype | None, dtype), into)
-
-
-def _export_portable(folder: Path, target: Path) -> None:
+        return
     from weftune.trainer.export import write_portable
 
     rank = write_portable(folder, target)
@@ -75,15 +71,15 @@ def _export_portable(folder: Path, target: Path) -> None:
 
 
 def vllm_advice(rank: int) -> str:
-    allowed = next((most for most in VLLM_RANKS if most >= rank), None)
+    allowed = next((largest for largest in VLLM_RANKS if largest >= rank), None)
     if allowed is None:
         return f"vLLM takes no rank over {VLLM_RANKS[-1]}: serve it merged, with weftune export --merged."
-    return f"vLLM takes ranks up to {VLLM_RANKS[0]} unless told: start it with --max-lora-rank {allowed}."
+    return f"vLLM takes ranks up to {VLLM_RANKS[0]} by default: start it with --max-lora-rank {allowed}."
 
 
 def _export_merged(folder: Path, base: BaseSpec, target: Path, dtype: Dtype | None, into: str | None) -> None:
     from weftune.base.load import quantised_as
-    from weftune.trainer.export import Into, write_merged
+    from weftune.trainer.export import Into, merged_losses, write_merged
 
     quantised = quantised_as(base)
     if quantised is None and into is not None:
@@ -94,12 +90,7 @@ def _export_merged(folder: Path, base: BaseSpec, target: Path, dtype: Dtype | No
     kept = write_merged(folder, base, target, dtype, chosen)
     typer.echo(f"Wrote {target}: a whole model in {str(kept).removeprefix('torch.')}, with its tokenizer.")
     if quantised is not None and not quantised.stored:
-        _tell_losses(folder, base, dtype)
-
-
-def _tell_losses(folder: Path, base: BaseSpec, dtype: Dtype | None) -> None:
-    from weftune.trainer.merged_loss import merged_losses
-
-    if losses := merged_losses(folder, base, dtype):
-        told = ", ".join(f"{loss:.4f} merged into the {into} weights" for into, loss in losses.items())
-        typer.echo(f"Validation loss: {told}.")
+        losses = merged_losses(folder, base, dtype)
+        found = ", ".join(f"{loss:.4f} merged into the {name} weights" for name, loss in losses.items())
+        if losses:
+            typer.echo(f"Validation loss: {found}.")

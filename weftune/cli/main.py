@@ -10,9 +10,9 @@ import typer
 
 from weftune.cli.bench import bench
 from weftune.cli.doctor import doctor
+from weftune.cli.early import MISTAKE
 from weftune.cli.export import export
 from weftune.cli.generate import generate
-from weftune.cli.options import MISTAKE
 from weftune.cli.plan import plan
 from weftune.cli.preview import preview
 from weftune.cli.report import report
@@ -32,8 +32,8 @@ for verb in VERBS:
     app.command()(verb)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_requested: bool) -> None:
+    if is_requested:
         from importlib.metadata import version
 
         typer.echo(f"weftune {version('weftune')}")

@@ -1,25 +1,35 @@
-"""Outlines of the jobs of a jobs file for the outlook, made without weights and without torch."""
+"""The case that a plan is made for: the base, the cluster and the jobs, read without weights and without
+torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from weftune.adapters.start import source_of
+from weftune.base.architecture import spec_shape
+from weftune.base.config import bytes_per_value, read_config, read_tokenizer
+from weftune.base.spec import BaseSpec
+from weftune.cli.early import refuse_targets
+from weftune.cli.plan_sweeps import SweepOutlook, averaged_trials, sweep_outlooks
 from weftune.core.files import cache_folder
-from weftune.core.shapes import JobShape, ModelShape, layer_sums
+from weftune.core.shapes import JobShape, ModelShape
 from weftune.data.order import SampleOrder
 from weftune.data.prepare import Prepared, SharedData, data_identity
 from weftune.data.spec import DataSpec, EvalSpec
 from weftune.errors import DataError, Mistake
-from weftune.jobs.courses import Curriculum, curriculum, cut_data, longest_sample
-from weftune.jobs.spec.spec import JobSpec, in_steps
-from weftune.plan.cost.estimate import JobOutline
+from weftune.jobs.courses import Curriculum, curriculum, cut_data, job_shape
+from weftune.jobs.spec.spec import JobSpec, RunSpec, in_steps
+from weftune.plan.cost.cluster import Cluster
+from weftune.plan.cost.estimate import JobOutline, Speed, sheet_speed
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.outlook.whole_run import JobTotal, tokens_of
+from weftune.plan.window.rounds import JobWindow
+
+if TYPE_CHECKING:
+    from weftune.trainer.options import Options
 
 OUTLOOK_ROUNDS = 4
 """Global batches of each job that the outlook inspects, as many as a window has."""
@@ -51,6 +61,47 @@ class Outlined:
         return self.job.shape
 
 
+@dataclass(frozen=True, slots=True)
+class PlanCase:
+    """The question of `weftune plan`."""
+
+    options: Options
+    here: bool
+    """Whether the cluster is this machine, which may have been measured."""
+    base: BaseSpec
+    shape: ModelShape
+    cluster: Cluster
+    speeds: Sequence[Speed]
+    """Speed of each device, from its data sheet or from a profile."""
+    jobs: Sequence[Outlined]
+    sweeps: Sequence[SweepOutlook] = ()
+
+    @property
+    def shapes(self) -> list[JobShape]:
+        return [one.shape for one in self.jobs]
+
+    @property
+    def totals(self) -> Mapping[str, JobTotal]:
+        return {one.name: one.total for one in self.jobs}
+
+    def course(self, name: str, rounds: int, begins: bool = True) -> JobWindow:
+        """Return a job's part of the first window, beginning with an evaluation if it has samples for one."""
+        return next(one for one in self.jobs if one.name == name).curriculum.course(0, rounds, begins)
+
+
+def read_case(
+    run: RunSpec, cluster: Cluster, options: Options, *, here: bool, max_steps: int | None = None
+) -> PlanCase:
+    """Return the case of a run's jobs on a cluster, with the base's sizes from its config.json."""
+    shape = spec_shape(run.base, read_config(run.base), bytes_per_value(run.base, cluster.devices[0].is_gpu))
+    refuse_targets(run, shape)
+    averaged = averaged_trials(run.sweeps)
+    jobs = outline_jobs(run.jobs, read_tokenizer(run.base), shape, max_steps, averaged)
+    sweeps = sweep_outlooks(run.sweeps, run.jobs, {one.name: one.total for one in jobs})
+    speeds = [sheet_speed(device) for device in cluster.devices]
+    return PlanCase(options, here, run.base, shape, cluster, speeds, jobs, sweeps)
+
+
 def outline_jobs(
     jobs: Sequence[JobSpec],
     tokenizer: Any,
@@ -65,79 +116,59 @@ def outline_jobs(
     rounds = OUTLOOK_ROUNDS if len(jobs) <= MANY_JOBS else FEW_ROUNDS
     rows = min(SAMPLED_ROWS, max(FEWEST_ROWS, ALL_ROWS // len(jobs)))
     reader = _JobReader(SharedData(tokenizer, cache_folder() / "tokens", shape.context), rows, shape.context)
-    for place, job in enumerate(jobs):
+    for order, job in enumerate(jobs):
         try:
-            read = reader.read(job)
-            if not len(read.samples.train):
+            samples, sampled, scale = reader.read(job)
+            if not len(samples.train):
                 raise DataError("it has 0 samples to train on")
-            planned = curriculum(job, read.samples, max_steps)
-            outline = _outline(job, place, planned, shape, rounds, means=int(job.name in averaged))
-            total = _total(job, outline, read, shape, max_steps)
-            outlined.append(Outlined(outline, planned, read.sampled, total))
+            planned = curriculum(job, samples, max_steps)
+            means = int(job.name in averaged)
+            outline = JobOutline(
+                shape=job_shape(job, order, samples, shape, means),
+                ranks={
+                    site.name: job.adapter.rank_at(site.name)
+                    for site in shape.sites
+                    if job.adapter.adapts(site)
+                },
+                batches=tuple(
+                    tuple(samples.train.lengths[planned.order.batch(step)].tolist())
+                    for step in range(1, min(rounds, planned.steps) + 1)
+                ),
+            )
+            total = _total(job, outline, samples, scale, shape, max_steps)
+            outlined.append(Outlined(outline, planned, sampled, total))
         except DataError as error:
-            mistakes += [_named(job.name, mistake) for mistake in error.mistakes]
+            mistakes += [mistake.of_job(job.name) for mistake in error.mistakes]
     if mistakes:
         raise DataError(mistakes)
     return outlined
 
 
-def _outline(
-    job: JobSpec, place: int, planned: Curriculum, shape: ModelShape, most: int, means: int
-) -> JobOutline:
-    train, adapter = planned.data.train, job.adapter
-    sites = [site for site in shape.sites if adapter.adapts(site)]
-    counts = list(adapter.counts(shape.sites))
-    rounds = range(1, min(most, planned.steps) + 1)
-    return JobOutline(
-        shape=JobShape(
-            name=job.name,
-            priority=job.priority,
-            order=place,
-            trainable=sum(count for _, count in counts),
-            longest=longest_sample(planned.data),
-            batch_tokens=train.largest_batch(job.batch_size),
-            by_layer=layer_sums(counts, shape.layers),
-            resting=sum(site.resting(adapter.parameters_at(site)) for site in sites),
-            starts_from=source_of(job.adapter),
-            scaled=adapter.scaled_outputs(shape.sites),
-            means=means,
-        ),
-        ranks={site.name: adapter.rank_at(site.name) for site in sites},
-        batches=tuple(tuple(train.lengths[planned.order.batch(step)].tolist()) for step in rounds),
-    )
-
-
 def _total(
-    job: JobSpec, outline: JobOutline, read: _JobRead, shape: ModelShape, max_steps: int | None
+    job: JobSpec,
+    outline: JobOutline,
+    samples: Prepared,
+    scale: float | None,
+    shape: ModelShape,
+    max_steps: int | None,
 ) -> JobTotal:
-    """Return the totals of the job's whole run, although only the first rows may have been read."""
-    scale = read.scale
-    order = SampleOrder(len(read.samples.train), job.batch_size, job.seed, read.samples.train.weights)
+    """Return the totals of the job's whole run, although only the first rows may have been read. `scale` is
+    the number of all rows divided by the number of rows read; None if not known."""
+    order = SampleOrder(len(samples.train), job.batch_size, job.seed, samples.train.weights)
     steps = job.total_steps(math.ceil(order.steps_per_epoch * (scale or 1.0)))
     steps = steps if max_steps is None else min(steps, max_steps)
-    held_out = 0 if read.samples.evaluation is None else int(read.samples.evaluation.lengths.sum())
+    held_out = 0 if samples.evaluation is None else int(samples.evaluation.lengths.sum())
+    evaluations = 0
+    if job.eval is not None:
+        every = steps if job.eval.every is None else max(1, in_steps(job.eval.every, steps))
+        # At the start, at the interval of the job, and at the end.
+        evaluations = len(range(0, steps, every)) + 1
     return JobTotal(
         steps=steps,
-        tokens=tokens_of(outline.batches, held_out, _evaluations(job, steps), steps),
+        tokens=tokens_of(outline.batches, held_out, evaluations, steps),
         state_bytes=MemoryModel(shape, 0).state_bytes([outline.shape]),
         at_least=scale is None and job.steps is None,
     )
-
-
-def _evaluations(job: JobSpec, steps: int) -> int:
-    """Return the number of evaluations: at the start, at the interval of the job, and at the end."""
-    if job.eval is None:
-        return 0
-    every = steps if job.eval.every is None else max(1, in_steps(job.eval.every, steps))
-    return len(range(0, steps, every)) + 1
-
-
-@dataclass(frozen=True, slots=True)
-class _JobRead:
-    samples: Prepared
-    sampled: bool
-    scale: float | None
-    """Number of all rows divided by the number of rows read. None if not known."""
 
 
 class _JobReader:
@@ -145,23 +176,24 @@ class _JobReader:
 
     def __init__(self, shared: SharedData, rows: int, context: int) -> None:
         self._shared, self._rows, self._context = shared, rows, context
-        self._known: dict[Hashable, _JobRead] = {}
+        self._known: dict[Hashable, tuple[Prepared, bool, float | None]] = {}
 
-    def read(self, job: JobSpec) -> _JobRead:
+    def read(self, job: JobSpec) -> tuple[Prepared, bool, float | None]:
+        """Return the samples, whether they are those of the first rows only, and the number of all rows
+        divided by the number of rows read, or None if that is not known."""
         data = cut_data(job, self._context)
         key = data_identity(data, job.eval)
         if key not in self._known:
             self._known[key] = self._prepare(data, job.eval)
-        read = self._known[key]
-        before = job.adapter.rows_before, job.adapter.keys_before
-        return replace(read, samples=read.samples.behind(*before))
+        samples, sampled, scale = self._known[key]
+        return samples.behind(job.adapter.rows_before, job.adapter.keys_before), sampled, scale
 
-    def _prepare(self, data: DataSpec, evaluation: EvalSpec | None) -> _JobRead:
+    def _prepare(self, data: DataSpec, evaluation: EvalSpec | None) -> tuple[Prepared, bool, float | None]:
         sampled = not self._shared.is_prepared(data, evaluation)
         limit = min(data.limit or self._rows, self._rows) if sampled else data.limit
         samples = self._shared.prepare(replace(data, limit=limit), evaluation)
         scale = _scale(data, limit) if sampled and limit is not None else 1.0
-        return _JobRead(samples, sampled, scale)
+        return samples, sampled, scale
 
 
 def _scale(data: DataSpec, limit: int) -> float | None:
@@ -181,7 +213,3 @@ def _scale(data: DataSpec, limit: int) -> float | None:
 def _lines(path: Path) -> int:
     with path.open("rb") as content:
         return sum(part.count(b"\n") for part in iter(lambda: content.read(1 << 20), b""))
-
-
-def _named(job: str, mistake: Mistake) -> Mistake:
-    return replace(mistake, place=f"job {job}: {mistake.place}" if mistake.place else f"job {job}")

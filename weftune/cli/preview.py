@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from weftune.cli.early import JobsFile
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -37,7 +38,7 @@ class Shown:
 
 
 def preview(
-    file: Annotated[Path, typer.Argument(metavar="JOBS.YAML", help="The jobs file.")],
+    file: JobsFile,
     job: Annotated[str | None, typer.Option(help="Only this job or sweep.")] = None,
     rows: Annotated[int, typer.Option(min=0, help="How many samples to show of each dataset.")] = 3,
 ) -> None:
@@ -66,7 +67,7 @@ def preview(
             console.print(part)
     if sweeps:
         try:
-            show_trials(console, file, {sweep.name for sweep in sweeps})
+            show_trials(console, run, {sweep.name for sweep in sweeps})
         except UserError as error:
             list_trials(console, sweeps, error)
     for sentence in warned(chosen, found, shape, sweeps):
@@ -132,18 +133,18 @@ def warned(
     return [*warnings(jobs, shape), *told_once(sentences), *of_sweeps]
 
 
-def show_trials(console: Console, file: Path, names: Collection[str]) -> None:
+def show_trials(console: Console, run: RunSpec, names: Collection[str]) -> None:
     """Print the sweeps' trials, with memory and time as `weftune plan` predicts them for this machine."""
-    from rich.console import Console
+    from weftune.cli.plan import read_cluster
+    from weftune.cli.plan_jobs import read_case
+    from weftune.cli.plan_predict import predict
+    from weftune.cli.plan_text import show_sweeps
+    from weftune.trainer.options import Options
 
-    from weftune.cli.plan import PlanAsked, answer, read_cluster, read_wanted
-    from weftune.cli.plan_show import show_sweeps
-
-    wanted = read_wanted(file, read_cluster("auto"), PlanAsked(here=True))
-    # The plan's output about devices and windows is for `weftune plan` only.
-    answered = answer(wanted, Console(quiet=True))
-    show_sweeps(console, answered.run, [one for one in wanted.sweeps if one.name in names], wanted.totals)
-    console.print(f"Times are {answered.numbers['source']}.", highlight=False, markup=False, soft_wrap=True)
+    plan = predict(read_case(run, read_cluster("auto"), Options(), here=True))
+    sweeps = [one for one in plan.case.sweeps if one.name in names]
+    show_sweeps(console, plan.run, sweeps, plan.case.totals)
+    console.print(f"Times are {plan.source}.", highlight=False, markup=False, soft_wrap=True)
 
 
 def list_trials(console: Console, sweeps: Sequence[Sweep], why: UserError) -> None:

@@ -9,47 +9,44 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from weftune.base.spec import BaseSpec
+from weftune.cli.early import refuse_base, refuse_device
+from weftune.core.shapes import ModelShape
+from weftune.errors import OutputError, UserError
+from weftune.plan.cost.profile import Profile, check_place, file_of, profile_folder, write_profile
+from weftune.plan.cost.profile_cost import directions
+from weftune.plan.cost.time import PassWork
+
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     import torch
-    from rich.console import Console
-    from rich.table import Table
-
-    from weftune.base.spec import BaseSpec
-    from weftune.core.shapes import ModelShape
-    from weftune.plan.cost.profile import Profile
 
 
-def make_profile(base: str, device: str | None, output: Path | None) -> None:
-    from weftune.base.spec import BaseSpec
-    from weftune.cli.early import refuse_base, refuse_device
-
-    refuse_device(device)
+def make_profile(base: str, device_name: str | None, output: Path | None) -> None:
+    refuse_device(device_name)
     refuse_base(BaseSpec(model=base))
 
-    from rich.console import Console
-
-    from weftune.base.load import device_named, inspect, load_tokenizer
-    from weftune.errors import OutputError, UserError
-    from weftune.plan.cost.profile import check_place, file_of, profile_folder, write_profile
+    from weftune.base.load import device_named, inspect
     from weftune.run.measure.memory import taken_bytes
     from weftune.run.profile import key_here
 
-    spec, where, console = BaseSpec(model=base), device_named(device), Console()
-    shape = inspect(spec, where)
+    spec, device, console = BaseSpec(model=base), device_named(device_name), Console()
+    shape = inspect(spec, device)
     # The memory of a training process includes its modules and the tokenizer.
     import_module("weftune.trainer.trainer")
-    tokenizer = None
-    with suppress(UserError):
-        tokenizer = load_tokenizer(spec)
-    taken = taken_bytes(where)
-    file = output or file_of(profile_folder(), key_here(shape, where))
+    tokenizer = _tokenizer(spec)
+    process_bytes = taken_bytes(device)
+    file = output or file_of(profile_folder(), key_here(shape, device))
     try:
         # Checked before measuring, so that no measurement is lost.
         check_place(file)
-        profile = replace(_measured(console, spec, shape, where, tokenizer), process_bytes=taken)
-        if where.type == "cpu":
+        profile = replace(_measured(console, spec, shape, device, tokenizer), process_bytes=process_bytes)
+        if device.type == "cpu":
             first, other = worker_bytes(spec)
             profile = replace(profile, first_worker_bytes=first, worker_bytes=other)
         write_profile(file, profile)
@@ -57,6 +54,14 @@ def make_profile(base: str, device: str | None, output: Path | None) -> None:
         raise OutputError(f"{file} cannot be written: {error.strerror}; name another --output") from None
     console.print(kinds_table(profile, shape))
     console.print(f"Measured in {profile.seconds:.0f} s: {file}", highlight=False, soft_wrap=True)
+
+
+def _tokenizer(spec: BaseSpec) -> Any:
+    """Return the tokenizer of the base; None if it has none."""
+    from weftune.base.load import load_tokenizer
+
+    with suppress(UserError):
+        return load_tokenizer(spec)
 
 
 def worker_bytes(spec: BaseSpec) -> tuple[int, int]:
@@ -78,26 +83,20 @@ def _tell_held(spec: BaseSpec, connection: Connection) -> None:
     """Measure in the new process, and send the bytes of the first worker and of another."""
     import torch
 
-    from weftune.base.load import inspect, load_tokenizer
-    from weftune.errors import UserError
+    from weftune.base.load import inspect
     from weftune.run.measure.memory import taken_bytes
 
     device = torch.device("cpu")
     inspect(spec, device)
     other = taken_bytes(device)
-    tokenizer = None
-    with suppress(UserError):
-        tokenizer = load_tokenizer(spec)
-    first = taken_bytes(device)
+    tokenizer = _tokenizer(spec)
+    connection.send((taken_bytes(device), other))
     del tokenizer
-    connection.send((first, other))
 
 
 def _measured(
-    console: Console, spec: BaseSpec, shape: ModelShape, where: torch.device, tokenizer: Any
+    console: Console, spec: BaseSpec, shape: ModelShape, device: torch.device, tokenizer: Any
 ) -> Profile:
-    from rich.progress import Progress
-
     from weftune.base.load import load_config
     from weftune.base.place import place
     from weftune.run.profile import measure_profile
@@ -105,12 +104,12 @@ def _measured(
 
     # No drawing thread: the measured passes would have to wait for it.
     with Progress(console=console, transient=True, auto_refresh=False) as progress:
-        task = progress.add_task(f"Measuring {spec.model} on {where}", total=None)
+        task = progress.add_task(f"Measuring {spec.model} on {device}", total=None)
         return measure_profile(
             load_config(spec, place(spec)).text,
             shape,
             spec.model,
-            where,
+            device,
             lambda done, total: progress.update(task, completed=done, total=total, refresh=True),
             # The writer does the same while the first window is trained.
             None if tokenizer is None else partial(prepare_result, None, TokenizerFiles(tokenizer)),
@@ -119,11 +118,6 @@ def _measured(
 
 def kinds_table(profile: Profile, shape: ModelShape) -> Table:
     """Tabulate the milliseconds of a pass over 256 supervised tokens in four samples, with rank 8."""
-    from rich.table import Table
-
-    from weftune.plan.cost.profile_cost import directions
-    from weftune.plan.cost.time import PassWork
-
     rank, tokens, samples = 8, 256, 4
     widths = sum(site.widths for site in shape.sites if not site.experts)
     work = PassWork(

@@ -5,11 +5,16 @@ This module does not import torch, so that `weftune plan` computes the same cour
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
 
+from weftune.adapters.kinds import AdapterSpec
+from weftune.adapters.start import source_of
+from weftune.core.shapes import JobShape, ModelShape, SiteShape, layer_sums
 from weftune.data.order import SampleOrder
 from weftune.data.prepare import Prepared
 from weftune.data.samples import Samples
@@ -76,9 +81,42 @@ def cut_data(spec: JobSpec, context: int) -> DataSpec:
     return replace(spec.data, max_length=min(spec.data.max_length, context - before))
 
 
-def longest_sample(data: Prepared) -> int:
-    """Return the number of tokens of the longest sample, held-out samples included."""
-    return int(max(some.lengths.max() for some in (data.train, data.evaluation) if some is not None))
+_ADAPTER_SIZES: deque[tuple[AdapterSpec, Sequence[SiteShape], JobShape]] = deque(maxlen=16)
+"""Sizes of recent adapters: thousands of jobs may share a spec, and a base has hundreds of sites."""
+
+
+def job_shape(spec: JobSpec, order: int, data: Prepared, base: ModelShape, means: int = 0) -> JobShape:
+    """Return the sizes of a job, which is number `order` in the jobs file and keeps `means` weight means."""
+    return replace(
+        _adapter_sizes(spec.adapter, base),
+        name=spec.name,
+        priority=spec.priority,
+        order=order,
+        longest=int(max(some.lengths.max() for some in (data.train, data.evaluation) if some is not None)),
+        batch_tokens=data.train.largest_batch(spec.batch_size),
+        starts_from=source_of(spec.adapter),
+        means=means,
+    )
+
+
+def _adapter_sizes(adapter: AdapterSpec, base: ModelShape) -> JobShape:
+    for known, sites, sizes in tuple(_ADAPTER_SIZES):
+        if sites is base.sites and known == adapter:
+            return sizes
+    counts = list(adapter.counts(base.sites))
+    adapted = [site for site in base.sites if adapter.adapts(site)]
+    sizes = JobShape(
+        "",
+        priority=0,
+        order=0,
+        trainable=sum(count for _, count in counts),
+        longest=0,
+        by_layer=layer_sums(counts, base.layers),
+        resting=sum(site.resting(adapter.parameters_at(site)) for site in adapted),
+        scaled=adapter.scaled_outputs(base.sites),
+    )
+    _ADAPTER_SIZES.append((adapter, base.sites, sizes))
+    return sizes
 
 
 def _placed(samples: Samples, chosen: np.ndarray) -> tuple[PlacedSample, ...]:

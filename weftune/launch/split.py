@@ -29,13 +29,13 @@ from weftune.jobs.store.status import State
 from weftune.jobs.store.store import Store, open_store
 from weftune.jobs.sweeps.read import refuse_shares
 from weftune.jobs.sweeps.record import SweepRecord
-from weftune.launch.processes import INTERRUPTED
-from weftune.launch.supervise import EVERY, Supervised, Supervisor, Team, TeamEnd
+from weftune.launch.supervise import EVERY, INTERRUPTED, Supervised, Supervisor, Team, TeamEnd
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.profile import find_profile
 from weftune.plan.cost.profile_cost import cost_of
 from weftune.plan.cost.time import CostModel
+from weftune.plan.layout.choose import MAX_TOKENS
 from weftune.plan.layout.split import DeviceShare, JobWork, job_seconds, share_jobs, sheet_cost, too_large
 from weftune.plan.window.length import speed_by_sheet
 from weftune.report.read import JobRecord
@@ -48,10 +48,10 @@ from weftune.run.training.state import Progress
 from weftune.run.workers.heartbeat import LOST
 from weftune.trainer.job import PreparedJob
 from weftune.trainer.journal import View
-from weftune.trainer.machine import most_tokens
+from weftune.trainer.options import Options
 from weftune.trainer.results import CHECKPOINTS
 from weftune.trainer.train import trainer_for
-from weftune.trainer.trainer import Options, Result, Trainer
+from weftune.trainer.trainer import Result, Trainer
 
 SILENT_AFTER = 30.0
 """Seconds without a sign of life after which a share counts as lost: long, since no other process waits for
@@ -70,31 +70,14 @@ class Mistaken:
     sentence: str
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """The outcome of a run in shares."""
-
-    output: Path
-    results: dict[str, Result]
-    interrupted: bool
-    mistaken: bool
-    """Whether a share met a mistake of the user's, which was reported when it did."""
-
-
 def train_shares(
-    run: RunSpec,
-    devices: Sequence[str],
-    *,
-    output: str | Path | None = None,
-    max_steps: int | None = None,
-    options: Options | None = None,
-    view: View | None = None,
-) -> Shared:
-    """Train every job of a run, a share of them on each of `devices`."""
-    options = options or Options()
+    run: RunSpec, trainer: Trainer, devices: Sequence[str]
+) -> tuple[dict[str, Result], set[int]]:
+    """Train every job of a run, a share of them on each of `devices`. Return the results of all jobs and the
+    exit codes of the shares."""
     refuse_shares(run.sweeps)
-    trainer = trainer_for(run, output=output, max_steps=max_steps, options=options, view=view)
-    hosts = Hosts(inspect(trainer.spec, torch.device(devices[0])), tuple(devices), trainer.options)
+    options = trainer.options
+    hosts = Hosts(inspect(trainer.spec, torch.device(devices[0])), tuple(devices), options)
     trainer.check(hosts.shape)
     with open_store(trainer.output, options.resume, options.command) as store:
         ready = trainer.unfinished(store, hosts.shape)
@@ -106,7 +89,8 @@ def train_shares(
         results = trainer.results(store)
     codes = {one.code for one in ended}
     have_ended = all(result.state.ended for result in results.values())
-    return Shared(trainer.output, results, INTERRUPTED in codes and not have_ended, MISTAKEN in codes)
+    trainer.interrupted = INTERRUPTED in codes and not have_ended
+    return results, codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +179,7 @@ def _serve(
     interrupted = any(one.code == INTERRUPTED for one in ended)
     for name in [job.name for job in ready if store.job(job.name).state is State.QUEUED]:
         if name in reasons or interrupted:
-            paused = f"interrupted at step {store.job(name).step}; go on with {store.resume_line()}"
+            paused = f"interrupted at step {store.job(name).step}; resume with {store.resume_line()}"
             store.move_job(name, State.PAUSED, reasons.get(name, paused))
     store.write_status()
     return ended
@@ -225,14 +209,12 @@ def _supervised(
             told.add(message)
             view.note(message)
 
-    teams = [Team(members=partial(_only, one), silent_after=SILENT_AFTER) for one in members]
-    ended = Supervisor(teams, output, view.note, hear, resume).run()
+    def team(member: Supervised) -> Team:
+        return Team(members=lambda _attempt: [member], silent_after=SILENT_AFTER)
+
+    ended = Supervisor([team(one) for one in members], output, view.note, hear, resume).run()
     lost = {share: one.loss for share, one in enumerate(ended) if one.code == LOST}
-    return ended, troubles | {share: f"{loss}; go on with {resume}" for share, loss in lost.items()}
-
-
-def _only(member: Supervised, _attempt: int) -> list[Supervised]:
-    return [member]
+    return ended, troubles | {share: f"{loss}; resume with {resume}" for share, loss in lost.items()}
 
 
 def divide(
@@ -240,28 +222,28 @@ def divide(
 ) -> list[DeviceShare]:
     """Divide the jobs into shares and return those that have jobs. A job that fits nowhere takes no time: its
     share will only report that."""
-    capacity = hosts.options.capacity or most_tokens(hosts.device)
+    capacity = hosts.options.capacity or MAX_TOKENS[hosts.device.type == "cuda"]
     seconds = {}
     for job in ready:
         progress = checkpoint.newest_progress(output / job.name / CHECKPOINTS) or Progress()
-        work = work_left(job, progress)
+        work = remaining_work(job, progress)
         seconds[job.name] = job_seconds(work, cost, capacity) if job.name in fits else 0.0
     sources = {job.name: job.shape.starts_from for job in ready}
     return [share for share in share_jobs(seconds, len(hosts.devices), sources) if share.jobs]
 
 
-def work_left(job: PreparedJob, progress: Progress) -> JobWork:
+def remaining_work(job: PreparedJob, progress: Progress) -> JobWork:
     """Return the remaining work of a job after `progress`."""
-    left = job.recipe.steps - progress.step
-    count = min(SAMPLED, left)
-    spread = [progress.step + number * left // count for number in range(count)]
-    courses = [job.course(step, 1, begins=False) for step in spread]
+    steps = job.recipe.steps - progress.step
+    count = min(SAMPLED, steps)
+    spread = [progress.step + number * steps // count for number in range(count)]
+    windows = [job.course(step, 1, begins=False) for step in spread]
     return JobWork(
         shape=job.shape,
-        steps=left,
-        batches=tuple(batch for course in courses for batch in course.batches),
+        steps=steps,
+        batches=tuple(batch for window in windows for batch in window.batches),
         evaluations=sum(step > progress.evaluated for step in job.evaluate_at),
-        held_out=courses[0].evaluation if courses else (),
+        held_out=windows[0].evaluation if windows else (),
     )
 
 
@@ -281,7 +263,7 @@ def _members(run: RunSpec, trainer: Trainer, shares: Sequence[DeviceShare], host
 # -- one share ------------------------------------------------------------------------------------------
 
 
-class ToldByShare:
+class ShareView:
     """The view of a share: it sends everything to the process that started the share, which shows it."""
 
     def __init__(self, connection: Connection) -> None:
@@ -315,20 +297,20 @@ def be_share(
     run: RunSpec, output: Path, max_steps: int | None, options: Options, connection: Connection
 ) -> None:
     """Train one share in the new process."""
-    told = ToldByShare(connection)
+    view = ShareView(connection)
     threading.Thread(target=_end_with_launcher, daemon=True).start()
-    threading.Thread(target=told.live, daemon=True).start()
+    threading.Thread(target=view.live, daemon=True).start()
     device = torch.device(options.device or "cpu")
     if device.type == "cuda":
         # Kernels are launched on the current device, whatever device their tensors are on.
         torch.cuda.set_device(device)
-    trainer = trainer_for(run, output=output, max_steps=max_steps, options=options, view=told)
+    trainer = trainer_for(run, output=output, max_steps=max_steps, options=options, view=view)
     try:
         trainer.run()
     except UserError as error:
         print(error, file=sys.stderr)
         assert options.share is not None, "a share has a number"
-        told.send(Mistaken(options.share, str(error)))
+        view.send(Mistaken(options.share, str(error)))
         raise SystemExit(MISTAKEN) from None
     if trainer.interrupted:
         raise SystemExit(INTERRUPTED)

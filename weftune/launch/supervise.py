@@ -7,35 +7,53 @@ takes every exit code but 0 for a failure, although a user's mistake or an inter
 sends SIGTERM to all workers at once, although the first finishes the step for all; and starts every attempt
 from scratch, with seconds of imports. Workers that torchrun starts are supported all the same, by its
 environment variables.
+
+Processes are forked from a server that has imported what training needs, so a restart costs no imports.
 """
 
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, wait
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from weftune.jobs.store.status import UNKNOWN
-from weftune.launch.processes import (
-    CRASHED,
-    INTERRUPTED,
-    THREADS,
-    be_process,
-    forks,
-    how_ended,
-    log_folder,
-    signals_to,
-    write_pids,
-)
+import torch
+
+from weftune.core.files import replace_file
+from weftune.jobs.store.status import UNKNOWN, WORKER_LOGS
 from weftune.run.workers.heartbeat import LOST
 
+CRASHED = 70
+"""Exit code of a process that met a bug in Weftune."""
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a process that was interrupted and has saved what there was to save."""
+PIDS = "pids"
+"""File beside the logs that maps the number of each process to its id."""
+PRELOADED = [
+    "weftune.launch.workers",
+    "weftune.launch.split",
+    "weftune.trainer.trainer",
+    "weftune.cli.main",
+    "peft",
+    "datasets",
+]
+
+
+THREADS = "OMP_NUM_THREADS"
 RESTARTS = 3
 """Number of times that a team is restarted after one of its members was lost."""
 EVERY = 1.0
@@ -101,16 +119,25 @@ class Supervisor:
     ) -> None:
         self._resume = resume
         self._teams, self._say, self._hear = teams, say, hear
-        self._logs = log_folder(output)
+        self._logs: Path | None = (output / WORKER_LOGS).absolute()
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            # The process that trains reports that nothing can be written.
+            self._logs = None
         self._restarts = [0] * len(teams)
         self._processes: list[list[_Process]] = [[] for _ in teams]
         self._ended: dict[int, TeamEnd] = {}
-        self._asked = threading.Event()
+        self._stop_requested = threading.Event()
 
     def run(self) -> list[TeamEnd]:
         """Run all teams to their end and return how each ended."""
         numbers = range(len(self._teams))
-        with signals_to(self._leaders) as self._asked:
+
+        def leaders() -> list[Any]:
+            return [processes[0].process for processes in self._processes if processes]
+
+        with signals_to(leaders) as self._stop_requested:
             try:
                 for number in numbers:
                     self._start(number)
@@ -124,16 +151,16 @@ class Supervisor:
                     end(processes)
         return [self._ended[number] for number in numbers]
 
-    def _leaders(self) -> list[Any]:
-        return [processes[0].process for processes in self._processes if processes]
-
     def _start(self, number: int) -> None:
         members = self._teams[number].members(self._restarts[number])
         neighbours = len(self._teams) * len(members)
         self._processes[number] = [start(member, self._logs, neighbours) for member in members]
-        write_pids(self._logs, [one.process for processes in self._processes for one in processes])
-        if self._asked.is_set():
-            # It may have been started just as the user asked to stop.
+        if self._logs:
+            everyone = [one.process.pid for processes in self._processes for one in processes]
+            pids = "".join(f"{number} {pid}\n" for number, pid in enumerate(everyone))
+            replace_file(self._logs / PIDS, pids.encode())
+        if self._stop_requested.is_set():
+            # It may have been started just as the user requested a stop.
             os.kill(self._processes[number][0].process.pid, signal.SIGINT)
 
     def _listen(self, processes: Sequence[_Process]) -> None:
@@ -173,23 +200,23 @@ class Supervisor:
             self._end_silent(number)
 
     def _end_silent(self, number: int) -> None:
-        """Kill members that no longer send anything: they are lost, too, and are handled when they have
-        ended."""
+        """Kill members that no longer send anything: they are lost, and are handled when they have ended."""
         patience = self._teams[number].silent_after or math.inf
         for one in self._processes[number]:
             if one.code is None and time.monotonic() - one.heard > patience:
                 self._say(f"{one.name} has given no sign of life for {patience:.0f} seconds.")
-                one.process.kill()
-                one.process.join()
+                end([one])
 
     def _lose(self, number: int, lost: _Process) -> None:
-        assert lost.code is not None, "who is lost has ended"
-        loss = f"{lost.name} {how_ended(lost.code)}"
+        assert lost.code is not None, "a process that is lost has ended"
+        how = "lost another worker" if lost.code == LOST else f"ended with code {lost.code}"
+        how = f"was ended by {signal.Signals(-lost.code).name}" if lost.code < 0 else how
+        loss = f"{lost.name} {how}"
         end(self._processes[number])
-        if self._asked.is_set():
+        if self._stop_requested.is_set():
             self._ended[number] = TeamEnd(INTERRUPTED, loss)
         elif self._restarts[number] == RESTARTS:
-            self._say(f"{loss}; giving up; go on with {self._resume}")
+            self._say(f"{loss}; giving up; resume with {self._resume}")
             self._ended[number] = TeamEnd(LOST, loss)
         else:
             self._restarts[number] += 1
@@ -215,3 +242,87 @@ def end(processes: Sequence[_Process]) -> None:
     for one in processes:
         one.process.kill()
         one.process.join()
+
+
+# -- processes ------------------------------------------------------------------------------------------
+
+
+def forks(neighbours: int) -> Any:
+    """Return the context that forks new processes, each of which is one of `neighbours` on this machine."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    if THREADS in os.environ:
+        return context
+    # Some of torch's libraries count their threads once, when they are loaded, and ignore later changes: on
+    # ARM the products of a linear would take all cores in each of the processes.
+    os.environ[THREADS] = str(_threads(neighbours))
+    try:
+        ensure_running()
+    finally:
+        del os.environ[THREADS]
+    return context
+
+
+def _threads(neighbours: int) -> int:
+    return max(1, (os.cpu_count() or 1) // neighbours)
+
+
+@contextmanager
+def signals_to(processes: Callable[[], Iterable[Any]]) -> Iterator[threading.Event]:
+    """Forward Ctrl-C and SIGTERM to these processes, which finish their windows and save.
+
+    The yielded event is set when there was a signal. Only the main thread receives signals.
+    """
+    stop_requested = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop_requested
+        return
+
+    def hand_on(number: int, _: FrameType | None) -> None:
+        stop_requested.set()
+        for process in processes():
+            if process.exitcode is None:
+                os.kill(process.pid, number)
+
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop_requested
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def be_process(
+    main: Callable[[Connection], object], connection: Connection, log: Path | None, neighbours: int | None
+) -> None:
+    """Run `main` in the new process and exit with its code. The process is one of `neighbours` on this
+    machine; None if the user has set the number of threads of each."""
+    # Leave the terminal's foreground: Ctrl-C reaches only the launcher, which forwards it.
+    os.setpgrp()
+    if log is not None:
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        os.close(handle)
+    if neighbours is not None:
+        # This is the value of the server, not a setting of the user.
+        os.environ.pop(THREADS, None)
+        torch.set_num_threads(_threads(neighbours))
+    code = _exit_code(partial(main, connection))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of the transport may still hold a connection to a worker that is gone.
+    os._exit(code)
+
+
+def _exit_code(main: Callable[[], object]) -> int:
+    try:
+        main()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BaseException:
+        traceback.print_exc()
+        return CRASHED
+    return 0

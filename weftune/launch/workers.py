@@ -45,20 +45,20 @@ from weftune.run.workers.worker import serve
 
 
 @contextmanager
-def joined(place: WorkerPlace, device: str | None) -> Iterator[Staff | None]:
+def joined(worker: WorkerPlace, device: str | None) -> Iterator[Staff | None]:
     """Connect to the other workers. Yield them as the staff of the first worker; any other worker serves it
     first, and then None is yielded."""
-    if place.worker > 0:
+    if worker.worker > 0:
         # Only the first worker handles an interruption; the others end when it tells them to.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-    require_secret(place)
-    bind_interface(place)
-    heartbeat = Heartbeat(place, store_here(place))
+    require_secret(worker)
+    bind_interface(worker)
+    heartbeat = Heartbeat(worker, store_here(worker))
     heartbeat.start()
     try:
-        wires, found = _connected(place, device)
-        if place.worker > 0:
+        wires, found = _connected(worker, device)
+        if worker.worker > 0:
             serve(wires, found)
             yield None
         else:
@@ -88,15 +88,15 @@ def _leading(staff: Staff) -> Iterator[Staff]:
     staff.dismiss()
 
 
-def _connected(place: WorkerPlace, device: str | None) -> tuple[Wires, torch.device]:
+def _connected(worker: WorkerPlace, device: str | None) -> tuple[Wires, torch.device]:
     from weftune.base.load import device_named
 
     found = device_named(device)
-    if own_gpus(place, found):
-        numbers = crossed_gpus(place.local_workers) if place.ring else range(place.local_workers)
-        found = torch.device("cuda", numbers[place.local_worker])
+    if own_gpus(worker, found):
+        numbers = crossed_gpus(worker.local_workers) if worker.ring else range(worker.local_workers)
+        found = torch.device("cuda", numbers[worker.local_worker])
         torch.cuda.set_device(found)
-    return connect(place, found), found
+    return connect(worker, found), found
 
 
 # -- all workers ----------------------------------------------------------------------------------------

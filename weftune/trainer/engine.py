@@ -6,28 +6,66 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+
+import torch
 
 from weftune.base.host.streamed import load_streamed
 from weftune.base.load import load_base
 from weftune.base.model import Base
+from weftune.base.spec import BaseSpec
 from weftune.core.clock import Phase, phase
-from weftune.core.shapes import JobShape
+from weftune.core.shapes import JobShape, ModelShape
 from weftune.plan.cost.memory import SPARE
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.time import CostModel, JobShapes
 from weftune.plan.layout.choose import Choice, choose
 from weftune.plan.program.program import Program
 from weftune.plan.window.window import Pacing
+from weftune.report.gantt import Drawn, Timelines, drawn, write_timelines
 from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.run.executor import Executor
 from weftune.run.measure.memory import limit_bytes
 from weftune.run.workers.driver import Driver, open_pipeline
 from weftune.run.workers.messages import Staff
-from weftune.trainer.machine import Setup, machine_here, short_of_memory
-from weftune.trainer.watchers import StreamWatcher, TimelineWatcher, Watcher, WorkerStreamWatcher
+from weftune.run.workers.trace import Trace, timeline_of
+from weftune.trainer.machine import machine_here, short_of_memory, workers_per_device
+from weftune.trainer.options import Options
 
+TRACE = "trace.json"
 Price = Callable[[Program], float | None]
 """Function that predicts the seconds of a window."""
+
+
+class TimelineWatcher:
+    """An observer of several workers: a trace of all windows, and a chart of the last one as predicted and as
+    measured."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._trace = Trace()
+        self._predicted: Drawn | None = None
+        self._timelines: Timelines | None = None
+        """Timelines of the last window with training, once speeds were known."""
+
+    def begin(self, program: Program) -> None:
+        # Computed before the window runs: afterwards the paces have learnt from it.
+        paces = self._driver.paces
+        known = program.batches and paces.measured
+        self._predicted = drawn(paces.timeline(program), program) if known else None
+
+    def end(self, program: Program) -> None:
+        reports = self._driver.reports
+        self._trace.add(program, reports)
+        if self._predicted is not None and not any(report.shortage for report in reports):
+            self._timelines = Timelines(
+                foreseen=self._predicted, measured=drawn(timeline_of(reports), program)
+            )
+
+    def close(self, output: Path) -> None:
+        self._trace.write(output / TRACE)
+        if self._timelines is not None:
+            write_timelines(output, self._timelines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +74,10 @@ class Engine:
     choice: Choice
     known: CostModel
     """The time model before anything has been measured."""
-    watchers: tuple[Watcher, ...] = ()
-    """Observers of windows that add notes at the end of the run."""
+    timeline: TimelineWatcher | None = None
+    """Observer of the windows of several workers."""
+    last_notes: Callable[[float], Sequence[str]] = lambda seconds: ()
+    """Function that maps the seconds of all windows to sentences for the end of the run."""
     pacing: Callable[[], Pacing | None] = lambda: None
     """Measured speeds of a pipeline's stages."""
     price: Callable[[JobShapes], Price | None] = lambda shapes: None
@@ -54,55 +94,74 @@ class Engine:
 
 
 @phase(Phase.LOADING)
-def open_engine(setup: Setup, jobs: Sequence[JobShape], note: Callable[[str], None]) -> Engine:
-    """Load the base as the choice for these jobs says; `note` is called with sentences about it."""
+def open_engine(
+    options: Options,
+    base: BaseSpec | Base,
+    device: torch.device,
+    shape: ModelShape,
+    jobs: Sequence[JobShape],
+    checkpoints: Callable[[str], Path],
+    note: Callable[[str], None],
+) -> Engine:
+    """Load the base as the choice for these jobs says, unless it is loaded. `checkpoints` maps a job to the
+    folder of its checkpoints; `note` is called with sentences about the choice."""
     # Chosen before the base is loaded: the machine counts what the process holds without it.
-    choice = choose(setup.shape, jobs, machine_here(setup))
-    for sentence in (choice.note, short_of_memory(setup)):
+    choice = choose(shape, jobs, machine_here(options, base, device, shape))
+    for sentence in (choice.note, short_of_memory(options, device)):
         if sentence:
             note(sentence)
-    if setup.staff is not None:
-        engine = _of_workers(setup, setup.staff, choice)
+    if options.staff is not None:
+        spec = base.spec if isinstance(base, Base) else base
+        return _of_workers(options, options.staff, spec, device, choice, checkpoints)
+    limit_bytes(device, options.gpu_memory)
+    if choice.streamed:
+        assert isinstance(base, BaseSpec), "a loaded base is not streamed"
+        executor = streamed_executor(load_streamed(base, device, choice.layout, choice.mapped))
     else:
-        engine = (_streamed if choice.streamed else _whole)(setup, choice)
-    return replace(engine, deterministic=setup.deterministic)
-
-
-def _whole(setup: Setup, choice: Choice) -> Engine:
-    limit_bytes(setup.device, setup.gpu_memory)
-    base = setup.base or load_base(setup.spec, setup.device)
-    executor = resident_executor(base, part=choice.layout.on(0), at_once=False)
-    return Engine(executor, choice, choice.cost or arithmetic(executor.base.shape))
-
-
-def _streamed(setup: Setup, choice: Choice) -> Engine:
-    limit_bytes(setup.device, setup.gpu_memory)
-    executor = streamed_executor(load_streamed(setup.spec, setup.device, choice.layout, choice.mapped))
+        loaded = base if isinstance(base, Base) else load_base(base, device)
+        executor = resident_executor(loaded, part=choice.layout.on(0), at_once=False)
     known = choice.cost or arithmetic(executor.base.shape)
-    return Engine(executor, choice, known, (StreamWatcher(executor, choice),))
+    return _with_notes(Engine(executor, choice, known, deterministic=options.deterministic))
 
 
-def _of_workers(setup: Setup, staff: Staff, choice: Choice) -> Engine:
-    most = choice.place.budget if choice.place else setup.gpu_memory and setup.gpu_memory // setup.sharing
-    layout, checkpoints = choice.layout, setup.checkpoints
+def _of_workers(
+    options: Options,
+    staff: Staff,
+    spec: BaseSpec,
+    device: torch.device,
+    choice: Choice,
+    checkpoints: Callable[[str], Path],
+) -> Engine:
+    limit = options.gpu_memory and options.gpu_memory // workers_per_device(options, device)
     driver = open_pipeline(
-        staff, setup.spec, setup.device, layout, checkpoints, most=most, deterministic=setup.deterministic
+        staff,
+        spec,
+        device,
+        choice.layout,
+        checkpoints,
+        most=choice.place.budget if choice.place else limit,
+        deterministic=options.deterministic,
     )
     driver.paces.loads = choice.loads
-    paces = driver.paces.guesses if setup.deterministic else driver.paces.stages
-    watchers: tuple[Watcher, ...] = (TimelineWatcher(driver),)
-    if choice.streamed:
-        watchers = (*watchers, WorkerStreamWatcher(driver, choice))
-    return Engine(
+    paces = driver.paces.guesses if options.deterministic else driver.paces.stages
+    engine = Engine(
         driver,
         choice,
         # Layers of a worker whose stages take turns are no base of their own: their numbers have gaps.
         arithmetic(choice.memory.shape if choice.streamed else driver.base.shape),
-        watchers,
-        pacing=lambda: Pacing(paces(), spare=SPARE) if layout.pipelined else None,
+        timeline=TimelineWatcher(driver),
+        pacing=lambda: Pacing(paces(), spare=SPARE) if choice.layout.pipelined else None,
         price=partial(_price, driver, choice),
         other_peaks=lambda: driver.peaks,
+        deterministic=options.deterministic,
     )
+    return _with_notes(engine)
+
+
+def _with_notes(engine: Engine) -> Engine:
+    if not engine.choice.streamed:
+        return engine
+    return replace(engine, last_notes=partial(stream_notes, engine.executor, engine.choice))
 
 
 def _price(driver: Driver, choice: Choice, shapes: JobShapes) -> Price:
@@ -114,3 +173,28 @@ def _price(driver: Driver, choice: Choice, shapes: JobShapes) -> Price:
         return choice.seconds_of(program, shapes)
 
     return price
+
+
+def stream_notes(executor: Executor | Driver, choice: Choice, seconds: float) -> list[str]:
+    """Return sentences about a streamed base at the end of a run whose windows took `seconds`: bytes loaded
+    from the host, and time waited for them."""
+    notes = []
+    if isinstance(executor, Driver):
+        reports = executor.reports
+        copied_bytes = sum(report.copied_bytes for report in reports)
+        waited = max((report.waited for report in reports), default=0.0)
+        source = f"host to {len(reports)} workers; the one that waited longest for it did so"
+        seconds = seconds if reports else 0.0
+    else:
+        weights = executor.weights.waited
+        copied_bytes, waited = weights.copied_bytes, weights.total()
+        source = f"{'files of the base' if choice.mapped else 'host'}; training waited for the host"
+        if refused := executor.passes.refused:
+            notes.append(
+                f"Passes in {refused} sizes were launched kernel by kernel, since the memory did not suffice "
+                "to capture them."
+            )
+    if seconds:
+        share = f"{waited / seconds:.0%} of the time, {choice.unhidden:.0%} were predicted"
+        notes.insert(0, f"Streamed: {copied_bytes / 2**30:.1f} GiB came from the {source} in {share}.")
+    return notes

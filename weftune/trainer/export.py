@@ -1,13 +1,16 @@
-"""Exports of a finished job's adapter: an adapter for servers, or a merged model."""
+"""Exports of a finished job's adapter: an adapter for servers, or a merged model and its validation loss.
+
+Shapes: L tokens of a sample, V vocabulary.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from transformers import PreTrainedModel
@@ -15,13 +18,17 @@ from transformers import PreTrainedModel
 from weftune.adapters.folder import CONFIG, JOB_FILE, WEIGHTS, refuse_no_adapter
 from weftune.adapters.kind import Kind
 from weftune.adapters.registry import kind_of
-from weftune.base.load import load_plain, load_tokenizer, own_dtype, quantised_as
+from weftune.base.load import best_device, inspect, load_plain, load_tokenizer, own_dtype, quantised_as
 from weftune.base.quant.linear import dequantise_linears
 from weftune.base.rewrite import is_tower, write_wrapper
 from weftune.base.shape import embedding_module, model_shape, site_modules
 from weftune.base.spec import BaseSpec, Dtype
-from weftune.core.files import disk_errors, ordinary_modes, refuse_full_folder
-from weftune.errors import AdapterError, BaseModelError, OutputError
+from weftune.core.files import cache_folder, disk_errors, ordinary_modes, refuse_full_folder
+from weftune.data.prepare import prepare
+from weftune.data.samples import Samples
+from weftune.data.spec import DataSpec, EvalSpec, Source
+from weftune.errors import AdapterError, BaseModelError, OutputError, UserError
+from weftune.jobs.store.job_file import read_job_file
 
 Into = Literal["dequantised", "original"]
 INTO: tuple[Into, ...] = get_args(Into)
@@ -140,3 +147,52 @@ def mend_generation(model: PreTrainedModel) -> None:
         settings.validate(strict=True)
     except ValueError:
         settings.do_sample = True
+
+
+# -- the loss of a merged adapter --------------------------------------------------------------------------
+
+
+def merged_losses(folder: Path, base: BaseSpec, dtype: Dtype | None = None) -> dict[str, float]:
+    """Return a mapping from what the adapter was merged into to the mean loss per supervised token of the
+    rows that the job was evaluated on; empty if those are no longer known."""
+    samples = evaluation_rows(folder, base)
+    if samples is None:
+        return {}
+    found: dict[str, float] = {}
+    for into in INTO:
+        model, device = merged_model(folder, base, dtype, into), best_device()
+        torch.nn.Module.to(model, device)
+        found[into] = mean_loss(model.eval(), samples, device)
+    return found
+
+
+def evaluation_rows(folder: Path, base: BaseSpec) -> Samples | None:
+    """Return the rows that the job in `folder` was evaluated on; None if they are unknown or have changed."""
+    file = read_job_file(folder)
+    record: Mapping[str, Any] = {} if file is None else file.values
+    job, known = record.get("job") or {}, (record.get("data") or {}).get("evaluation_fingerprint")
+    if known is None or not job.get("data", {}).get("path"):
+        return None
+    try:
+        path = job["data"]["path"]
+        sources = path if isinstance(path, str) else tuple(Source(**source) for source in path)
+        data, held_out = DataSpec(**{**job["data"], "path": sources}), EvalSpec(**job["eval"])
+        cache, context = cache_folder() / "tokens", inspect(base).context
+        samples = prepare(data, held_out, load_tokenizer(base), cache, context=context).evaluation
+    except (UserError, TypeError, KeyError, OSError):
+        return None
+    return samples if samples is not None and samples.fingerprint == known else None
+
+
+@torch.no_grad()
+def mean_loss(model: PreTrainedModel, samples: Samples, device: torch.device) -> float:
+    total, count = 0.0, 0
+    for number in range(len(samples)):
+        tokens, mask = samples.tokens_and_mask(number)
+        tokens_L = torch.as_tensor(tokens.astype("int64"), device=device)
+        supervised_L = torch.as_tensor(mask.copy(), device=device)[1:]
+        logits_LV = model(tokens_L[None], use_cache=False).logits[0, :-1][supervised_L]
+        targets = tokens_L[1:][supervised_L]
+        total += torch.nn.functional.cross_entropy(logits_LV.float(), targets, reduction="sum").item()
+        count += len(targets)
+    return total / max(1, count)

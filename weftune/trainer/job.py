@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weftune.adapters.registry import kind_named, layout_of
-from weftune.adapters.start import source_of
+from weftune.adapters.registry import kind_named
 from weftune.core.batch import Microbatch
-from weftune.core.shapes import JobShape, ModelShape, layer_sums
+from weftune.core.shapes import JobShape, ModelShape
 from weftune.data.collate import Part, collate
 from weftune.data.order import SampleOrder
 from weftune.data.prepare import Prepared, SharedData
 from weftune.data.samples import Samples
 from weftune.errors import AdapterError, DataError, Mistake
-from weftune.jobs.courses import Curriculum, curriculum, cut_data, longest_sample
+from weftune.jobs.courses import Curriculum, curriculum, cut_data, job_shape
 from weftune.jobs.spec.spec import JobSpec, in_steps
 from weftune.plan.program.program import MicrobatchPlan
 from weftune.plan.window.rounds import JobWindow
@@ -72,60 +71,45 @@ class PreparedJob:
 
 def make_ready(
     spec: JobSpec,
-    place: int,
+    order: int,
     tokenizer: Any,
     shape: ModelShape,
     cache: Path,
     max_steps: int | None = None,
-    progress: Callable[[int], None] | None = None,
     shared: SharedData | None = None,
 ) -> PreparedJob:
-    """Tokenise a job's data and compute its numbers of steps; `place` is its position in the jobs file.
+    """Tokenise a job's data and compute its numbers of steps; `order` is its position in the jobs file.
 
     With `shared`, which must have the same tokenizer and cache, data that another job has are taken from
     there.
     """
     shared = shared or SharedData(tokenizer, cache, shape.context)
-    kind = kind_named(spec.adapter.kind)
     try:
-        kind.check_start(spec.adapter, shape.sites)
+        kind_named(spec.adapter.kind).check_start(spec.adapter, shape.sites)
     except AdapterError as error:
-        raise AdapterError(_named(spec.name, Mistake("adapter.init_from", str(error)))) from None
+        raise AdapterError(Mistake("adapter.init_from", str(error)).of_job(spec.name)) from None
     try:
-        prepared = shared.prepare(cut_data(spec, shape.context), spec.eval, progress)
+        prepared = shared.prepare(cut_data(spec, shape.context), spec.eval)
     except DataError as error:
-        raise DataError(_named(spec.name, mistake) for mistake in error.mistakes) from None
+        raise DataError(mistake.of_job(spec.name) for mistake in error.mistakes) from None
     data = prepared.behind(spec.adapter.rows_before, spec.adapter.keys_before)
-    layout = layout_of(spec.adapter, shape.sites)
     planned = curriculum(spec, data, max_steps)
-    steps = planned.steps
     return PreparedJob(
         spec=spec,
         data=data,
         order=planned.order,
         recipe=Recipe(
-            steps=steps,
+            steps=planned.steps,
             learning_rate=spec.learning_rate,
             schedule=spec.schedule,
-            warmup=in_steps(spec.warmup, steps),
+            warmup=in_steps(spec.warmup, planned.steps),
             weight_decay=spec.weight_decay,
             betas=spec.betas,
             eps=spec.eps,
             clip=spec.clip,
             seed=spec.seed,
         ),
-        shape=JobShape(
-            name=spec.name,
-            priority=spec.priority,
-            order=place,
-            trainable=layout.size,
-            longest=longest_sample(data),
-            batch_tokens=data.train.largest_batch(spec.batch_size),
-            by_layer=layer_sums(((one.site, one.size) for one in layout.parameters), shape.layers),
-            resting=layout.size - layout.met,
-            starts_from=source_of(spec.adapter),
-            scaled=spec.adapter.scaled_outputs(shape.sites),
-        ),
+        shape=job_shape(spec, order, data, shape),
         evaluate_at=planned.evaluate_at,
         save_at=planned.save_at,
         start_tokens=_start_tokens(spec, tokenizer, shape),
@@ -140,7 +124,7 @@ def _start_tokens(spec: JobSpec, tokenizer: Any, shape: ModelShape) -> tuple[int
     tokens = tuple(map(int, tokenizer(text)["input_ids"]))
     if not tokens or max(tokens) >= shape.vocabulary:
         sentence = "the tokenizer makes no tokens of it that the base has; write another text"
-        raise AdapterError(_named(spec.name, Mistake("adapter.init_text", sentence)))
+        raise AdapterError(Mistake("adapter.init_text", sentence).of_job(spec.name))
     return tokens
 
 
@@ -164,7 +148,3 @@ def lay_out(
         return microbatch
     segments = tuple(replace(segment, adapter=None) for segment in microbatch.segments)
     return replace(microbatch, segments=segments)
-
-
-def _named(job: str, mistake: Mistake) -> Mistake:
-    return replace(mistake, place=f"job {job}: {mistake.place}" if mistake.place else f"job {job}")

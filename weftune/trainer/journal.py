@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from weftune.core.files import json_text, replace_file
@@ -30,45 +30,6 @@ class View(Protocol):
     def sweep(self, record: SweepRecord) -> None: ...
 
     def note(self, text: str) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
-    """An executed window: predictions beside measurements."""
-
-    program: Program
-    promise: Promise
-    outcome: Outcome
-    cost: CostModel
-    """The time model, fitted with this window's passes."""
-    shapes: JobShapes
-
-    def saved_seconds(self) -> float:
-        """Return how much longer the jobs would have taken one after another, according to the time model."""
-        alone = self.cost.alone_seconds(self.program.batches, self.program.capacity, self.shapes)
-        trained = sum(one.seconds for one in self.outcome.passes if one.training)
-        return 0.0 if alone is None else alone - trained
-
-    def line(self) -> dict[str, Any]:
-        """Return the window's line of windows.jsonl."""
-        program, promise, outcome = self.program, self.promise, self.outcome
-        return {
-            "capacity": program.capacity,
-            "tokens": sum(one.tokens for one in outcome.passes if one.training),
-            "microbatches": len(outcome.passes),
-            "shared": program.shared(),
-            "jobs": len(program.jobs),
-            "changed": promise.changed,
-            "unsettled": sum(not one.settled for one in outcome.passes),
-            "seconds": outcome.seconds,
-            "predicted_seconds": promise.seconds,
-            "peak_bytes": outcome.peak_bytes,
-            "predicted_peak_bytes": promise.peak_bytes,
-            "peak_error_bytes": promise.error_bytes,
-            "profile": promise.version,
-            "source": promise.source,
-            "time": time.time(),
-        }
 
 
 class Journal:
@@ -100,85 +61,95 @@ class Journal:
             }
         )
         self.store.advance_job(event.job, event.step, job.recipe.steps, progress.trained_tokens)
-        self._aside(self.store.write_status_soon)
+        self._try(self.store.write_status_soon)
         self.show(event.job, step=event.step, loss=outcome.loss, trained_tokens=progress.trained_tokens)
 
     def evaluation(self, event: Evaluated, job: PreparedJob, progress: Progress) -> None:
-        self._metrics(
-            {
-                "job": event.job,
-                "step": event.step,
-                "eval_loss": event.loss,
-                "eval_tokens": event.tokens,
-                "eval_token_accuracy": event.token_accuracy,
-                "time": time.time(),
-            }
-        )
+        self._evaluated(event, event.job, "eval_loss", "eval")
         if event.step == 0 and job.base_samples is None:
             self.store.score_base(event.job, event.loss)
         self.kept_loss(job, progress)
-        self._aside(self.store.write_status_soon)
+        self._try(self.store.write_status_soon)
         self.show(event.job, eval_loss=event.loss)
+
+    def base_evaluation(self, event: Evaluated, job: str) -> None:
+        """Record an evaluation of the base alone on the held-out samples of `job`."""
+        self._evaluated(event, job, BASE_LOSS, "base")
+        self.store.score_base(job, event.loss)
+        self._try(self.store.write_status_soon)
+
+    def rung(self, event: Evaluated) -> None:
+        """Record the evaluation of a trial at a rung of its sweep."""
+        self._evaluated(event, event.job, RUNG_LOSS, "rung")
+
+    def _evaluated(self, event: Evaluated, job: str, loss: str, prefix: str) -> None:
+        """Write an evaluation with its loss under the key `loss` and the other keys with a prefix."""
+        self._metrics(
+            {
+                "job": job,
+                "step": event.step,
+                loss: event.loss,
+                f"{prefix}_tokens": event.tokens,
+                f"{prefix}_token_accuracy": event.token_accuracy,
+                "time": time.time(),
+            }
+        )
 
     def kept_loss(self, job: PreparedJob, progress: Progress) -> None:
         """Record the validation loss of the adapter that a job would keep now, and the best one so far."""
         kept = progress.best_loss if job.spec.keep == "best" else progress.evaluated_loss
         self.store.evaluate_job(job.name, kept, progress.best_step, progress.best_loss)
 
-    def base_evaluation(self, event: Evaluated, job: str) -> None:
-        """Record an evaluation of the base alone on the held-out samples of `job`."""
-        self._metrics(
-            {
-                "job": job,
-                "step": event.step,
-                BASE_LOSS: event.loss,
-                "base_tokens": event.tokens,
-                "base_token_accuracy": event.token_accuracy,
-                "time": time.time(),
-            }
-        )
-        self.store.score_base(job, event.loss)
-        self._aside(self.store.write_status_soon)
-
     def warn(self, name: str, sentence: str) -> None:
         """Record what is wrong with a job's adapter; an empty sentence withdraws it."""
         if self.store.job(name).warning != sentence:
             self.store.warn_job(name, sentence)
-            self._aside(self.store.write_status_soon)
+            self._try(self.store.write_status_soon)
             self.show(name, reason=self._shown_warning(name))
 
     def _shown_warning(self, name: str) -> str:
         warning = self.store.job(name).warning
         return f"warning: {warning}" if warning else ""
 
-    def rung(self, event: Evaluated) -> None:
-        """Record the evaluation of a trial at a rung of its sweep."""
-        self._metrics(
-            {
-                "job": event.job,
-                "step": event.step,
-                RUNG_LOSS: event.loss,
-                "rung_tokens": event.tokens,
-                "rung_token_accuracy": event.token_accuracy,
-                "time": time.time(),
-            }
-        )
-
-    def window(self, window: Window) -> None:
-        self._saved += window.saved_seconds()
-        line = {"window": self._windows, **window.line()}
-        self._aside(lambda: self.store.append_window(line))
+    def window(
+        self, program: Program, shapes: JobShapes, promise: Promise, outcome: Outcome, cost: CostModel
+    ) -> None:
+        """Record an executed window, predictions beside measurements. `cost` is the time model fitted with
+        the window's passes: it predicts how long the jobs would have taken one after another."""
+        trained = [one for one in outcome.passes if one.training]
+        alone = cost.alone_seconds(program.batches, program.capacity, shapes)
+        if alone is not None:
+            self._saved += alone - sum(one.seconds for one in trained)
+        line = {
+            "window": self._windows,
+            "capacity": program.capacity,
+            "tokens": sum(one.tokens for one in trained),
+            "microbatches": len(outcome.passes),
+            "shared": program.shared(),
+            "jobs": len(program.jobs),
+            "changed": promise.changed,
+            "unsettled": sum(not one.settled for one in outcome.passes),
+            "seconds": outcome.seconds,
+            "predicted_seconds": promise.seconds,
+            "peak_bytes": outcome.peak_bytes,
+            "predicted_peak_bytes": promise.peak_bytes,
+            "peak_error_bytes": promise.error_bytes,
+            "profile": promise.version,
+            "source": promise.source,
+            "time": time.time(),
+        }
+        self._try(lambda: self.store.append_window(line))
         self._windows += 1
         seconds = self._seconds_before + time.monotonic() - self._began
-        self._peak = max(self._peak, window.outcome.peak_bytes)
+        self._peak = max(self._peak, outcome.peak_bytes)
         self.store.measure(seconds, seconds + self._saved, self._peak)
-        self._aside(self.store.write_status_soon)
+        self._try(self.store.write_status_soon)
 
     def promise(self, numbers: Mapping[str, Any]) -> None:
         """Write the predictions for this process's first window before it runs."""
         if self._windows == 0:
             content = json_text(numbers, indent=1).encode()
-            self._aside(lambda: replace_file(self.store.records / PROMISE, content))
+            self._try(lambda: replace_file(self.store.records / PROMISE, content))
 
     def learned(self) -> Any:
         """Return the learned models in this output; None if there are none that can be read."""
@@ -189,12 +160,12 @@ class Journal:
 
     def keep_learned(self, record: Mapping[str, Any]) -> None:
         content = json_text(record, indent=1).encode()
-        self._aside(lambda: replace_file(self.store.records / LEARNED, content))
+        self._try(lambda: replace_file(self.store.records / LEARNED, content))
 
     def move(self, name: str, state: State, reason: str = "") -> None:
-        """Record a job's new state; it is written to disk soon, or at once with `settle`."""
+        """Record a job's new state; it is written to disk soon, or at once with `flush`."""
         self.store.move_job(name, state, reason)
-        self._aside(self.store.write_status_soon)
+        self._try(self.store.write_status_soon)
         self.show(name, state=state, reason=reason or self._shown_warning(name))
 
     def note(self, sentence: str) -> None:
@@ -205,15 +176,15 @@ class Journal:
         self._rows[name] = replace(self._rows.get(name, JobRecord(name=name)), **changes)
         self.view.update(self._rows[name])
 
-    def settle(self) -> bool:
+    def flush(self) -> bool:
         """Write everything to disk; return whether that succeeded."""
-        return self._aside(self.store.write_status)
+        return self._try(self.store.write_status)
 
     def _metrics(self, line: Mapping[str, Any]) -> None:
-        self._aside(lambda: self.store.append_metrics(line))
+        self._try(lambda: self.store.append_metrics(line))
         self._log(line)
 
-    def _aside(self, write: Callable[[], None]) -> bool:
+    def _try(self, write: Callable[[], None]) -> bool:
         """Attempt a write that training does not depend on, and return whether it succeeded. A failure is
         reported once, and its content comes with the next write."""
         try:
@@ -221,6 +192,6 @@ class Journal:
         except OutputError as error:
             if str(error) not in self._told:
                 self._told.add(str(error))
-                self.note(f"warning: {error}; training goes on, and it is tried again.")
+                self.note(f"warning: {error}; training continues, and the write is tried again.")
             return False
         return True

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from weftune.adapters.folder import CONFIG
 from weftune.adapters.kind import JobAdapter
-from weftune.adapters.kinds import AdapterSpec
 from weftune.adapters.start import source_of
-from weftune.core.batch import Microbatch
 from weftune.core.clock import Phase, phase
 from weftune.core.shapes import JobShape
 from weftune.errors import OutputError, UserError
@@ -24,12 +23,12 @@ from weftune.jobs.spec.spec import JobSpec
 from weftune.jobs.store.scheduler import admit
 from weftune.jobs.store.status import State
 from weftune.jobs.store.store import Store
-from weftune.plan.cost.learned import Learned, Outcome, Promise
+from weftune.plan.cost.learned import Learned, Outcome
 from weftune.plan.cost.memory import longest
-from weftune.plan.cost.time import JobShapes, PassTime, StateTime
+from weftune.plan.cost.time import PassTime, StateTime
 from weftune.plan.layout.split import cpu_sheet_cost
 from weftune.plan.outlook.promise import promise_numbers
-from weftune.plan.program.program import MicrobatchPlan, Program
+from weftune.plan.program.program import Program
 from weftune.report.words import plural
 from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
 from weftune.run.measure.memory import begin_peak, peak_bytes, release
@@ -37,13 +36,12 @@ from weftune.run.training import checkpoint
 from weftune.run.training.snapshot import snapshot_bytes
 from weftune.run.training.state import Training, new_training
 from weftune.run.training.writer import Unsaved
-from weftune.trainer.cpu_load import SlowRun
 from weftune.trainer.engine import Engine
-from weftune.trainer.health import base_warning, collapse_warning
 from weftune.trainer.job import PreparedJob, lay_out
-from weftune.trainer.journal import Journal, Window
-from weftune.trainer.result_writer import Ending, ResultWriter
+from weftune.trainer.journal import Journal
+from weftune.trainer.results import Ending, ResultWriter
 from weftune.trainer.sweeps import Sweeps
+from weftune.trainer.warnings import SlowRun, base_warning, collapse_warning
 from weftune.trainer.windows import Windows
 
 Callback = Callable[[Stepped | Evaluated], None]
@@ -60,14 +58,6 @@ class TimedWindow:
     """Seconds spent in the caller's callback: not part of the window."""
 
 
-@dataclass(frozen=True, slots=True)
-class JobLimit:
-    """A limit on the number of attached jobs after a shortage of memory, until one of them has ended."""
-
-    most: int
-    reason: str
-
-
 def lost_sentence(store: Store, name: str, found: checkpoint.Survey) -> str:
     """Return why a job that has begun cannot resume. The decision is left to the user, who may have a
     copy."""
@@ -79,10 +69,10 @@ def lost_sentence(store: Store, name: str, found: checkpoint.Survey) -> str:
 def source_sentence(store: Store, source: str, state: State) -> str:
     """Return why a job is paused that starts from another, which has stopped."""
     if state is State.PAUSED:
-        return f"it starts from {source}, which is paused; go on with both: {store.resume_line()}"
+        return f"it starts from {source}, which is paused; resume both: {store.resume_line()}"
     happened = "has failed" if state is State.FAILED else "was cancelled"
     retried, restarted = store.resume_line(retry=[source]), store.resume_line(restart=[source])
-    return f"it starts from {source}, which {happened}; go on with both: {retried} or {restarted}"
+    return f"it starts from {source}, which {happened}; resume both: {retried} or {restarted}"
 
 
 def _without_source(job: PreparedJob) -> PreparedJob:
@@ -128,20 +118,20 @@ class Loop:
         """Function that adds a job which a sweep proposes during the run."""
         self._judged: frozenset[str] = frozenset()
         """Trials that make no step in this window but are evaluated with the mean of their last weights."""
-        self._crowd: JobLimit | None = None
+        self._max_jobs: float = math.inf
+        """Maximum number of attached jobs after a shortage of memory, until one of them has ended."""
+        self._max_jobs_reason = ""
         self._overtaken: Mapping[str, int] = {}
         """Waiting job → number of jobs behind it that were admitted before it."""
-        self._gave_way: dict[str, str] = {}
+        self._preempted_by: dict[str, str] = {}
         """Maps each preempted job that waits to the job that replaced it."""
 
     # -- admission ---------------------------------------------------------------------------------------
 
     def enter(self, job: PreparedJob) -> None:
         """Queue a job; it is attached at the next window that has room for it."""
-        if (
-            job.shape.starts_from
-            and checkpoint.newest_progress(self.result_writer.checkpoints(job.name)) is not None
-        ):
+        checkpoints = self.result_writer.checkpoints(job.name)
+        if job.shape.starts_from and checkpoint.newest_progress(checkpoints) is not None:
             # It has begun and no longer needs the adapter of another job.
             job = _without_source(job)
         job = self.jobs[job.name] = self.sweeps.enter(job)
@@ -153,28 +143,28 @@ class Loop:
         for note in job.data.notes:
             self.store.note_job(job.name, note)
         status = self.store.job(job.name)
-        self.store.advance_job(job.name, status.step, job.recipe.steps, status.trained_tokens)
-        tokens = status.trained_tokens
-        self.journal.show(
-            job.name, state=State.QUEUED, step=status.step, steps=job.recipe.steps, trained_tokens=tokens
-        )
+        step, steps, tokens = status.step, job.recipe.steps, status.trained_tokens
+        self.store.advance_job(job.name, step, steps, tokens)
+        self.journal.show(job.name, state=State.QUEUED, step=step, steps=steps, trained_tokens=tokens)
 
     def cancel(self, name: str) -> None:
         """Cancel a job: at once if it waits, before its next microbatch if it is attached."""
-        if name in self.waiting:
-            del self.waiting[name]
-            self.journal.move(name, State.CANCELLED)
-            self.journal.settle()
-        elif self.store.job(name).state is State.PAUSED or self.sweeps.rests(name):
-            self.sweeps.drop_rested(name)
-            self.journal.move(name, State.CANCELLED)
-            self.journal.settle()
+        is_paused = self.store.job(name).state is State.PAUSED
+        if name in self.waiting or is_paused or self.sweeps.rests(name):
+            self._leave_queue(name, State.CANCELLED)
+            self.journal.flush()
         elif name in self.executor.aboard and name not in self._endings:
             self._end(name, Ending(State.CANCELLED))
 
+    def _leave_queue(self, name: str, state: State, reason: str = "") -> None:
+        """Record the new state of a job that waits, or rests at a rung of its sweep."""
+        self.waiting.pop(name, None)
+        self.sweeps.drop_rested(name)
+        self.journal.move(name, state, reason)
+
     def _admit(self) -> None:
         """Admit and preempt jobs at a window boundary."""
-        self._look_at_sources()
+        self._inspect_sources()
         aboard = self._shapes(self.executor.aboard)
         waiting = [job.shape for job in self.waiting.values()]
         decision = admit(waiting, aboard, self._why_not, self._overtaken)
@@ -182,20 +172,34 @@ class Loop:
         for name, reason in decision.too_large.items():
             advice = self.learned.memory.advice(self.waiting.pop(name).shape)
             self.journal.move(name, State.FAILED, f"it cannot run even alone: {reason}; {advice}")
-        self._give_way(decision.preempted)
+        self._preempted_by |= decision.preempted
+        priorities = {name: self.jobs[name].shape.priority for name in decision.preempted.values()}
+        self._send_back(
+            {
+                name: f"preempted by {other}, priority {priorities[other]}"
+                for name, other in decision.preempted.items()
+            }
+        )
+        if self._endings:
+            # A job that cannot be saved is detached all the same.
+            self._retire()
         for name, reason in decision.waiting.items():
-            self._explain(name, reason)
+            # A preempted job keeps its reason as long as the job that replaced it is attached.
+            is_replaced = self._preempted_by.get(name) in self.executor.aboard
+            if not is_replaced and self.store.job(name).reason != reason:
+                self.store.explain_job(name, reason)
+                self.journal.show(name, reason=reason)
         written = {
             name: self.result_writer.write_job_file_ahead(self.waiting[name]) for name in decision.admitted
         }
         for name in decision.admitted:
-            self._gave_way.pop(name, None)
-            self._board(self.waiting.pop(name), written[name])
+            self._preempted_by.pop(name, None)
+            self._attach(self.waiting.pop(name), written[name])
         if decision.admitted or decision.too_large:
             # Once for all of them, however many are admitted.
-            self.journal.settle()
+            self.journal.flush()
 
-    def _look_at_sources(self) -> None:
+    def _inspect_sources(self) -> None:
         """Inspect the sources of waiting jobs: those whose source has succeeded join the queue, and those
         that would wait in vain are paused."""
         for name, job in list(self.waiting.items()):
@@ -204,51 +208,31 @@ class Loop:
             while source in self.result_writer:
                 # The job then starts at the same boundary, however fast the disk is.
                 self._await_delivery()
-            state = self._state_of_source(source)
+            if source in self.store:
+                state = self.store.job(source).state
+            else:
+                # With shares, a source that was trained before is known by its folder only.
+                has_adapter = (self.store.output / source / CONFIG).exists()
+                state = State.SUCCEEDED if has_adapter else State.PAUSED
             if state is State.SUCCEEDED:
                 self.jobs[name] = self.waiting[name] = _without_source(job)
             elif state not in (State.QUEUED, State.RUNNING):
                 del self.waiting[name]
                 self.journal.move(name, State.PAUSED, source_sentence(self.store, source, state))
 
-    def _state_of_source(self, source: str) -> State:
-        """Return the state of a source. With shares, a source that was trained before is known by its folder
-        only."""
-        if source in self.store:
-            return self.store.job(source).state
-        return State.SUCCEEDED if (self.store.output / source / CONFIG).exists() else State.PAUSED
-
     def _why_not(self, jobs: Sequence[JobShape]) -> str | None:
-        if self._crowd is not None and len(jobs) > self._crowd.most:
-            return self._crowd.reason
-        return self.learned.why_not(jobs)
+        return self._max_jobs_reason if len(jobs) > self._max_jobs else self.learned.why_not(jobs)
 
-    def _give_way(self, preempted: Mapping[str, str]) -> None:
-        """Preempt jobs for those that replace them; a job that cannot be saved is detached all the same."""
-        self._gave_way |= preempted
-        self._send_back(
-            {
-                name: f"gives way to {other}, priority {self.jobs[other].shape.priority}"
-                for name, other in preempted.items()
-            }
-        )
-        if self._endings:
-            self._retire()
-
-    def _explain(self, name: str, reason: str) -> None:
-        """Record why a job waits; a preempted job keeps its reason as long as the job that replaced it is
-        attached."""
-        if self._gave_way.get(name) in self.executor.aboard or self.store.job(name).reason == reason:
-            return
-        self.store.explain_job(name, reason)
-        self.journal.show(name, reason=reason)
-
-    def _board(self, job: PreparedJob, written: Future[None] | None) -> None:
+    def _attach(self, job: PreparedJob, written: Future[None] | None) -> None:
         """Attach a job; `written` is the write of its job file, if that has been begun."""
         spec = job.spec
         found = checkpoint.survey(self.result_writer.checkpoints(spec.name))
         has_begun = found.progress is not None
-        adapter_spec = self._adapter_to_start(spec, has_begun)
+        adapter_spec = spec.adapter
+        if source := source_of(adapter_spec):
+            # A job that has begun resumes from its checkpoint instead.
+            folder = None if has_begun else str(self.store.output.absolute() / source)
+            adapter_spec = replace(adapter_spec, init_from=folder)
         adapter = JobAdapter(spec.name, adapter_spec, spec.seed, job.recipe.steps, job.start_tokens)
         try:
             training = self._new_training(job, adapter, is_restored=has_begun)
@@ -258,7 +242,7 @@ class Loop:
         except UserError as error:
             self.journal.move(spec.name, State.FAILED, str(error))
             return
-        if not restored and (found.damaged or (has_begun and source_of(spec.adapter))):
+        if not restored and (found.damaged or (has_begun and source)):
             self.journal.move(spec.name, State.PAUSED, lost_sentence(self.store, spec.name, found))
             return
         progress = training.progress
@@ -271,8 +255,8 @@ class Loop:
                 written.result()
             checkpoint.set_aside(found.damaged)
         except (OSError, OutputError) as error:
-            mend = f"mend that, and go on with {self.store.resume_line()}"
-            self.journal.move(spec.name, State.PAUSED, f"{error}; {mend}")
+            remedy = f"correct that, and resume with {self.store.resume_line()}"
+            self.journal.move(spec.name, State.PAUSED, f"{error}; {remedy}")
             return
         self.executor.attach(training)
         # A job that starts from another adapter, which may be gone later, is saved at once.
@@ -294,15 +278,6 @@ class Loop:
             is_restored=is_restored,
         )
 
-    def _adapter_to_start(self, spec: JobSpec, has_begun: bool) -> AdapterSpec:
-        """Return the job's adapter with the folder of the job that it starts from; a job that has begun
-        resumes from its checkpoint instead."""
-        source = source_of(spec.adapter)
-        if not source:
-            return spec.adapter
-        folder = None if has_begun else str(self.store.output.absolute() / source)
-        return replace(spec.adapter, init_from=folder)
-
     # -- windows -----------------------------------------------------------------------------------------
 
     @phase(Phase.TRAINING)
@@ -316,8 +291,10 @@ class Loop:
             raise
         finally:
             self.windows.close()
-            for watcher in self.engine.watchers:
-                watcher.close(self.store.output, self.seconds, self.journal.note)
+            if self.engine.timeline is not None:
+                self.engine.timeline.close(self.store.output)
+            for sentence in self.engine.last_notes(self.seconds):
+                self.journal.note(sentence)
 
     def _run(self, stop: Callable[[], bool], callback: Callback | None) -> None:
         while not stop():
@@ -336,12 +313,21 @@ class Loop:
             beginners = frozenset(name for name in aboard if self._begins(name))
             self._judged = frozenset(name for name in aboard if self._is_judged(name)) - beginners
             program = self.windows.next(beginners | self._judged)
-            self._forget_ended()
+            # Jobs that have ended release their data, which are open files, only now: a window that was
+            # planned ahead may refer to them.
+            for name in [name for name in self.jobs if self.store.job(name).state.ended]:
+                del self.jobs[name]
             self.windows.plan_ahead(program)
             # A trial that is being evaluated has already been saved at its last step, if it was to be saved.
             program = program.without_saves(self._saved_lately() | self._judged)
+            if self.engine.timeline is not None:
+                self.engine.timeline.begin(program)
+            began = time.monotonic()
             with self._means_shown():
-                self._watched(program, stop, callback)
+                self._execute(program, stop, callback)
+            self.seconds += time.monotonic() - began
+            if self.engine.timeline is not None:
+                self.engine.timeline.end(program)
             self._retire()
         if stop():
             self._suspend()
@@ -351,14 +337,7 @@ class Loop:
             while self.result_writer:
                 self._await_delivery()
             self.writer.close()
-            self._hear_writes()
-
-    def _forget_ended(self) -> None:
-        """Release the data of jobs that have ended, which are open files. This waits until a window that was
-        planned ahead has been taken, since it may refer to them."""
-        for name in list(self.jobs):
-            if self.store.job(name).state.ended:
-                del self.jobs[name]
+            self._handle_writes()
 
     def _without_base_loss(self) -> Mapping[str, list[str]]:
         """Return the attached jobs whose first evaluation is not that of the base, and for which the loss of
@@ -374,10 +353,7 @@ class Loop:
         """Evaluate the base alone on held-out samples, once for all jobs that share them."""
         same_samples = {names[0]: names for names in unscored.values()}
         program = self.windows.base_evaluation(same_samples)
-
-        def fetch(plan: MicrobatchPlan, held_out: bool) -> Microbatch:
-            return lay_out(plan, held_out, self.jobs, base_alone=True)
-
+        fetch = partial(lay_out, jobs=self.jobs, base_alone=True)
         try:
             for event in self.executor.run(program, fetch, stop):
                 match event:
@@ -388,7 +364,7 @@ class Loop:
                         self._endings[job] = Ending(State.FAILED, reason)
         except OutOfMemory:
             self._shrink(program.capacity)
-        self.journal.settle()
+        self.journal.flush()
         self._retire()
 
     def _begins(self, name: str) -> bool:
@@ -428,27 +404,15 @@ class Loop:
             if self.jobs[name].spec.save_every is None and now - self._last_saved[name] < LEAST_SAVE_SECONDS
         )
 
-    def _promise(self, program: Program, aboard: JobShapes) -> Promise:
-        return self.learned.promise(program, aboard, self.engine.price(aboard))
-
     def _peak_bytes(self) -> int:
         return max([peak_bytes(self.base.device), *self.engine.other_peaks()])
 
     def _shapes(self, names: Iterable[str]) -> list[JobShape]:
         return [self.jobs[name].shape for name in names]
 
-    def _watched(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
-        for watcher in self.engine.watchers:
-            watcher.begin(program)
-        began = time.monotonic()
-        self._execute(program, stop, callback)
-        self.seconds += time.monotonic() - began
-        for watcher in self.engine.watchers:
-            watcher.end(program)
-
     def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
         aboard = {name: self.jobs[name].shape for name in self.executor.aboard}
-        promise = self._promise(program, aboard)
+        promise = self.learned.promise(program, aboard, self.engine.price(aboard))
         taken = self.learned.memory.taken
         self.journal.promise(promise_numbers(self.choice.layout, program, aboard, promise, taken))
         self._timed = TimedWindow()
@@ -458,9 +422,10 @@ class Loop:
             promise = replace(promise, peak_bytes=max(peak_before, promise.peak_bytes))
         fitted, began = True, time.monotonic()
         try:
-            for event in self.executor.run(program, self._fetch, stop):
+            for event in self.executor.run(program, partial(lay_out, jobs=self.jobs), stop):
                 self._handle(event, callback)
         except OutOfMemory:
+            # Handled below, when the traceback no longer holds tensors.
             fitted = False
         if not fitted:
             self._shrink(program.capacity)
@@ -474,29 +439,14 @@ class Loop:
         self.learned.learn(program, aboard, outcome)
         if not self.engine.deterministic and self.learned.adopt():
             self.journal.keep_learned(self.learned.recorded())
-        self.journal.window(
-            Window(
-                program=program,
-                promise=promise,
-                outcome=outcome,
-                cost=self.learned.cost,
-                shapes=aboard,
-            )
-        )
-        self._tell_if_slow(program, aboard, seconds)
-        if timed.saves:
-            # A run that finds no checkpoint then knows that there was one.
-            self.journal.settle()
-
-    def _tell_if_slow(self, program: Program, aboard: JobShapes, seconds: float) -> None:
-        """Compare a window with what was planned before the run, on a CPU and in one process."""
+        self.journal.window(program, aboard, promise, outcome, self.learned.cost)
         if self._slow_run is not None and len(program.devices) == 1:
             planned = self._planned_cost.program_seconds(program, aboard)
             if sentence := self._slow_run.add(planned, seconds):
                 self.journal.note(sentence)
-
-    def _fetch(self, plan: MicrobatchPlan, held_out: bool) -> Microbatch:
-        return lay_out(plan, held_out, self.jobs)
+        if timed.saves:
+            # A run that finds no checkpoint then knows that there was one.
+            self.journal.flush()
 
     def _shrink(self, capacity: int) -> None:
         """Take less memory after a shortage: halve the capacity; at the longest sample, preempt a job; with
@@ -507,22 +457,23 @@ class Loop:
             return
         least = longest(shapes)
         if capacity > least:
-            self.windows.most = max(capacity // 2, least)
+            self.windows.max_tokens = max(capacity // 2, least)
             self.journal.note(
-                f"Out of memory with {capacity} tokens a microbatch: going on with {self.windows.most}."
-                f"{self._other_bits()}"
+                f"Out of memory with {capacity} tokens per microbatch: continuing with "
+                f"{self.windows.max_tokens}.{self._other_bits()}"
             )
             return
         last = max(shapes, key=lambda shape: (-shape.priority, shape.order)).name
-        crowd = plural(len(shapes), "job")
-        reason = f"out of memory with {crowd} aboard and {capacity} tokens a microbatch"
+        attached = plural(len(shapes), "attached job")
+        reason = f"out of memory with {attached} and {capacity} tokens per microbatch"
         if len(shapes) == 1:
             self._end(last, Ending(State.FAILED, f"{reason}; {self.learned.memory.advice(shapes[0])}"))
             return
-        self._crowd = JobLimit(len(shapes) - 1, f"{reason}; it goes on when another job has left")
+        self._max_jobs = len(shapes) - 1
+        self._max_jobs_reason = f"{reason}; it resumes when another job has ended"
         if other_bits := self._other_bits():
             self.journal.note(f"{last}: {reason}.{other_bits}")
-        self._send_back({last: self._crowd.reason})
+        self._send_back({last: self._max_jobs_reason})
 
     def _other_bits(self) -> str:
         """Return what a shortage means for a deterministic run; empty for any other."""
@@ -560,7 +511,7 @@ class Loop:
             with phase(Phase.OTHER):
                 callback(event)
             self._timed.callback += time.monotonic() - began
-        self._hear_writes()
+        self._handle_writes()
 
     def _on_evaluation(self, event: Evaluated) -> None:
         spec, training = self.jobs[event.job].spec, self.executor.aboard[event.job]
@@ -581,7 +532,7 @@ class Loop:
         of one `save_every` are in a complete checkpoint, however slow the disk is."""
         began = time.monotonic()
         self.executor.finish_saves(name)
-        self._hear_writes()
+        self._handle_writes()
         training = self.executor.aboard[name]
         if name not in self._endings:
             self._last_saved[name] = began
@@ -591,15 +542,15 @@ class Loop:
                 self._pause_unsaved(Unsaved(name, training.progress.step, error.strerror or str(error)))
         self._timed.saves.append(StateTime(1, training.layout.size, time.monotonic() - began))
 
-    def _hear_writes(self) -> None:
+    def _handle_writes(self) -> None:
         """Handle what has been written since the last call, or could not be."""
         for one in self.executor.unsaved():
             self._pause_unsaved(one)
-        self.result_writer.hear()
+        self.result_writer.record_written()
 
     def _await_delivery(self) -> None:
         self.result_writer.wait_for_one()
-        self._hear_writes()
+        self._handle_writes()
 
     def _pause_unsaved(self, unsaved: Unsaved) -> None:
         """Pause a job whose checkpoint could not be written, before more is lost. A job that has made its
@@ -624,7 +575,7 @@ class Loop:
             if training.progress.step >= self.jobs[name].recipe.steps and not self._begins(name):
                 self._endings.setdefault(name, Ending(State.SUCCEEDED))
         for name, ending in self._endings.items():
-            self._crowd = None
+            self._max_jobs = math.inf
             training = self.executor.detach(name)
             if ending.state is State.SUCCEEDED:
                 status = self.store.job(name)
@@ -635,7 +586,7 @@ class Loop:
             if ending.leaves_sweep:
                 self.result_writer.drop_checkpoints_of(name)
         if self._endings:
-            self.journal.settle()
+            self.journal.flush()
         if self._endings and self.base.device.type == "cpu":
             # Otherwise the heap keeps what they held, and later windows do not appear to take less.
             release(self.base.device)
@@ -648,7 +599,7 @@ class Loop:
         for training in self._save_and_detach(list(reasons)):
             self.journal.move(training.job, State.QUEUED, reasons[training.job])
             self.waiting[training.job] = self.jobs[training.job]
-        self.journal.settle()
+        self.journal.flush()
 
     def _save_and_detach(self, names: Sequence[str]) -> list[Training]:
         """Save and detach jobs, and return those that were detached; a job that cannot be saved gets an
@@ -657,21 +608,19 @@ class Loop:
             self._save(name, self.executor.save_now)
         for name in names:
             self.executor.finish_saves(name)
-        self._hear_writes()
+        self._handle_writes()
         return [self.executor.detach(name) for name in names if name not in self._endings]
 
     def _suspend(self) -> None:
         for training in self._save_and_detach(list(self.executor.aboard)):
-            self._interrupt(training.job, training.progress.step)
+            reason = self._interruption(training.progress.step)
+            self.journal.move(training.job, State.PAUSED, reason)
         self._retire()
         for name in [*self.waiting, *self.sweeps.resting()]:
-            self.waiting.pop(name, None)
-            self.sweeps.drop_rested(name)
-            self._interrupt(name, self.store.job(name).step)
+            self._leave_queue(name, State.PAUSED, self._interruption(self.store.job(name).step))
 
-    def _interrupt(self, name: str, step: int) -> None:
-        mend = f"go on with {self.store.resume_line()}"
-        self.journal.move(name, State.PAUSED, f"interrupted at step {step}; {mend}")
+    def _interruption(self, step: int) -> str:
+        return f"interrupted at step {step}; resume with {self.store.resume_line()}"
 
     # -- sweeps ------------------------------------------------------------------------------------------
 
@@ -693,7 +642,7 @@ class Loop:
         self._retire()
         assert self.add is not None, "whoever hands in sweeps says how their jobs are added"
         self.sweeps.propose(self.add, self.journal.note)
-        self._hear_writes()
+        self._handle_writes()
         return not before.issuperset(self.waiting)
 
     def _rest(self, reasons: Mapping[str, str]) -> None:
@@ -703,13 +652,11 @@ class Loop:
         for training in self._save_and_detach(list(reasons)):
             self.sweeps.rested(training.job)
             self.journal.move(training.job, State.QUEUED, reasons[training.job])
-        self.journal.settle()
+        self.journal.flush()
 
     def _leave_sweep(self, name: str, reason: str) -> None:
         if name in self.executor.aboard:
             self._end(name, Ending(State.CANCELLED, reason, leaves_sweep=True))
             return
-        self.waiting.pop(name, None)
-        self.sweeps.drop_rested(name)
-        self.journal.move(name, State.CANCELLED, reason)
+        self._leave_queue(name, State.CANCELLED, reason)
         self.result_writer.drop_checkpoints_of(name)

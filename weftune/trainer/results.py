@@ -1,4 +1,4 @@
-"""The files of a job's folder: `job.yaml` at its start, the adapter with its tokenizer at its success."""
+"""The files of a job's folder: `job.yaml` at its admission, the adapter with its tokenizer at its success."""
 
 from __future__ import annotations
 
@@ -7,39 +7,43 @@ import importlib
 import os
 import shutil
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
+import torch
+
 from weftune.adapters.folder import CONFIG
 from weftune.adapters.kind import Parameters
 from weftune.adapters.registry import kind_named
 from weftune.base.spec import BaseSpec
+from weftune.core.clock import Phase, phase
 from weftune.core.files import FORMAT, disk_errors, json_text, ordinary_modes, sync_folder
-from weftune.core.shapes import SiteShape
+from weftune.core.shapes import ModelShape, SiteShape
 from weftune.data.template import template_source
 from weftune.errors import OutputError
 from weftune.jobs.spec.retry import CHANGEABLE, Retry, value_at
 from weftune.jobs.spec.spec import JobSpec, changed_keys, resolved
 from weftune.jobs.store.job_file import CHECKPOINTS, JOB_FILE, DamagedJobFile, read_job_file, write_job_file
-from weftune.jobs.store.status import resume_line
+from weftune.jobs.store.status import State, resume_line
+from weftune.jobs.store.store import Store
+from weftune.plan.cost.memory import gib
+from weftune.report.words import plural
+from weftune.run.training import checkpoint
+from weftune.run.training.checkpoint import KEPT
+from weftune.run.training.snapshot import Snapshot
+from weftune.run.training.state import Training
+from weftune.run.training.writer import disk_error
+from weftune.trainer.engine import Engine
 from weftune.trainer.job import PreparedJob
-
-__all__ = [
-    "CHECKPOINTS",
-    "JOB_FILE",
-    "TokenizerFiles",
-    "describe",
-    "finished_changes",
-    "prepare_result",
-    "refuse_changes",
-    "write_job_file",
-    "write_result",
-]
+from weftune.trainer.journal import Journal
 
 PARTIAL = ".adapter.partial"
 """Folder inside a job's folder for an adapter that is being written."""
@@ -99,7 +103,7 @@ def refuse_changes(
             # It starts at its first step, so any settings will do.
             return f"{damaged}; it is written anew."
         raise OutputError(
-            f"{damaged}, so it cannot be known whether job {name} would go on with the settings it began "
+            f"{damaged}, so it is not known whether job {name} would resume with the settings it began "
             f"with; put back a copy of it, or {anew}"
         ) from damaged
     if found is None:
@@ -109,7 +113,7 @@ def refuse_changes(
     remedy = f"put them back, or {anew}"
     if changed and all(_is_in(key, CHANGEABLE) for key in changed):
         values = {key: value_at(description["job"], key) for key in changed}
-        remedy = f"put them back, or go on with {resume_line(command, retry=[name], changes=values)}"
+        remedy = f"put them back, or resume with {resume_line(command, retry=[name], changes=values)}"
     changed += [f"base.{key}" for key in BASE_KEYS if before["base"].get(key) != description["base"][key]]
     if not changed and before["steps"] != description["steps"]:
         changed.append("--max-steps")
@@ -117,7 +121,7 @@ def refuse_changes(
         changed.append("the rows of its data")
     if changed:
         raise OutputError(
-            f"Job {name} has already started and cannot go on with other settings: {', '.join(changed)} "
+            f"Job {name} has already started and cannot resume with other settings: {', '.join(changed)} "
             f"changed; {remedy}"
         )
     if found.is_copy:
@@ -158,6 +162,31 @@ def _value_text(value: Any) -> str:
 def _is_in(key: str, named: Collection[str]) -> bool:
     """Whether a dotted key, a section that holds it or a key inside it is among `named`."""
     return any(one == key or f"{one}.".startswith(f"{key}.") or key.startswith(f"{one}.") for one in named)
+
+
+def refuse_full_disk(output: Path, jobs: Sequence[PreparedJob], shape: ModelShape) -> None:
+    """Raise OutputError if adapters and checkpoints of the jobs need more than is free.
+
+    Jobs hold checkpoints while they train, so all checkpoints together are no larger than what the memory of
+    this machine holds, however many jobs wait.
+    """
+    value = max(4, shape.bytes_per_value)
+    adapters = sum(value * job.shape.trainable for job in jobs)
+    # A checkpoint has vectors as long as the adapter: its weights, their two moments, the best weights and a
+    # mean of weights.
+    vectors = [3 + (job.spec.keep == "best") + job.shape.means for job in jobs]
+    states = sum(value * job.shape.trainable * count for job, count in zip(jobs, vectors, strict=True))
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    memory = psutil.virtual_memory().total + sum(gpu.total_memory for gpu in gpus)
+    # A resumed run replaces the files that are there.
+    paths = (path for job in jobs for path in (output / job.name).rglob("*") if path.is_file())
+    needed = adapters + KEPT * min(states, memory) - sum(path.stat().st_size for path in paths)
+    free = shutil.disk_usage(output).free
+    if needed > free:
+        raise OutputError(
+            f"{output} needs {gib(needed)} for adapters and checkpoints of {plural(len(jobs), 'job')}, but "
+            f"only {gib(free)} are free there; free {gib(needed - free)}, or choose another --output"
+        )
 
 
 class TokenizerFiles:
@@ -210,30 +239,30 @@ def write_result(
     exists, all of them do. Raises OSError if the disk does not take them, and leaves none of them.
     """
     kind = kind_named(job.spec.adapter.kind)
-    partial = folder / PARTIAL
-    shutil.rmtree(partial, ignore_errors=True)
+    draft = folder / PARTIAL
+    shutil.rmtree(draft, ignore_errors=True)
     try:
         with disk_errors():
-            kind.save(partial, job.spec.adapter, parameters, sites, base.published_name)
+            kind.save(draft, job.spec.adapter, parameters, sites, base.published_name)
             for path, content in tokenizer.of(job).items():
-                (partial / path).parent.mkdir(exist_ok=True)
-                (partial / path).write_bytes(content)
-            ordinary_modes(partial)
-        _publish(partial, folder)
+                (draft / path).parent.mkdir(exist_ok=True)
+                (draft / path).write_bytes(content)
+            ordinary_modes(draft)
+        _publish(draft, folder)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
 
 
-def _publish(partial: Path, folder: Path) -> None:
+def _publish(draft: Path, folder: Path) -> None:
     """Sync the result to disk before the status reports it and its checkpoints are deleted."""
-    paths = sorted(partial.rglob("*"), key=lambda path: path.name == CONFIG)
+    paths = sorted(draft.rglob("*"), key=lambda path: path.name == CONFIG)
     for path in paths:
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     for path in paths:
         if path.is_file():
-            target = folder / path.relative_to(partial)
+            target = folder / path.relative_to(draft)
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, target)
     sync_folder(folder)
@@ -248,3 +277,118 @@ def _versions() -> Mapping[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    state: State
+    reason: str = ""
+    leaves_sweep: bool = False
+    """Whether a trial leaves its sweep: its checkpoints are deleted, since nothing resumes from them."""
+
+
+class ResultWriter:
+    """Files that the writer's threads write while other jobs train."""
+
+    def __init__(self, engine: Engine, tokenizer: Any, store: Store, journal: Journal) -> None:
+        self._engine, self._base, self._writer = engine, engine.base, engine.executor.writer
+        self._store, self._journal = store, journal
+        self._tokenizer = TokenizerFiles(tokenizer)
+        self._endings: dict[str, Ending] = {}
+        self._begun: dict[str, Future[None]] = {}
+        """Detached job → the write of its adapter; when that is done, the job ends as `_endings` says."""
+        self._spent: list[str] = []
+        """Jobs that no longer need their checkpoints, which are deleted when the status says how the jobs
+        ended."""
+
+    def __contains__(self, name: object) -> bool:
+        """Whether the adapter of a detached job is still being written."""
+        return name in self._begun
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._begun)
+
+    def __len__(self) -> int:
+        return len(self._begun)
+
+    def checkpoints(self, name: str) -> Path:
+        return self._store.output / name / CHECKPOINTS
+
+    # -- admission ---------------------------------------------------------------------------------------
+
+    def write_job_file_ahead(self, job: PreparedJob) -> Future[None] | None:
+        """Begin to write a job file while other jobs are prepared: with thousands of small files, most of the
+        time is spent waiting for the disk. None for a job that has checkpoints, which are inspected first."""
+        if self.checkpoints(job.name).exists():
+            return None
+        return self._writer.run(job.name, partial(self.write_job_file, job))
+
+    def write_job_file(self, job: PreparedJob) -> None:
+        folder = self._store.output / job.name
+        described = describe(job, self._base.spec, self._engine.deterministic)
+        write_job_file(folder, with_retries(described, folder))
+
+    def prepare(self, job: PreparedJob, snapshot_bytes: int) -> None:
+        """Prepare ahead of time what can be prepared of a job's adapter and checkpoints."""
+        self._writer.run(job.name, partial(self._prepare, job, snapshot_bytes))
+
+    def _prepare(self, job: PreparedJob, snapshot_bytes: int) -> None:
+        """Prepare in the writer's thread. An error here occurs again where it matters."""
+        with suppress(Exception):
+            prepare_result(job, self._tokenizer)
+            self._writer.snapshots.reserve(snapshot_bytes)
+
+    # -- endings -----------------------------------------------------------------------------------------
+
+    @phase(Phase.EXPORT)
+    def deliver(self, job: PreparedJob, training: Training, ending: Ending) -> None:
+        """Begin to write the adapter of a finished job. A checkpoint that is not begun is dropped: it would
+        be deleted at once."""
+        self._writer.forget(training.job)
+        snapshot = self._writer.snapshots.take(training)
+        self._endings[training.job] = ending
+        self._begun[training.job] = self._writer.write(snapshot, partial(self._write_adapter, job))
+
+    def _write_adapter(self, job: PreparedJob, snapshot: Snapshot) -> None:
+        """Write the adapter in the writer's thread."""
+        vectors = snapshot.tensors()
+        keeps_best = job.spec.keep == "best" and "best" in vectors
+        parameters = snapshot.layout.views(vectors["best" if keeps_best else "master"])
+        folder, base = self._store.output / job.name, self._base
+        try:
+            write_result(folder, job, parameters, base.whole_sites, base.spec, self._tokenizer)
+        except OSError:
+            with suppress(OSError):
+                # Its last step was not saved, since the adapter was to follow at once.
+                checkpoint.write(self.checkpoints(job.name), snapshot)
+            raise
+
+    def drop_checkpoints_of(self, name: str) -> None:
+        self._spent.append(name)
+
+    def record_written(self) -> None:
+        """Record the ends of jobs whose adapters have been written since the last call, or could not be."""
+        # Only the first is checked, since they mostly end in the order of writing: thousands may wait.
+        while self._begun and next(iter(self._begun.values())).done():
+            name = next(iter(self._begun))
+            ending = self._endings.pop(name)
+            if (trouble := disk_error(self._begun.pop(name))) is not None:
+                reason = f"its adapter cannot be written: {trouble}; {self.remedy(name)}"
+                ending = Ending(State.PAUSED, reason)
+            self._journal.move(name, ending.state, ending.reason)
+            if ending.state is State.SUCCEEDED:
+                self.drop_checkpoints_of(name)
+        if self._spent and (self._store.is_due() or not self._begun):
+            # Deleted once the states are on disk: one write for all of them.
+            if self._journal.flush():
+                for name in self._spent:
+                    self._writer.run(name, partial(shutil.rmtree, self.checkpoints(name), ignore_errors=True))
+            self._spent.clear()
+
+    def wait_for_one(self) -> None:
+        wait([next(iter(self._begun.values()))])
+
+    def remedy(self, name: str) -> str:
+        progress = checkpoint.newest_progress(self.checkpoints(name))
+        step = progress.step if progress else 0
+        return f"correct that, and resume from step {step} with {self._store.resume_line()}"

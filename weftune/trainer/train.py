@@ -1,9 +1,10 @@
-"""The functions of the Python API: `train("jobs.yaml")` and `sweep(base, job)`."""
+"""The functions of the Python API, `train("jobs.yaml")` and `sweep(base, job)`, and the result of a sweep."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,40 @@ from weftune.jobs.spec.layer import plain_values
 from weftune.jobs.spec.read import parse_run, read_run
 from weftune.jobs.spec.spec import RunSpec
 from weftune.jobs.store.status import train_command
+from weftune.jobs.sweeps.halving import worth
+from weftune.jobs.sweeps.record import read_record
 from weftune.jobs.sweeps.search import later_search
 from weftune.report.ending import print_ending
 from weftune.report.read import read_run as read_records
 from weftune.report.terminal import LiveView
 from weftune.trainer.journal import View
 from weftune.trainer.loop import Callback
-from weftune.trainer.sweep_result import SweepResult, sweep_result
-from weftune.trainer.trainer import Options, Result, Trainer
+from weftune.trainer.options import Options
+from weftune.trainer.trainer import Result, Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepResult:
+    """The result of a sweep."""
+
+    name: str
+    path: Path
+    """The sweep's folder, which contains `best`."""
+    rows: list[dict[str, Any]]
+    """A row for each trial, the best first: its name, its values, its metric, and how it ended."""
+    best: Result | None
+    """Result of the winner; None if no trial has finished."""
+    results: dict[str, Result]
+    """Trial → its result."""
+
+    @property
+    def table(self) -> Any:
+        """The rows as a pandas DataFrame; the rows themselves if pandas is not installed."""
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError:
+            return self.rows
+        return pandas.DataFrame(self.rows)
 
 
 def train(
@@ -43,7 +70,10 @@ def train(
     give the same bits. Progress is shown in terminals and notebooks, and at the end the table that `weftune
     train` ends with, unless `progress` is False or a `view` is given, which receives the progress instead.
     """
-    run = _run_of(jobs)
+    if isinstance(jobs, Mapping):
+        run = parse_run(plain_values(jobs), Path.cwd())
+    else:
+        run = jobs if isinstance(jobs, RunSpec) else read_run(jobs)
     options = options or Options()
     options = replace(options, resume=True) if resume else options
     options = replace(options, deterministic=True) if deterministic else options
@@ -60,12 +90,6 @@ def train(
         results = trained(live)
     print_ending(console, read_records(Path(output or run.output)))
     return results
-
-
-def _run_of(jobs: str | Path | Mapping[str, Any] | RunSpec) -> RunSpec:
-    if isinstance(jobs, RunSpec):
-        return jobs
-    return parse_run(plain_values(jobs), Path.cwd()) if isinstance(jobs, Mapping) else read_run(jobs)
 
 
 def trainer_for(
@@ -127,3 +151,34 @@ def sweep(
         callback=callback,
     )
     return sweep_result(Path(output) / str(job["name"]), results)
+
+
+def sweep_result(folder: Path, results: Mapping[str, Result]) -> SweepResult:
+    """Return the result of the sweep in this folder; `results` are those of its run."""
+    record = read_record(folder)
+    assert record is not None, "a run with this sweep has written it"
+    # Finished trials by their rank, followed by those that came farthest.
+    ranks = {name: rank for rank, name in enumerate(record.best)}
+    ordered = sorted(
+        record.trials,
+        key=lambda trial: (
+            ranks.get(trial.name, len(ranks)),
+            trial.state != "finished",
+            bool(trial.warning),
+            -len(trial.at_rungs),
+            worth(trial.score, record.mode),
+        ),
+    )
+    rows = [
+        {
+            "trial": trial.name,
+            **trial.values,
+            "state": trial.state,
+            record.metric: trial.score,
+            "step": int(results[trial.name].metrics["step"]) if trial.name in results else 0,
+            "reason": trial.reason,
+        }
+        for trial in ordered
+    ]
+    best = results[record.best[0]] if record.best else None
+    return SweepResult(name=record.name, path=folder, rows=rows, best=best, results=dict(results))

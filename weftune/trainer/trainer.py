@@ -5,11 +5,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from weftune.adapters.start import source_of
 from weftune.base.host.read_ahead import base_read_ahead
@@ -37,7 +36,7 @@ from weftune.jobs.spec.checks import (
 from weftune.jobs.spec.retry import as_retried, new_retry, with_changes
 from weftune.jobs.spec.spec import JobSpec, place_in_job, resolved
 from weftune.jobs.store.job_file import DamagedJobFile, read_job_file
-from weftune.jobs.store.status import PYTHON, State, resume_line
+from weftune.jobs.store.status import State, resume_line
 from weftune.jobs.store.store import Store, open_share, open_store
 from weftune.jobs.sweeps.read import sweep_warnings, trial_job
 from weftune.jobs.sweeps.record import SweepRecord, proposed_trials
@@ -52,19 +51,18 @@ from weftune.report.read import JobRecord, Run, keep_wall_time
 from weftune.report.read import read_run as read_records
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Progress
-from weftune.run.workers.messages import Staff
-from weftune.trainer.disk import refuse_full_disk
 from weftune.trainer.engine import Engine, open_engine
 from weftune.trainer.job import PreparedJob, make_ready
 from weftune.trainer.journal import Journal, View
 from weftune.trainer.loop import Callback, Loop, lost_sentence
-from weftune.trainer.machine import Setup
+from weftune.trainer.options import Options
 from weftune.trainer.results import (
     CHECKPOINTS,
     JOB_FILE,
     describe,
     finished_changes,
     refuse_changes,
+    refuse_full_disk,
     retries_of,
     with_retries,
     write_job_file,
@@ -82,41 +80,6 @@ class Result:
     reason: str = ""
     warning: str = ""
     """Problem with the adapter of a job that has succeeded; empty if there is none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Options that say how to run, not what: none of them changes a job's result."""
-
-    device: str | None = None
-    resume: bool = False
-    restart: tuple[str, ...] = ()
-    """Jobs to train from the beginning although they have started."""
-    retry: tuple[str, ...] = ()
-    """Jobs to continue from their last checkpoint although they have failed or were cancelled."""
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted key → the value that jobs of `retry` continue with; `jobs.spec.retry.CHANGEABLE` lists the
-    allowed keys."""
-    memory: int | None = None
-    """Bytes that the run may take. None means most of what is free."""
-    gpu_memory: int | None = None
-    """Bytes of the GPU that the run may take; a base that does not fit in them is streamed from host
-    memory."""
-    capacity: int | None = None
-    """Maximum number of tokens per microbatch. None derives it from device and memory."""
-    profile: Path | None = None
-    """File that `weftune doctor --profile` has written. None uses the one in the cache, if there is any."""
-    staff: Staff | None = None
-    """The other workers, if the base is cut into stages; this process is the first of them."""
-    deterministic: bool = False
-    """Whether two runs of the same jobs on the same device give the same bits."""
-    share: int | None = None
-    """Number of the share of the jobs that is trained here, if other processes train the others."""
-    shares: int = 1
-    """Number of processes that train shares of the jobs, which also share the host's memory."""
-    command: str = PYTHON
-    """Shell command that resumes the run, which messages give as a remedy. Empty if the jobs are in no
-    file."""
 
 
 class Quiet:
@@ -147,13 +110,17 @@ class Trainer:
         view: View | None = None,
         place: Callable[..., str] = place_in_job,
     ) -> None:
+        if isinstance(base, str | Mapping):
+            base = BaseSpec(model=base) if isinstance(base, str) else BaseSpec(**base)
         self.base = base
-        self.spec = base.spec if isinstance(base, Base) else _base_spec(base)
+        self.spec = base.spec if isinstance(base, Base) else base
         self.output = Path(output)
         self.tokenizer = tokenizer
         self.max_steps = max_steps
         self.report_to = tuple(report_to)
         self.options = options or Options()
+        if self.options.staff is None and self.options.starts_processes:
+            raise UserError("pipeline, replicas and gpus start processes: give them to `weftune train`")
         self.view: View = view or Quiet()
         self.jobs: dict[str, JobSpec] = {}
         self.sweeps: dict[str, tuple[Sweep, TrialSearch | None]] = {}
@@ -172,10 +139,9 @@ class Trainer:
         if self.loop is not None and not self._has_ended(self.loop.store, job.name):
             try:
                 shape = self.loop.choice.shape
-                if mistakes := self._start_mistakes([job], shape):
-                    raise SpecError(mistakes)
-                place, shared = len(self.jobs) - 1, self._shared_data(shape)
-                ready = self._ready(job, place, shape, self.loop.store, shared)
+                self._refuse_mistakes([job], shape)
+                order, shared = len(self.jobs) - 1, self._shared_data(shape)
+                ready = self._ready(job, order, shape, self.loop.store, shared)
             except UserError:
                 del self.jobs[job.name]
                 raise
@@ -215,14 +181,30 @@ class Trainer:
         self.check(shape)
         with ExitStack() as stack:
             stack.enter_context(deterministic_kernels(self.options.deterministic))
-            store = stack.enter_context(self._open())
+            if self.options.share is None:
+                store = open_store(self.output, self.options.resume, self.options.command)
+            else:
+                store = open_share(self.output, self.options.share)
+            stack.enter_context(store)
             sweeps = self._recalled_sweeps(store)
             with nullcontext() if isinstance(self.base, Base) else base_read_ahead(self.spec):
                 ready = self.unfinished(store, shape)
             shapes = [sweeps.averaging(job).shape for job in ready]
-            engine = open_engine(self._setup(device, shape), shapes, self._tell(store)) if ready else None
+            engine = None
+            if ready:
+                output = self.output.absolute()
+                engine = open_engine(
+                    self.options,
+                    self.base,
+                    device,
+                    shape,
+                    shapes,
+                    lambda name: output / name / CHECKPOINTS,
+                    self._tell(store),
+                )
             # Not earlier: while a base is loaded, which may take minutes, a signal has nothing to wait for.
-            stop = stack.enter_context(interrupts(self._announce_stop))
+            stopping = "Stopping: this step is finished and saved first. Press Ctrl-C again to stop at once."
+            stop = stack.enter_context(interrupts(partial(self.view.note, stopping)))
             if engine is not None:
                 base = engine.base
                 store.describe(self.spec.model, str(base.device), str(base.dtype).removeprefix("torch."))
@@ -235,7 +217,8 @@ class Trainer:
                 self.loop.sweeps, self.loop.add = sweeps, self.add
                 for sweep in sweeps.sweeps:
                     sweep.read_metrics()
-                stack.callback(self._leave_loop)
+                stack.callback(setattr, self, "loop", None)
+                stack.callback(engine.executor.restore_base)
                 for job in ready:
                     self.loop.enter(job)
                 # From here on the loop holds their data, as long as it needs them.
@@ -245,7 +228,10 @@ class Trainer:
                     store.note(note)
             sweeps.finish()
             self.interrupted = stop() and not all(self._has_ended(store, name) for name in self.jobs)
-            self._write_last_status(store)
+            try:
+                store.write_status()
+            except OutputError as error:
+                self.view.note(f"warning: {error}; --resume reads the folders of the jobs instead.")
             return self.results(store)
 
     # -- before ------------------------------------------------------------------------------------------
@@ -255,8 +241,7 @@ class Trainer:
         if not self.jobs:
             raise SpecError("There is no job to train; add one.")
         jobs = list(self.jobs.values())
-        if mistakes := [*self._start_mistakes(jobs, shape), *check_targets(jobs, shape, self._place)]:
-            raise SpecError(mistakes)
+        self._refuse_mistakes(jobs, shape)
         self._tell_of_jobs("warning", warnings(jobs, shape))
         known = [*self.jobs, *proposed_trials(self.output, self.sweeps)]
         for option, names in (("--restart", self.options.restart), ("--retry", self.options.retry)):
@@ -264,23 +249,19 @@ class Trainer:
                 raise SpecError(f"{option} {unknown[0]}: there is no such job; known: {', '.join(known)}")
         if both := [name for name in self.options.retry if name in self.options.restart]:
             raise SpecError(
-                f"--retry {both[0]} goes on from its last checkpoint, --restart begins anew; choose one"
+                f"--retry {both[0]} resumes from its last checkpoint, --restart begins anew; choose one"
             )
         check_trackers(self.report_to)
         self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
 
-    def _start_mistakes(self, jobs: Sequence[JobSpec], shape: ModelShape) -> list[Mistake]:
-        """Return the mistakes of jobs that start from others; the process that divides jobs into shares
-        checks all of them."""
+    def _refuse_mistakes(self, jobs: Sequence[JobSpec], shape: ModelShape) -> None:
+        """Refuse targets that the base lacks, and starts from jobs that cannot be; with shares, the process
+        that divides the jobs knows all of them."""
         known = list(self.jobs) if self.options.share is None else [source_of(job.adapter) for job in jobs]
         mistakes = check_names(jobs, known, self._place)
-        return mistakes or check_starts(list(self.jobs.values()), shape, self._place)
-
-    def _open(self) -> Store:
-        share, options = self.options.share, self.options
-        if share is not None:
-            return open_share(self.output, share)
-        return open_store(self.output, options.resume, options.command)
+        mistakes = mistakes or check_starts(list(self.jobs.values()), shape, self._place)
+        if mistakes := [*mistakes, *check_targets(jobs, shape, self._place)]:
+            raise SpecError(dict.fromkeys(mistakes))
 
     def _recalled_sweeps(self, store: Store) -> Sweeps:
         """Return the sweeps as earlier runs into this output have left them; trials that those proposed
@@ -305,11 +286,18 @@ class Trainer:
         if store.rebuilt:
             self.view.note(store.rebuilt)
         self._refuse_changes_of_finished(store)
-        self._drop_spent_checkpoints(store)
+        for name, status in store.status.jobs.items():
+            if status.state is State.SUCCEEDED:
+                # A kill may have come between a job's success and the deletion of its checkpoints.
+                shutil.rmtree(self.output / name / CHECKPOINTS, ignore_errors=True)
         again = (*self.options.restart, *self.options.retry)
         jobs = [j for j in self.jobs.values() if j.name in again or not self._has_ended(store, j.name)]
         for name in self.options.retry:
-            self._refuse_retry(store, name)
+            if name not in store or read_job_file(self.output / name) is None:
+                raise SpecError(f"--retry {name}: it has not started yet; leave --retry out")
+            if store.job(name).state is State.SUCCEEDED:
+                anew = resume_line(self.options.command, restart=[name])
+                raise SpecError(f"--retry {name}: it has succeeded; train it anew with {anew}")
         try:
             ready = self._ready_all([job for job in jobs if not self._is_lost(store, job.name)], shape, store)
         finally:
@@ -352,13 +340,6 @@ class Trainer:
         for sentence in sentences if self.options.share is None else ():
             self.view.note(f"{kind}: {sentence}")
 
-    def _refuse_retry(self, store: Store, name: str) -> None:
-        if name not in store or read_job_file(self.output / name) is None:
-            raise SpecError(f"--retry {name}: it has not started yet; leave --retry out")
-        if store.job(name).state is State.SUCCEEDED:
-            anew = resume_line(self.options.command, restart=[name])
-            raise SpecError(f"--retry {name}: it has succeeded; train it anew with {anew}")
-
     def _is_lost(self, store: Store, name: str) -> bool:
         """Whether a job that has begun has no checkpoint left. It is paused with the reason: starting again
         is the user's decision."""
@@ -371,7 +352,7 @@ class Trainer:
             if found.damaged:
                 names = ", ".join(path.name for path in found.damaged)
                 self._tell(store)(
-                    f"{name}: damaged checkpoints are left aside ({names}); it goes on from step "
+                    f"{name}: damaged checkpoints are left aside ({names}); it resumes from step "
                     f"{found.progress.step}."
                 )
             return False
@@ -380,13 +361,6 @@ class Trainer:
         store.pause_job(name, lost_sentence(store, name, found))
         self.view.update(JobRecord(name=name, state=State.PAUSED, reason=store.job(name).reason))
         return True
-
-    def _drop_spent_checkpoints(self, store: Store) -> None:
-        """Delete checkpoints of finished jobs: a kill may have come between a job's success and their
-        deletion."""
-        for name, job in store.status.jobs.items():
-            if job.state is State.SUCCEEDED:
-                shutil.rmtree(self.output / name / CHECKPOINTS, ignore_errors=True)
 
     def _clear(self, name: str) -> None:
         """Delete a job's folder; it is renamed first, since half a folder could pass for a job to resume."""
@@ -411,10 +385,10 @@ class Trainer:
             return ready
         # Not kept: the jobs hold their data themselves, as long as they need them.
         shared = self._shared_data(shape)
-        places = {name: place for place, name in enumerate(self.jobs)}
+        order = {name: number for number, name in enumerate(self.jobs)}
         for job in jobs:
             try:
-                ready.append(self._ready(job, places[job.name], shape, store, shared))
+                ready.append(self._ready(job, order[job.name], shape, store, shared))
             except OutputError:
                 raise
             except UserError as error:
@@ -429,21 +403,12 @@ class Trainer:
         return SharedData(self._encoder, cache_folder() / "tokens", shape.context)
 
     def _ready(
-        self, job: JobSpec, place: int, shape: ModelShape, store: Store, shared: SharedData
+        self, job: JobSpec, order: int, shape: ModelShape, store: Store, shared: SharedData
     ) -> PreparedJob:
         if job.name not in self.options.restart:
             job = self._as_retried(job)
-        if mistakes := check_targets([job], shape, self._place):
-            raise SpecError(mistakes)
-        ready = make_ready(
-            job,
-            place,
-            self.tokenizer,
-            shape,
-            cache_folder() / "tokens",
-            self.max_steps,
-            shared=shared,
-        )
+        cache = cache_folder() / "tokens"
+        ready = make_ready(job, order, self.tokenizer, shape, cache, self.max_steps, shared)
         if job.name not in self.options.restart:
             allowed = self.options.changes if job.name in self.options.retry else ()
             if mended := refuse_changes(
@@ -457,26 +422,6 @@ class Trainer:
         with suppress(DamagedJobFile):
             job = as_retried(job, retries_of(self.output / job.name))
         return with_changes(job, self.options.changes) if job.name in self.options.retry else job
-
-    def _setup(self, device: torch.device, shape: ModelShape) -> Setup:
-        options = self.options
-        return Setup(
-            spec=self.spec,
-            base=self.base if isinstance(self.base, Base) else None,
-            device=device,
-            shape=shape,
-            staff=options.staff,
-            memory=options.memory,
-            gpu_memory=options.gpu_memory,
-            capacity=options.capacity,
-            profile=options.profile,
-            checkpoints=self._checkpoints,
-            deterministic=options.deterministic,
-            shares=options.shares,
-        )
-
-    def _checkpoints(self, name: str) -> Path:
-        return self.output.absolute() / name / CHECKPOINTS
 
     def take_over(self, store: Store, ready: Sequence[PreparedJob]) -> None:
         """Turn the output into a run that can be resumed if it is killed at any later moment."""
@@ -524,12 +469,6 @@ class Trainer:
 
     # -- after -------------------------------------------------------------------------------------------
 
-    def _write_last_status(self, store: Store) -> None:
-        try:
-            store.write_status()
-        except OutputError as error:
-            self.view.note(f"warning: {error}; --resume finds out by the folders of the jobs.")
-
     def _tell(self, store: Store) -> Callable[[str], None]:
         """Show a sentence to the user, and keep it with the run."""
 
@@ -538,14 +477,6 @@ class Trainer:
             self.view.note(sentence)
 
         return tell
-
-    def _announce_stop(self) -> None:
-        self.view.note("Stopping: this step is finished and saved first. Press Ctrl-C again to stop at once.")
-
-    def _leave_loop(self) -> None:
-        assert self.loop is not None
-        self.loop.executor.restore_base()
-        self.loop = None
 
     def results(self, store: Store) -> dict[str, Result]:
         """Return the results of all jobs; also draw the report, unless other processes are still training."""
@@ -585,9 +516,3 @@ class Trainer:
         }
         metrics |= {key: value for key, value in found.items() if value is not None}
         return Result(status.state, self.output / name, metrics, status.reason, status.warning)
-
-
-def _base_spec(base: str | Mapping[str, Any] | BaseSpec) -> BaseSpec:
-    if isinstance(base, BaseSpec):
-        return base
-    return BaseSpec(model=base) if isinstance(base, str) else BaseSpec(**base)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from weftune.plan.cost.learned import Learned
 from weftune.plan.program.program import Program
@@ -21,47 +21,42 @@ Cursors = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """The limits of a window: tokens per microbatch, what must be recomputed for that, and seconds."""
-
-    capacity: int
-    recompute: Recompute
-    pace: WindowPace
-    """Pace that predicts seconds, and so decides how many rounds the window has."""
-
-
-@dataclass(frozen=True, slots=True)
 class Planned:
-    """A window, and the courses that it was cut from."""
+    """A window, and the parts of jobs that it was cut from."""
 
     program: Program
-    courses: Sequence[JobWindow]
+    job_windows: Sequence[JobWindow]
     rounds: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """The next window, planned while this one runs, and the cursors it was planned for."""
+    """The next window, planned while this one runs, and what it was planned for."""
 
     cursors: Cursors
-    room: Room
+    capacity: int
+    recompute: Recompute
+    pace: WindowPace
+    """Pace that predicts seconds, and so decides how many rounds the window has."""
     planned: Future[Planned]
 
-    def serves(self, cursors: Cursors, room: Room) -> bool:
+    def serves(self, cursors: Cursors, capacity: int, recompute: Recompute, pace: WindowPace) -> bool:
         """Whether the plan is what would be planned now. Another pace matters only by the number of
         rounds."""
-        alike = replace(room, pace=self.room.pace) == self.room and cursors.items() <= self.cursors.items()
-        if not alike or room.pace == self.room.pace:
-            return alike
+        alike = (capacity, recompute) == (self.capacity, self.recompute)
+        if not alike or not cursors.items() <= self.cursors.items():
+            return False
+        if pace == self.pace:
+            return True
         planned = self.planned.result()
-        return rounds_within(planned.courses, room.pace) == planned.rounds
+        return rounds_within(planned.job_windows, pace) == planned.rounds
 
 
 class Windows:
     """A planner of windows, which plans one ahead in a thread of its own."""
 
     def __init__(self, engine: Engine, learned: Learned, jobs: Mapping[str, PreparedJob]) -> None:
-        self.most = engine.choice.capacity
+        self.max_tokens = engine.choice.capacity
         """Maximum token capacity, unless a sample is longer."""
         self._engine, self._executor, self._choice = engine, engine.executor, engine.choice
         self._learned = learned
@@ -75,43 +70,53 @@ class Windows:
     def next(self, beginners: frozenset[str]) -> Program:
         """Return the window that was planned ahead, without jobs that left, if it still fits the attached
         jobs; else a new one. `beginners` are evaluated first."""
-        cursors, room, ahead = self._cursors(), self._room(), self._ahead
-        if ahead is None or beginners or not ahead.serves(cursors, room):
-            return self._plan(cursors, beginners, room).program
+        cursors, pace, ahead = self._cursors(), self._pace(), self._ahead
+        capacity, recompute = self._capacity()
+        if ahead is None or beginners or not ahead.serves(cursors, capacity, recompute, pace):
+            return self._plan(cursors, beginners, capacity, recompute, pace).program
         program, gone = ahead.planned.result().program, ahead.cursors.keys() - cursors.keys()
         return program.without(*gone) if gone else program
 
     def base_evaluation(self, names: Collection[str]) -> Program:
         """Return a window that only evaluates the base alone, on the held-out samples of these jobs."""
-        room, cursors = self._room(), self._cursors()
-        courses = [self._jobs[name].base_course(cursors[name]) for name in names]
-        return plan_window(courses, self._choice.layout, room.capacity, False, NOTHING, self._engine.pacing())
+        cursors, (capacity, _) = self._cursors(), self._capacity()
+        windows = [self._jobs[name].base_course(cursors[name]) for name in names]
+        return plan_window(windows, self._choice.layout, capacity, False, NOTHING, self._engine.pacing())
 
     def plan_ahead(self, program: Program) -> None:
         """Begin to plan the window after this one."""
-        cursors = self._cursors()
+        cursors, pace = self._cursors(), self._pace()
         for batch in program.batches:
             cursors[batch.job] = max(cursors[batch.job], batch.step)
-        going_on = {name: step for name, step in cursors.items() if step < self._jobs[name].last_step}
-        room = Room(program.capacity, program.recompute, self._pace())
-        self._ahead = Ahead(going_on, room, self._thread.submit(self._plan, going_on, frozenset(), room))
+        unfinished = {name: step for name, step in cursors.items() if step < self._jobs[name].last_step}
+        limits = program.capacity, program.recompute, pace
+        planned = self._thread.submit(self._plan, unfinished, frozenset(), *limits)
+        self._ahead = Ahead(unfinished, *limits, planned)
 
     def _cursors(self) -> dict[str, int]:
         return {name: training.progress.step for name, training in self._executor.aboard.items()}
 
-    def _plan(self, cursors: Cursors, beginners: frozenset[str], room: Room) -> Planned:
+    def _plan(
+        self,
+        cursors: Cursors,
+        beginners: frozenset[str],
+        capacity: int,
+        recompute: Recompute,
+        pace: WindowPace,
+    ) -> Planned:
         rounds, layout = self._choice.rounds, self._choice.layout
-        courses = [self._jobs[name].course(step, rounds, name in beginners) for name, step in cursors.items()]
-        cut = shortened(courses, room.pace)
+        windows = [self._jobs[name].course(step, rounds, name in beginners) for name, step in cursors.items()]
+        cut = shortened(windows, pace)
         ladder = self._executor.captures is not None
-        program = plan_window(cut, layout, room.capacity, ladder, room.recompute, self._engine.pacing())
-        return Planned(program, courses, rounds_within(courses, room.pace))
+        program = plan_window(cut, layout, capacity, ladder, recompute, self._engine.pacing())
+        return Planned(program, windows, rounds_within(windows, pace))
 
-    def _room(self) -> Room:
+    def _capacity(self) -> tuple[int, Recompute]:
+        """Return the token capacity of microbatches, and what must be recomputed for it."""
         shapes = [self._jobs[name].shape for name in self._executor.aboard]
         memory = self._learned.memory
-        recompute = memory.recompute(shapes, self.most)
-        return Room(memory.capacity(shapes, self.most, recompute), recompute, self._pace())
+        recompute = memory.recompute(shapes, self.max_tokens)
+        return memory.capacity(shapes, self.max_tokens, recompute), recompute
 
     def _pace(self) -> WindowPace:
         if self._engine.deterministic:

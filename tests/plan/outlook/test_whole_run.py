@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weftune.cli.plan_show import span_text
+from weftune.cli.plan_text import span_text
 from weftune.plan.outlook.whole_run import JobTotal, WholeRun, at_rate, endings, tokens_of
 
 

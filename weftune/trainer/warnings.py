@@ -1,31 +1,72 @@
-"""A warning for a run on a CPU that takes much longer than planned, with what the cores do instead."""
+"""Warnings about a run: an adapter that training has ruined, or a CPU that is much slower than planned."""
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass, field
 
 import psutil
 import torch
 
+from weftune.jobs.store.status import JobStatus
+from weftune.report.words import loss_text
+from weftune.run.training.state import StepOutcome
+
+UNIFORM_TOLERANCE = 1e-3
+"""Relative distance from ln(vocabulary) within which all tokens count as equally likely."""
+VANISHED_GRADIENT = 1e-6
+"""Gradient norm up to which an adapter no longer learns."""
+LOSS_TOLERANCE = 1e-6
+"""Relative difference below which two validation losses count as equal."""
 SLOW = 2.0
 """Ratio of measured to planned seconds from which a run counts as slow."""
 LEAST_SECONDS = 10.0
 """Minimum seconds of windows that are judged together: in less, a pause of the system counts for too much."""
 
+# -- adapters ------------------------------------------------------------------------------------------
 
-@dataclass(slots=True)
+
+def collapse_warning(outcome: StepOutcome, vocabulary: int) -> str:
+    """Return the warning for a step whose loss is that of equally likely tokens and whose gradient is zero;
+    empty for a healthy step."""
+    uniform = math.log(vocabulary)
+    if outcome.grad_norm > VANISHED_GRADIENT or abs(outcome.loss - uniform) > UNIFORM_TOLERANCE * uniform:
+        return ""
+    return (
+        f"the adapter has collapsed: all {vocabulary:,} tokens are equally likely (loss "
+        f"{loss_text(outcome.loss)}) and the gradient is zero; train it anew with a lower learning_rate"
+    )
+
+
+def base_warning(job: JobStatus) -> str:
+    """Return the warning for a finished job whose adapter is no better than the base; empty if it is better,
+    or if there is nothing to compare."""
+    kept, base = job.eval_loss, job.base_loss
+    if kept is None or base is None:
+        return ""
+    if kept > base * (1 + LOSS_TOLERANCE):
+        return (
+            f"the validation loss {loss_text(kept)} is above that of the base without the adapter "
+            f"({loss_text(base)}); train it longer, or with another learning_rate"
+        )
+    if kept >= base * (1 - LOSS_TOLERANCE) and job.best_step == 0:
+        return f"no step improved on the base's validation loss ({loss_text(base)})"
+    return ""
+
+
+# -- the CPU -------------------------------------------------------------------------------------------
+
+
 class CpuLoad:
     """The work of this machine's cores since the object was created."""
 
-    began: float = field(default_factory=time.monotonic)
-    busy: float = field(default_factory=lambda: _busy_seconds())
-    own: float = field(default_factory=lambda: _own_seconds())
+    def __init__(self) -> None:
+        self._began, self._busy, self._own = time.monotonic(), _busy_seconds(), _own_seconds()
 
     def others(self) -> float:
         """Return the average number of cores that other processes have kept busy."""
-        seconds = max(time.monotonic() - self.began, 1e-9)
-        return max(0.0, (_busy_seconds() - self.busy - _own_seconds() + self.own) / seconds)
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        return max(0.0, (_busy_seconds() - self._busy - _own_seconds() + self._own) / seconds)
 
 
 class SlowRun:

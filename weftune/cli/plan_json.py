@@ -1,0 +1,117 @@
+"""The numbers that `weftune plan --json` writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weftune.cli.plan_predict import Plan, stage_needs
+from weftune.cli.plan_sweeps import sweep_numbers
+from weftune.plan.outlook.forecast import Forecast, Prediction, shared_groups
+from weftune.plan.outlook.streamed import StreamOutlook
+
+
+def plan_numbers(plan: Plan) -> dict[str, Any]:
+    run, totals, outlook = plan.run, plan.case.totals, plan.outlook
+    numbers = _resident(outlook) if isinstance(outlook, Prediction) else _streamed(outlook, plan)
+    if isinstance(outlook, Prediction):
+        numbers["shares"] = (
+            None
+            if plan.shares is None
+            else [
+                {
+                    "jobs": share.jobs,
+                    "predicted_seconds": share.seconds,
+                    "tokens_per_second": part.forecast.tokens_per_second,
+                    "needs_bytes": part.window.promise.peak_bytes,
+                    "budget_bytes": part.choice.memory.budget,
+                }
+                for share, part in zip(plan.shares.shares, plan.shares.parts, strict=True)
+            ]
+        )
+    return {
+        **numbers,
+        "cluster": plan.case.cluster.name,
+        "train": plan.flags,
+        "source": plan.source,
+        "capacity": plan.forecast.capacity,
+        "forecast": _forecast(plan.forecast),
+        "alternatives": [_forecast(one) for one in outlook.alternatives],
+        "waiting": dict(plan.admission.waiting),
+        "too_large": dict(plan.admission.too_large),
+        "ablations": [
+            {
+                "mechanism": row.mechanism,
+                "instead": row.instead,
+                "added": row.added,
+                "cost": row.cost,
+                "step_seconds": row.forecast.step_seconds,
+            }
+            for row in plan.ablations
+        ],
+        "run": {
+            "seconds": run.seconds,
+            "needs_bytes": run.need_bytes,
+            "budget_bytes": run.budget_bytes,
+            "jobs": {
+                name: {"steps": totals[name].steps, "ends": ends, "state_bytes": totals[name].state_bytes}
+                for name, ends in run.ends.items()
+            },
+        },
+        "first_window": plan.window.numbers,
+        **(sweep_numbers(run, plan.case.sweeps, totals) if plan.case.sweeps else {}),
+    }
+
+
+def _resident(found: Prediction) -> dict[str, Any]:
+    memory = found.choice.memory
+    return {
+        "streamed": False,
+        "stages": [
+            {"layers": stage.count, "needs_bytes": need, "budget_bytes": memory.budget}
+            for stage, need in zip(found.choice.layout.stages, stage_needs(found), strict=True)
+        ],
+        "groups": shared_groups(found.program),
+        "order": "1F1B" if found.choice.layout.pipelined else "rounds",
+        "aboard": list(found.window.shapes),
+        "optimizer_offloaded": found.choice.layout.optimizer_offloaded,
+        "host_bytes": found.choice.host_bytes,
+        "why": found.choice.why,
+    }
+
+
+def _streamed(found: StreamOutlook, plan: Plan) -> dict[str, Any]:
+    choice, layout, budget = found.choice, found.choice.layout, found.case.device.budget
+    several = found.workers > 1
+    return {
+        "streamed": True,
+        "stages": [
+            {"layers": stage.count, "resident": stage.resident} | ({"device": home} if several else {})
+            for stage, home in zip(layout.stages, layout.homes, strict=True)
+        ],
+        "slots": max(layout.slots),
+        "adapters_travel": layout.travels,
+        "inputs_offloaded": layout.offloads,
+        "weights_in_files": choice.mapped,
+        "aboard": list(plan.window.shapes),
+        "device_bytes": choice.bytes,
+        "needs_bytes": (choice.bytes,) * found.workers,
+        "budget_bytes": [budget] * found.workers if several else budget,
+        "host_bytes": choice.host_bytes,
+        "round_seconds": choice.seconds,
+        "unhidden_seconds": choice.unhidden * found.forecast.seconds,
+        "uploaded_bytes": found.uploaded_bytes,
+        "why": choice.why,
+    }
+
+
+def _forecast(one: Forecast) -> dict[str, Any]:
+    return {
+        "way": one.name,
+        "step_seconds": one.step_seconds,
+        "tokens_per_second": one.tokens_per_second,
+        "bubbles": one.bubbles,
+        "microbatches": one.microbatches,
+        "capacity": one.capacity,
+        "peak_bytes": one.peaks,
+        "fits": one.fits,
+    }

@@ -1,0 +1,316 @@
+"""The answer of `weftune plan`: what a run would do in its first window and how long all of it takes, on this
+machine or on one that a data sheet describes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from weftune.cli.plan_jobs import PlanCase
+from weftune.core.shapes import JobShape
+from weftune.errors import Mistake, PlanError
+from weftune.jobs.store.scheduler import Admission, admit
+from weftune.plan.cost import profile_cost
+from weftune.plan.cost.cluster import gpu_here
+from weftune.plan.cost.memory import gib
+from weftune.plan.cost.prior import counted
+from weftune.plan.cost.profile import Profile, profile_here
+from weftune.plan.cost.time import Rate
+from weftune.plan.layout.choose import AUTO, PROCESS_BYTES, Choice, Machine, choose
+from weftune.plan.layout.foresee import StageTimes
+from weftune.plan.layout.need import StreamDevice
+from weftune.plan.layout.one_device import fits_whole, gpu_place
+from weftune.plan.layout.split import JobWork, job_seconds, sheet_cost
+from weftune.plan.outlook.explain import explain, explain_streams
+from weftune.plan.outlook.forecast import Ablation, Forecast, Prediction, foresee
+from weftune.plan.outlook.promise import FirstWindow, first_window
+from weftune.plan.outlook.shares import ShareOutlook, share_outlook
+from weftune.plan.outlook.streamed import StreamOutlook, ablate_streams, round_timeline, stream_outlook
+from weftune.plan.outlook.whole_run import WholeRun, at_rate, endings
+from weftune.plan.program.program import Program
+from weftune.plan.program.timeline import Timeline
+from weftune.trainer.options import host_budget
+
+if TYPE_CHECKING:
+    from weftune.base.spec import BaseSpec
+    from weftune.run.measure.link import HostLink
+
+
+ENOUGH = 1 << 50
+"""Bytes of host memory assumed for a cluster, whose description does not say how much there is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A plan, which is shown as text and written as JSON."""
+
+    case: PlanCase
+    choice: Choice
+    outlook: Prediction | StreamOutlook
+    """Outlook of the devices; with shares, that of the first share's."""
+    shares: ShareOutlook | None
+    """Outlook of all shares, if each device trains a share of the jobs."""
+    window: FirstWindow
+    admission: Admission
+    run: WholeRun
+    source: str
+    """Source of the times."""
+    flags: str
+    """Flags of `weftune train` that request the chosen workers."""
+    sentences: Sequence[str] = ()
+    """A sentence for each decision, if requested."""
+    ablations: Sequence[Ablation] = ()
+    """Worth of each mechanism, if requested."""
+
+    @property
+    def forecast(self) -> Forecast:
+        return self.outlook.forecast
+
+    @property
+    def program(self) -> Program:
+        return self.outlook.program if isinstance(self.outlook, Prediction) else self.window.program
+
+    def timeline(self) -> Timeline:
+        """Return the timeline of `program`, which is drawn as a Gantt chart."""
+        if isinstance(self.outlook, Prediction):
+            return self.outlook.timeline
+        return round_timeline(self.outlook.case, self.choice.layout, self.program)
+
+
+def predict(case: PlanCase, *, explained: bool = False, ablated: bool = False) -> Plan:
+    """Choose as `weftune train` would, and predict the first window and the whole run."""
+    choice = choose(case.shape, case.shapes, machine_of(case))
+    machine, totals = choice.machine, case.totals
+    if machine.shares > 1 and not machine.on_gpu:
+        # The shares of a CPU share its cores.
+        speeds = [replace(speed, flops=speed.flops / machine.shares) for speed in case.speeds]
+        case = replace(case, speeds=speeds)
+    admission, source = _admitted(case.shapes, choice), source_of(case, choice)
+    outlook: Prediction | StreamOutlook
+    shares = _share_outlook(case, choice) if machine.shares > 1 else None
+    if choice.streamed and shares is None:
+        outlook = stream_outlook(choice)
+        window = first_window(choice, _shapes(case, admission), case.course)
+        seconds = outlook.forecast.seconds
+        ends = endings(totals, admission.admitted, admission.waiting, lambda _: seconds)
+        run = WholeRun(ends, choice.bytes, outlook.case.device.budget)
+        sentences = explain_streams(outlook, source) if explained else []
+        ablations = ablate_streams(outlook) if ablated else ()
+    else:
+        outlook = _foreseen(case, choice, admission) if shares is None else shares.parts[0]
+        window = outlook.window
+        if shares is None:
+            run = _whole_run(case, [outlook], [admission.waiting])
+        else:
+            pairs = zip(shares.shares, shares.parts, strict=True)
+            later = [[name for name in one.jobs if name not in part.window.shapes] for one, part in pairs]
+            run = _whole_run(case, shares.parts, later)
+        sentences = explain(outlook, source) if explained else []
+        ablations = _ablations(case, admission) if ablated else ()
+    return Plan(
+        case=case,
+        choice=choice,
+        outlook=outlook,
+        shares=shares,
+        window=window,
+        admission=admission,
+        run=run,
+        source=source,
+        flags=train_flags(case, choice),
+        sentences=sentences,
+        ablations=ablations,
+    )
+
+
+def _admitted(jobs: Sequence[JobShape], choice: Choice) -> Admission:
+    """Return the jobs admitted first, by the scheduler's own rule; raise PlanError if none can be."""
+    found = admit(jobs, [], choice.memory.why_not)
+    if not found.admitted:
+        raise PlanError(
+            Mistake(f"job {name}", f"even alone it {why}") for name, why in found.too_large.items()
+        )
+    return found
+
+
+def _shapes(case: PlanCase, admission: Admission) -> list[JobShape]:
+    """Return the shapes of the admitted jobs, in the order of admission."""
+    by_name = {job.name: job for job in case.shapes}
+    return [by_name[name] for name in admission.admitted]
+
+
+def _foreseen(case: PlanCase, choice: Choice, admission: Admission) -> Prediction:
+    return foresee(choice, _shapes(case, admission), case.course, times_of(case, choice.machine))
+
+
+def _share_outlook(case: PlanCase, choice: Choice) -> ShareOutlook:
+    """Divide the jobs into shares by the seconds of their whole runs, each with microbatches of its own."""
+    machine, profile = choice.machine, choice.machine.profile
+    cost = profile_cost.cost_of(profile, case.shape) if profile else sheet_cost(case.shape, case.speeds[0])
+    seconds = {}
+    for one in case.jobs:
+        batches = one.curriculum.course(0, 4, True).batches
+        work = JobWork(shape=one.shape, steps=one.total.steps, batches=batches)
+        seconds[one.name] = job_seconds(work, cost, machine.max_tokens)
+
+    def alone(jobs: Sequence[JobShape]) -> Prediction:
+        own = choose(case.shape, jobs, machine)
+        return _foreseen(case, own, _admitted(jobs, own))
+
+    return share_outlook(case.shapes, seconds, machine.shares, alone)
+
+
+def _whole_run(case: PlanCase, parts: Sequence[Prediction], waiting: Sequence[Iterable[str]]) -> WholeRun:
+    """Return the whole run on devices that each train jobs of their own, with those that wait for each."""
+    ends: dict[str, float] = {}
+    for part, names in zip(parts, waiting, strict=True):
+        rate = at_rate(case.totals, part.forecast.tokens_per_second)
+        ends |= endings(case.totals, part.window.shapes, names, rate)
+    need_bytes = max(part.window.promise.peak_bytes for part in parts)
+    return WholeRun(ends, need_bytes, max(part.choice.memory.budget for part in parts))
+
+
+def _ablations(case: PlanCase, admission: Admission) -> tuple[Ablation, ...]:
+    """Return the simulated worth of each mechanism, whether a run uses it or not."""
+    from weftune.plan.studies.ablate import ablate
+    from weftune.plan.studies.fit import make_ground
+    from weftune.plan.studies.simulated import outlook
+
+    jobs = [one.job for one in case.jobs if one.name in admission.admitted]
+    try:
+        return ablate(outlook(make_ground(case.shape, case.cluster, case.speeds), jobs))
+    except PlanError:
+        return ()
+
+
+def stage_needs(found: Prediction) -> list[int]:
+    """Return the bytes on each device with full microbatches; every job's adapter is counted on each."""
+    memory, program = found.choice.memory, found.program
+    needs = memory.worker_needs(list(found.window.shapes.values()), program.capacity, program.recompute)
+    return [need.total(memory.fit) for need in needs]
+
+
+# -- the machine ----------------------------------------------------------------------------------------
+
+
+def machine_of(case: PlanCase) -> Machine:
+    """Return the machine that the options describe: with the requested workers or shares, or, if nothing is
+    requested of several devices, with those that `choose` decides."""
+    options, devices = case.options, len(case.cluster.devices)
+    if options.gpus is not None:
+        return _in_shares(case, options.gpus or devices)
+    if options.pipeline is None:
+        return _in_workers(case, 1 if devices == 1 or options.replicas > 1 else AUTO)
+    return _in_workers(case, options.pipeline)
+
+
+def train_flags(case: PlanCase, choice: Choice) -> str:
+    """Return the flags of `weftune train` that request the chosen workers."""
+    options, machine = case.options, choice.machine
+    if options.gpus is not None:
+        return f"--gpus {options.gpus or len(case.cluster.devices)}"
+    if machine.shares > 1:
+        return f"--gpus {machine.shares}"
+    if machine.workers == 1:
+        return ""
+    flags = f"--pipeline {machine.workers}"
+    if choice.place is None or options.gpu_memory is not None:
+        return flags
+    return f"{flags} --gpu-memory {choice.place.budget >> 20}MiB"
+
+
+def _in_shares(case: PlanCase, devices: int) -> Machine:
+    """Return the requested number of devices, each with the whole base. On a CPU they are processes."""
+    one, known = _in_workers(case, 1), len(case.cluster.devices)
+    if one.on_gpu and devices > known:
+        raise PlanError(f"--gpus {devices}: {case.cluster.name} has {known}; write --gpus all")
+    shares = min(devices, len(case.jobs))
+    budget = one.budget if one.on_gpu else one.budget // devices
+    if not fits_whole(case.shape, case.shapes, budget):
+        raise PlanError(
+            f"--gpus {devices}: the base and a job do not fit the {gib(budget)} that they may take of one "
+            f"device; cut the base into stages with --pipeline {max(2, devices)}"
+        )
+    return replace(one, budget=budget, host_budget=one.host_budget // shares, shares=shares)
+
+
+def _in_workers(case: PlanCase, workers: int) -> Machine:
+    """Return the machine for this number of workers, which may be `AUTO`."""
+    options, devices = case.options, case.cluster.devices
+    on_gpu, processes = devices[0].is_gpu, max(1, workers) * options.replicas
+    profile = _profile(case)
+    worker_profile = profile if processes == 1 else _profile(case, processes)
+    known = worker_profile or profile
+    return options.machine(
+        on_gpu=on_gpu,
+        device_bytes=min(device.budget for device in devices),
+        process_bytes=0 if on_gpu else (known.process_bytes_of(processes) if known else 0) or PROCESS_BYTES,
+        host_bytes=host_budget() if case.here else ENOUGH,
+        devices=max(1, len(devices) // options.replicas),
+        workers=workers,
+        # GPUs are divided where there are more workers than GPUs; the processes of a CPU share its memory.
+        sharing=max(1, processes // len(devices)) if on_gpu else processes,
+        # Trials are not divided into shares: they are compared while they train.
+        shares=AUTO if workers == AUTO and options.replicas == 1 and not case.sweeps else 1,
+        profile=profile,
+        worker_profile=worker_profile,
+        gpu=partial(_gpu, case),
+    )
+
+
+def _profile(case: PlanCase, neighbours: int = 1) -> Profile | None:
+    """Return this machine's profile for this base; None unless `weftune doctor --profile` has made one."""
+    if not case.here:
+        return None
+    return profile_here(case.shape, gpu_here() if case.cluster.devices[0].is_gpu else None, neighbours)
+
+
+def times_of(case: PlanCase, machine: Machine) -> StageTimes:
+    """Return the times of stages, from the profile of a worker or else from the data sheet."""
+    shape, profile = case.shape, machine.worker_profile or machine.profile
+    if profile is not None:
+        rate = profile_cost.step_rate(profile)
+        return StageTimes(shape.layers, profile_cost.directions(profile, shape), rate)
+    sheet = counted(shape).times(1 / case.speeds[0].flops)
+    handed = shape.hidden * shape.bytes_per_value
+    return StageTimes(shape.layers, sheet, Rate(), case.cluster.link, handed)
+
+
+def source_of(case: PlanCase, choice: Choice) -> str:
+    """Return the source of the times."""
+    sheet, machine, stream = case.speeds[0], choice.machine, choice.place
+    if stream is not None:
+        if not machine.on_gpu:
+            return "those of a simulated device, not measured"
+        measured = "predicted from this GPU's link and products, measured just now"
+        return sheet.source if stream.flops == sheet.flops else measured
+    profile = machine.worker_profile or machine.profile
+    return sheet.source if profile is None else profile_cost.source_of(profile)
+
+
+def _gpu(case: PlanCase, budget: int, host: int, workers: int) -> StreamDevice:
+    """Return the device as the run would find it; that of another machine by its data sheet. Devices under
+    one root complex share its bandwidth."""
+    link = _measured_link(case.base) if case.here else None
+    if link is not None:
+        return gpu_place(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)
+    crowd = max(case.cluster.roots) if workers > 1 else 1
+    sheet = case.speeds[0]
+    return gpu_place(budget, host, case.cluster.host.bandwidth / crowd, sheet.flops, sheet.bandwidth)
+
+
+def _measured_link(base: BaseSpec) -> HostLink | None:
+    """Measure the link as the run does. Return None if torch cannot use this machine's GPU, or it is full."""
+    import torch
+
+    from weftune.run.measure.link import measure_link
+
+    if not torch.cuda.is_available():
+        return None
+    # The same as base_dtype, which would import all of transformers.
+    dtype: torch.dtype = getattr(torch, base.dtype or "bfloat16")
+    try:
+        return measure_link(torch.device("cuda", 0), dtype)
+    except torch.OutOfMemoryError:
+        return None

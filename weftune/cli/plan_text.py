@@ -1,0 +1,272 @@
+"""The text of `weftune plan`: time and memory of the run, memory on every device, alternatives, and the worth
+of mechanisms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from weftune.cli.plan_jobs import PlanCase
+from weftune.cli.plan_predict import Plan, stage_needs
+from weftune.cli.plan_sweeps import SweepOutlook, collapsed, expected_seconds
+from weftune.plan.cost.memory import gib
+from weftune.plan.outlook.forecast import Ablation, Forecast, Prediction
+from weftune.plan.outlook.shares import ShareOutlook
+from weftune.plan.outlook.streamed import StreamOutlook
+from weftune.plan.outlook.whole_run import JobTotal, WholeRun
+from weftune.report.words import duration_text, plural
+
+
+def show_plan(console: Console, plan: Plan) -> None:
+    _show_run(console, plan)
+    if plan.shares is not None:
+        _show_shares(console, plan, plan.shares)
+    elif isinstance(plan.outlook, Prediction):
+        _show_resident(console, plan, plan.outlook)
+    else:
+        _show_streamed(console, plan, plan.outlook)
+    _show_waiting(console, plan)
+    for sentence in plan.sentences:
+        console.print(f"- {sentence}", highlight=False, markup=False)
+    if plan.ablations:
+        console.print(ablation_table(plan.ablations))
+
+
+def _show_run(console: Console, plan: Plan) -> None:
+    """Print the time and memory of the whole run and of each job."""
+    case, run, totals = plan.case, plan.run, plan.case.totals
+    least = "at least " if any(total.at_least for total in totals.values()) else ""
+    whole = "the whole run"
+    if any(one.halved for one in case.sweeps):
+        whole += " if no trial leaves early"
+    console.print(
+        f"{plural(len(run.ends), 'job')} on {case.cluster.name}: {least}{span_text(run.seconds)} for "
+        f"{whole}, {gib(run.need_bytes)} at its peak of the {gib(run.budget_bytes)} that it may take of a "
+        f"device. Times are {plan.source}.",
+        highlight=False,
+    )
+    trials = {name for one in case.sweeps for name in one.listed}
+    if others := {name: total for name, total in totals.items() if name in run.ends and name not in trials}:
+        console.print(run_table(run, others))
+    show_sweeps(console, run, case.sweeps, totals)
+    for sentence in (sentence for one in case.sweeps for sentence in one.warnings):
+        console.print(f"warning: {sentence}", highlight=False, markup=False, soft_wrap=True)
+
+
+def show_sweeps(
+    console: Console, run: WholeRun, sweeps: Sequence[SweepOutlook], totals: Mapping[str, JobTotal]
+) -> None:
+    """Print the trials of each sweep as if none were dropped, then the expected time with halving."""
+    for one in sweeps:
+        listed = {name: totals[name] for name in one.listed}
+        console.print(run_table(run, listed, "trial", f"Sweep {one.name}"))
+        console.print(one.sentence(), highlight=False, markup=False, soft_wrap=True)
+    if any(one.halved or len(one.listed) < one.trials for one in sweeps):
+        seconds = span_text(expected_seconds(run, sweeps, totals))
+        console.print(f"Expected for the whole run with all of its trials: {seconds}.", highlight=False)
+
+
+def run_table(
+    run: WholeRun, totals: Mapping[str, JobTotal], kind: str = "job", title: str = "The run"
+) -> Table:
+    table = Table(kind, title=Text(title))
+    for title in ("steps", "ends after", "memory of its own"):
+        table.add_column(title, justify="right")
+    for name, total in totals.items():
+        if name in run.ends:
+            steps = f"{'≥ ' if total.at_least else ''}{total.steps:,}"
+            table.add_row(Text(name), steps, span_text(run.ends[name]), gib(total.state_bytes))
+    return table
+
+
+def span_text(seconds: float) -> str:
+    """Format a duration in at most two units: `36 s`, `12 min`, `3 h 20 min`."""
+    if seconds < 1:
+        return "less than 1 s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} days {hours % 24} h"
+
+
+def _train_with(plan: Plan) -> str:
+    """Return the sentence that gives the flags of `weftune train`; empty if the user has given them."""
+    options = plan.case.options
+    chosen = plan.flags and options.pipeline is None and options.gpus is None
+    return f" Train with {plan.flags}." if chosen else ""
+
+
+def _show_resident(console: Console, plan: Plan, found: Prediction) -> None:
+    console.print(
+        f"{plural(len(plan.window.shapes), 'job')} on {plan.case.cluster.name}: they fit, with a token "
+        f"capacity of {found.program.capacity:,}. The base is {plan.choice.why}.{_train_with(plan)}",
+        highlight=False,
+        markup=False,
+    )
+    # Its seconds only with a profile, since without one a run predicts none.
+    promise, rounds = plan.window.promise, plural(found.forecast.steps, "round")
+    time = "" if promise.seconds is None else f"{duration_text(promise.seconds)} and "
+    console.print(
+        f"The first window, {rounds}: {time}{gib(promise.peak_bytes)}, as the run will predict.",
+        highlight=False,
+    )
+    _show_sampled(console, plan.case)
+    console.print(stage_table(found, plan.case))
+    console.print(forecast_table(found.forecast, found.alternatives))
+
+
+def _show_shares(console: Console, plan: Plan, found: ShareOutlook) -> None:
+    console.print(
+        f"The base fits each device: train with {plan.flags}, a share of the jobs on each and nothing "
+        f"exchanged. {found.tokens_per_second:,.0f} tokens per second are predicted while all devices work.",
+        highlight=False,
+    )
+    _show_sampled(console, plan.case)
+    table = Table("device", "jobs", "predicted", "tokens/s", "needs", "may take", title="Shares")
+    for number, (share, part) in enumerate(zip(found.shares, found.parts, strict=True)):
+        table.add_row(
+            _device(plan.case, number),
+            ", ".join(_collapsed(share.jobs, plan.case)),
+            duration_text(share.seconds),
+            f"{part.forecast.tokens_per_second:,.0f}",
+            gib(part.window.promise.peak_bytes),
+            gib(part.choice.memory.budget),
+        )
+    console.print(table)
+
+
+def _show_streamed(console: Console, plan: Plan, found: StreamOutlook) -> None:
+    """Print the plan of a streamed base; the sentence about the base is the one that the run will print."""
+    choice, seconds = plan.choice, found.forecast.seconds
+    source = "read from its files" if choice.mapped else "streamed from host memory"
+    console.print(
+        f"{plural(len(choice.aboard), 'job')} on {plan.case.cluster.name}: the base does not fit together "
+        f"with a job, so it is {source}. A round (a global batch of every job, with the longest samples) "
+        f"takes {seconds:.3g} s; in {choice.unhidden * seconds:.3g} s of them devices wait for the host: "
+        f"transfers that compute does not hide, or passes not yet launched.{_train_with(plan)}",
+        highlight=False,
+    )
+    console.print(f"The base is {choice.why}.", highlight=False, markup=False)
+    if choice.mapped:
+        console.print("How fast the files are is not known here; they are assumed to be as fast as the link.")
+    _show_sampled(console, plan.case)
+    table = Table("device", "stages", "resident", "slots", "needs", "may take", "host needs", title="Memory")
+    for worker in range(found.workers):
+        own = choice.layout.on(worker)
+        table.add_row(
+            _device(plan.case, worker),
+            str(len(own.own)),
+            str(len(own.own) - len(own.streamed)),
+            str(own.slots),
+            gib(choice.bytes),
+            gib(found.case.device.budget),
+            gib(choice.host_bytes) if worker == 0 else "",
+        )
+    console.print(table)
+    title = "Predicted for such a round, each way with the same token capacity"
+    console.print(forecast_table(found.forecast, found.alternatives, title))
+
+
+def _show_sampled(console: Console, case: PlanCase) -> None:
+    if sampled := _collapsed((one.name for one in case.jobs if one.sampled), case):
+        console.print(f"Not tokenised yet, so the first rows stand for all: {', '.join(sampled)}.")
+
+
+def _show_waiting(console: Console, plan: Plan) -> None:
+    """Print the jobs that are not admitted."""
+    sweeps, admission = plan.case.sweeps, plan.admission
+    trials = {name: one.name for one in sweeps for name in one.listed}
+    for name, reason in admission.waiting.items():
+        if name not in trials:
+            console.print(f"{name} waits: {reason}.", highlight=False, markup=False)
+    for sweep in sweeps:
+        if waiting := [name for name in admission.waiting if trials.get(name) == sweep.name]:
+            count = plural(len(waiting), "trial")
+            console.print(f"{count} of {sweep.name} wait until seats become free.", markup=False)
+    for name, reason in admission.too_large.items():
+        console.print(f"{name} cannot run even alone: {reason}.", highlight=False, markup=False)
+
+
+def _collapsed(names: Iterable[str], case: PlanCase) -> list[str]:
+    return collapsed(names, [one.sweep for one in case.sweeps])
+
+
+def _device(case: PlanCase, number: int) -> str:
+    """Return the number and the name of a worker's device; several workers may share the last one."""
+    devices = case.cluster.devices
+    return f"{number} {devices[min(number, len(devices) - 1)].name}"
+
+
+def stage_table(found: Prediction, case: PlanCase) -> Table:
+    peak, capacity = gib(found.window.promise.peak_bytes), f"{found.program.capacity:,}"
+    caption = (
+        f"Needs at most: if every microbatch is filled to the token capacity of {capacity}. With the samples "
+        f"of the first window the peak is {peak}."
+    )
+    columns = ("device", "layers", "needs at most", "may take")
+    table = Table(*columns, title="Memory on every device", caption=caption)
+    layout, layers = found.choice.layout, case.shape.layers
+    for number, (stage, need) in enumerate(zip(layout.stages, stage_needs(found), strict=True)):
+        first, last = stage.start == 0, stage.stop == layers
+        table.add_row(
+            _device(case, number),
+            layers_text(stage.start + (not first), stage.stop + 1 + last, layers),
+            gib(need),
+            gib(found.choice.memory.budget),
+        )
+    return table
+
+
+def layers_text(start: int, stop: int, layers: int) -> str:
+    """Format a range of layers, in which 0 is the embedding and `layers` + 1 the head."""
+    inside = range(max(start, 1), min(stop, layers + 1))
+    parts = [
+        "embedding" if start == 0 else "",
+        f"{inside[0] - 1}–{inside[-1] - 1}" if inside else "",
+        "head" if stop == layers + 2 else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def forecast_table(
+    chosen: Forecast,
+    alternatives: Sequence[Forecast],
+    title: str = "Predicted for the first window, on the same devices",
+) -> Table:
+    several = chosen.devices > 1
+    waits = ["bubbles"] if several else []
+    table = Table("way", "step", "tokens/s", *waits, "microbatches", "capacity", "takes", title=title)
+    for one in (chosen, *alternatives):
+        table.add_row(
+            one.name,
+            f"{one.step_seconds:.3g} s",
+            f"{one.tokens_per_second:,.0f}",
+            *([f"{one.bubbles:.1%}"] if several else []),
+            f"{one.microbatches}",
+            f"{one.capacity:,}",
+            _with_room(f"{one.seconds / chosen.seconds:.2f}×", one),
+        )
+    return table
+
+
+def ablation_table(rows: Sequence[Ablation]) -> Table:
+    several = any(row.forecast.devices > 1 for row in rows)
+    titles = ("mechanism", "instead", "step", "costs", *(["bubbles"] if several else []))
+    table = Table(*titles, title="What each mechanism is worth")
+    for row in sorted(rows, key=lambda one: one.added):
+        one = row.forecast
+        name = f"left out: {row.mechanism}" if row.added else row.mechanism
+        cost = _with_room(f"{row.cost:+.1%}", one)
+        bubbles = [f"{one.bubbles:.1%}"] if several else []
+        table.add_row(name, row.instead, f"{one.step_seconds:.3g} s", cost, *bubbles)
+    return table
+
+
+def _with_room(text: str, one: Forecast) -> str:
+    return text if one.fits else f"{text}, and more memory than there is"

@@ -1,0 +1,151 @@
+"""The request of a run, made from the command line or in Python, and the machine that it is planned for.
+
+This module does not import torch, so that `weftune plan` describes machines as a run does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weftune.errors import UserError
+from weftune.jobs.store.status import PYTHON
+
+if TYPE_CHECKING:
+    from weftune.plan.cost.profile import Profile
+    from weftune.plan.layout.choose import Machine
+    from weftune.plan.layout.need import StreamDevice
+    from weftune.run.workers.messages import Staff
+
+AUTO = 0
+"""The number of stages that stands for the planner's choice."""
+ALL = 0
+"""The number of devices that stands for all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options that say how to run, not what: none of them changes a job's result."""
+
+    device: str | None = None
+    resume: bool = False
+    restart: tuple[str, ...] = ()
+    """Jobs to train from the beginning although they have started."""
+    retry: tuple[str, ...] = ()
+    """Jobs to continue from their last checkpoint although they have failed or were cancelled."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted key → the value that jobs of `retry` continue with; `jobs.spec.retry.CHANGEABLE` lists the
+    allowed keys."""
+    memory: int | None = None
+    """Bytes that the run may take. None means most of what is free."""
+    gpu_memory: int | None = None
+    """Bytes of the GPU that the run may take; a base that does not fit in them is streamed from host
+    memory."""
+    capacity: int | None = None
+    """Maximum number of tokens per microbatch. None derives it from device and memory."""
+    profile: Path | None = None
+    """File that `weftune doctor --profile` has written. None uses the one in the cache, if there is any."""
+    staff: Staff | None = None
+    """The other workers, if the base is cut into stages; this process is the first of them."""
+    deterministic: bool = False
+    """Whether two runs of the same jobs on the same device give the same bits."""
+    share: int | None = None
+    """Number of the share of the jobs that is trained here, if other processes train the others."""
+    shares: int = 1
+    """Number of processes that train shares of the jobs, which also share the host's memory."""
+    command: str = PYTHON
+    """Shell command that resumes the run, which messages give as a remedy. Empty if the jobs are in no
+    file."""
+    pipeline: int | None = None
+    """Number of stages, each in a process that `weftune train` starts; `AUTO` lets the planner choose."""
+    replicas: int = 1
+    """Number of copies of the base, or of its stages, that share every batch."""
+    gpus: int | None = None
+    """Number of devices that each hold the base and train a share of the jobs; `ALL` means every device."""
+
+    def __post_init__(self) -> None:
+        """Refuse options that exclude each other."""
+        number = "all" if self.gpus == ALL else self.gpus
+        if self.gpu_memory is not None and (self.gpus is not None or self.replicas > 1):
+            raise UserError(
+                "--gpu-memory streams a base that is larger than the GPU; --gpus and --replicas need all of "
+                "it on each: leave it out, or stream over several GPUs with --pipeline"
+            )
+        if self.gpu_memory is not None and self.pipeline == AUTO:
+            raise UserError(
+                "--gpu-memory: --pipeline auto counts the GPUs that hold the base without streaming; write "
+                "how many to stream it over, such as --pipeline 2"
+            )
+        if self.gpus is not None and self.replicas > 1:
+            raise UserError(
+                f"--gpus {number} gives every GPU jobs of its own, --replicas {self.replicas} a part of "
+                "every batch; choose one: with several jobs, --gpus is faster"
+            )
+        if self.gpus is not None and self.pipeline == AUTO:
+            raise UserError(f"--pipeline auto inspects every GPU by itself; omit it or --gpus {number}")
+        if self.gpus is not None and self.pipeline is not None:
+            raise UserError(
+                f"--gpus {number} puts the whole base on each GPU, --pipeline {self.pipeline} a stage; "
+                "choose one: where the base fits one GPU, --gpus is faster"
+            )
+
+    @property
+    def starts_processes(self) -> bool:
+        return self.pipeline is not None or self.gpus is not None or self.replicas > 1
+
+    def machine(
+        self,
+        *,
+        on_gpu: bool,
+        device_bytes: int,
+        process_bytes: int,
+        host_bytes: int,
+        devices: int = 1,
+        workers: int = 1,
+        sharing: int = 1,
+        shares: int = 1,
+        profile: Profile | None = None,
+        worker_profile: Profile | None = None,
+        gpu: Callable[[int, int, int], StreamDevice],
+    ) -> Machine:
+        """Return the machine for `workers` workers per replica, `sharing` of which share a device.
+
+        `device_bytes` are those of a device for a run without a limit.
+        """
+        from weftune.plan.layout.choose import Machine
+
+        whole = (self.gpu_memory if on_gpu else None) or self.memory or device_bytes
+        # One GPU streams whenever the base does not fit, a CPU only if it simulates a small GPU, and several
+        # workers only if that was requested, since they must be connected for it from the start.
+        stream_bytes = whole if on_gpu and workers <= 1 else self.gpu_memory
+        if on_gpu and workers > 1 and stream_bytes is not None:
+            stream_bytes //= sharing
+        return Machine(
+            on_gpu=on_gpu,
+            devices=devices,
+            budget=whole // sharing,
+            taken=process_bytes,
+            stream_budget=stream_bytes,
+            limited=self.gpu_memory is not None,
+            host_budget=host_bytes,
+            capacity=self.capacity,
+            workers=workers,
+            replicas=self.replicas,
+            shares=shares,
+            profile=profile,
+            worker_profile=worker_profile,
+            gpu=gpu,
+        )
+
+
+def host_budget(deterministic: bool = False) -> int:
+    """Return the bytes of host memory that a run may take: a share of what is free, or of all if
+    `deterministic`."""
+    import psutil
+
+    from weftune.plan.cost.cluster import USABLE
+
+    memory = psutil.virtual_memory()
+    return int((memory.total if deterministic else memory.available) * USABLE[False])
