@@ -1,5 +1,4 @@
-"""The reading of options and jobs files, and checks that commands make before torch is imported, since the
-import takes seconds."""
+"""Options, jobs files, and checks that commands make before torch is imported, which takes seconds."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ MISTAKE = 2
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 SMALL_BYTES = 4 << 20
-"""File size up to which rows are checked early. Larger files would take too long: their rows are read only
-when they are tokenised."""
+"""File size up to which rows are checked early; rows of larger files are read when they are tokenised."""
 
 # -- options --------------------------------------------------------------------------------------------
 
@@ -143,10 +141,7 @@ def refuse_targets(run: RunSpec, shape: ModelShape) -> None:
 
 
 def refuse_rows(jobs: Iterable[JobSpec], named: bool) -> None:
-    """Refuse rows of small files that are wrong in themselves, reporting those of all jobs at once.
-
-    `named` adds the job's name to each mistake.
-    """
+    """Refuse wrong rows of small files, those of all jobs at once; `named` adds the job to each mistake."""
     from weftune.data.prepare import check_rows
 
     known: list[tuple[DataSpec, EvalSpec | None, tuple[Mistake, ...]]] = []

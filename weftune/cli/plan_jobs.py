@@ -1,5 +1,4 @@
-"""The case that a plan is made for: the base, the cluster and the jobs, read without weights and without
-torch."""
+"""The case that a plan is made for: base, cluster and jobs, read without weights and torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The answer of `weftune plan`: what a run would do in its first window and how long all of it takes, on this
-machine or on one that a data sheet describes."""
+"""The answer of `weftune plan`: the first window and the whole run, on this machine or another."""
 
 from __future__ import annotations
 
@@ -290,8 +289,7 @@ def source_of(case: PlanCase, choice: Choice) -> str:
 
 
 def _gpu(case: PlanCase, budget: int, host: int, workers: int) -> StreamDevice:
-    """Return the device as the run would find it; that of another machine by its data sheet. Devices under
-    one root complex share its bandwidth."""
+    """Return the device as the run would find it; devices under one root complex share its bandwidth."""
     link = _measured_link(case.base) if case.here else None
     if link is not None:
         return gpu_place(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)

@@ -1,5 +1,4 @@
-"""The text of `weftune plan`: time and memory of the run, memory on every device, alternatives, and the worth
-of mechanisms."""
+"""The text of `weftune plan`: the run, memory on every device, alternatives, the worth of mechanisms."""
 
 from __future__ import annotations
 

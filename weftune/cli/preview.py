@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weftune.cli.early import JobsFile
+from weftune.cli.early import JobsFile, read_early, refuse_rows
+from weftune.errors import DataError, Mistake, UserError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from weftune.core.shapes import ModelShape
     from weftune.data.prepare import Prepared
     from weftune.data.samples import Samples
-    from weftune.errors import UserError
     from weftune.jobs.spec.spec import JobSpec, RunSpec
     from weftune.jobs.sweeps.spec import Sweep
 
@@ -44,8 +44,6 @@ def preview(
 ) -> None:
     """Show rows as the model sees them, supervised tokens coloured (in a pipe: between >>> and <<<), and the
     trials of sweeps. No weights are loaded."""
-    from weftune.cli.early import read_early, refuse_rows
-
     run = read_early(file)
     chosen = chosen_jobs(run, job)
     refuse_rows(chosen, named=False)
@@ -55,7 +53,6 @@ def preview(
     from rich.text import Text
 
     from weftune.base.load import inspect, load_tokenizer
-    from weftune.errors import UserError
 
     tokenizer = load_tokenizer(run.base)
     shape = inspect(run.base)
@@ -66,21 +63,16 @@ def preview(
         for part in drawing(shown, tokenizer, rows, sweeps, marked):
             console.print(part)
     if sweeps:
-        try:
-            show_trials(console, run, {sweep.name for sweep in sweeps})
-        except UserError as error:
-            list_trials(console, sweeps, error)
+        _show_trials(console, run, sweeps)
     for sentence in warned(chosen, found, shape, sweeps):
         console.print(Text(f"warning: {sentence}"), soft_wrap=True)
 
 
 def chosen_jobs(run: RunSpec, name: str | None) -> tuple[JobSpec, ...]:
-    from weftune.errors import UserError
-
     if name is None:
         return run.jobs
-    wanted = {name, *(trial.name for sweep in run.sweeps if sweep.name == name for trial in sweep.trials)}
-    chosen = tuple(job for job in run.jobs if job.name in wanted)
+    names = {name, *(trial.name for sweep in run.sweeps if sweep.name == name for trial in sweep.trials)}
+    chosen = tuple(job for job in run.jobs if job.name in names)
     if not chosen:
         trials = {trial.name for sweep in run.sweeps for trial in sweep.trials}
         jobs = [job.name for job in run.jobs if job.name not in trials]
@@ -93,7 +85,6 @@ def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[S
     """Prepare every job's samples, identical data once; raise the mistakes of all jobs at once."""
     from weftune.core.files import cache_folder
     from weftune.data.prepare import SharedData
-    from weftune.errors import DataError, Mistake
     from weftune.jobs.courses import cut_data
 
     shared = SharedData(tokenizer, cache_folder() / "tokens", context)
@@ -133,38 +124,38 @@ def warned(
     return [*warnings(jobs, shape), *told_once(sentences), *of_sweeps]
 
 
-def show_trials(console: Console, run: RunSpec, names: Collection[str]) -> None:
-    """Print the sweeps' trials, with memory and time as `weftune plan` predicts them for this machine."""
+def _show_trials(console: Console, run: RunSpec, sweeps: Sequence[Sweep]) -> None:
+    """Print the sweeps' trials, with memory and time as `weftune plan` predicts them for this machine, if
+    they can be predicted."""
+    from rich.table import Table
+    from rich.text import Text
+
     from weftune.cli.plan import read_cluster
     from weftune.cli.plan_jobs import read_case
     from weftune.cli.plan_predict import predict
     from weftune.cli.plan_text import show_sweeps
     from weftune.trainer.options import Options
 
-    plan = predict(read_case(run, read_cluster("auto"), Options(), here=True))
-    sweeps = [one for one in plan.case.sweeps if one.name in names]
-    show_sweeps(console, plan.run, sweeps, plan.case.totals)
+    try:
+        plan = predict(read_case(run, read_cluster("auto"), Options(), here=True))
+    except UserError as error:
+        for sweep in sweeps:
+            table = Table("trial", title=Text(f"Sweep {sweep.name}"))
+            for trial in sweep.trials:
+                table.add_row(Text(trial.name))
+            console.print(table)
+        console.print(Text(f"Their memory and time cannot be predicted here: {error}"), soft_wrap=True)
+        return
+    names = {sweep.name for sweep in sweeps}
+    outlooks = [one for one in plan.case.sweeps if one.name in names]
+    show_sweeps(console, plan.run, outlooks, plan.case.totals)
     console.print(f"Times are {plan.source}.", highlight=False, markup=False, soft_wrap=True)
-
-
-def list_trials(console: Console, sweeps: Sequence[Sweep], why: UserError) -> None:
-    """Print the trials without memory and time, for when nothing can be predicted."""
-    from rich.table import Table
-    from rich.text import Text
-
-    for sweep in sweeps:
-        table = Table("trial", title=Text(f"Sweep {sweep.name}"))
-        for trial in sweep.trials:
-            table.add_row(Text(trial.name))
-        console.print(table)
-    console.print(Text(f"Their memory and time cannot be predicted here: {why}"), soft_wrap=True)
 
 
 def drawing(
     shown: Shown, tokenizer: Any, rows: int, sweeps: Sequence[Sweep] = (), marked: bool = False
 ) -> list[RenderableType]:
-    """Draw one dataset. All of a user's words are `Text`, never markup. With `marked`, supervised text stands
-    between marks, for output without colours."""
+    """Draw one dataset, all words as `Text`, never markup; with `marked`, for output without colours."""
     from rich.panel import Panel
     from rich.rule import Rule
     from rich.text import Text

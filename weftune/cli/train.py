@@ -106,8 +106,7 @@ def train(
 
 
 def _read_run(jobs: Path, output: Path | None, options: Options) -> RunSpec:
-    """Read the jobs file, and report all mistakes that can be found without torch, before anything is
-    printed."""
+    """Read the jobs file, and report all mistakes that can be found without torch."""
     from weftune.jobs.store.store import refuse_output
     from weftune.jobs.sweeps.read import refuse_shares
     from weftune.jobs.sweeps.record import proposed_trials
@@ -270,8 +269,7 @@ def _named(worker: WorkerPlace) -> str:
 
 
 def _finish(console: Console, trainer: Trainer, results: Mapping[str, Result], codes: set[int]) -> None:
-    """Print the table of all jobs and how the wall time was spent, and set the exit code. `codes` are the
-    exit codes of shares."""
+    """Print all jobs and the wall time, and set the exit code; `codes` are the exit codes of shares."""
     from weftune.jobs.store.status import State
     from weftune.jobs.sweeps.record import records_in
     from weftune.report.effort import wall_sentence

@@ -54,8 +54,7 @@ from weftune.trainer.train import trainer_for
 from weftune.trainer.trainer import Result, Trainer
 
 SILENT_AFTER = 30.0
-"""Seconds without a sign of life after which a share counts as lost: long, since no other process waits for
-it, and code that holds the interpreter's lock delays its signs."""
+"""Seconds without a sign of life after which a share is lost: the interpreter's lock may delay them."""
 MISTAKEN = 2
 """Exit code of a share that met a mistake of the user's."""
 SAMPLED = 16
@@ -194,12 +193,9 @@ def _supervised(
     troubles: dict[int, str] = {}
     told: set[str] = set()
 
-    def hear(message: JobRecord | SweepRecord | str | Mistaken) -> None:
+    def hear(message: JobRecord | str | Mistaken) -> None:
         if isinstance(message, JobRecord):
             view.update(message)
-            return
-        if isinstance(message, SweepRecord):
-            view.sweep(message)
             return
         if isinstance(message, Mistaken):
             troubles[message.share] = message.sentence
@@ -220,8 +216,7 @@ def _supervised(
 def divide(
     ready: Sequence[PreparedJob], cost: CostModel, hosts: Hosts, output: Path, fits: frozenset[str]
 ) -> list[DeviceShare]:
-    """Divide the jobs into shares and return those that have jobs. A job that fits nowhere takes no time: its
-    share will only report that."""
+    """Divide the jobs into shares and return those that have jobs; a job that fits nowhere takes no time."""
     capacity = hosts.options.capacity or MAX_TOKENS[hosts.device.type == "cuda"]
     seconds = {}
     for job in ready:
@@ -280,12 +275,12 @@ class ShareView:
         self.send(row)
 
     def sweep(self, record: SweepRecord) -> None:
-        self.send(record)
+        raise AssertionError("trials are not divided into shares")
 
     def note(self, text: str) -> None:
         self.send(text)
 
-    def send(self, message: JobRecord | SweepRecord | str | Mistaken | None) -> None:
+    def send(self, message: JobRecord | str | Mistaken | None) -> None:
         try:
             with self._one_at_a_time:
                 self._connection.send(message)

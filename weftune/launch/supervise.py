@@ -87,8 +87,7 @@ class Team:
 
 @dataclass(frozen=True, slots=True)
 class TeamEnd:
-    """The end of a team: the exit code of its first member, or LOST if the team was given up, with the member
-    that was lost and how."""
+    """The exit code of a team's first member, or LOST with the member that was lost and how."""
 
     code: int
     loss: str = ""
@@ -269,10 +268,7 @@ def _threads(neighbours: int) -> int:
 
 @contextmanager
 def signals_to(processes: Callable[[], Iterable[Any]]) -> Iterator[threading.Event]:
-    """Forward Ctrl-C and SIGTERM to these processes, which finish their windows and save.
-
-    The yielded event is set when there was a signal. Only the main thread receives signals.
-    """
+    """Forward Ctrl-C and SIGTERM to processes, which save; the yielded event is set when there was one."""
     stop_requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop_requested

@@ -1,5 +1,4 @@
-"""The engine of a run: the base loaded as its layout says, in this process or in several, and what the loop
-needs to plan with."""
+"""The engine of a run: the base loaded as its layout says, and what the loop plans with."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ Price = Callable[[Program], float | None]
 
 
 class TimelineWatcher:
-    """An observer of several workers: a trace of all windows, and a chart of the last one as predicted and as
-    measured."""
+    """An observer of several workers: a trace of all windows, and a chart of the last one."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -176,8 +174,7 @@ def _price(driver: Driver, choice: Choice, shapes: JobShapes) -> Price:
 
 
 def stream_notes(executor: Executor | Driver, choice: Choice, seconds: float) -> list[str]:
-    """Return sentences about a streamed base at the end of a run whose windows took `seconds`: bytes loaded
-    from the host, and time waited for them."""
+    """Return sentences about a streamed base for the end of a run whose windows took `seconds`."""
     notes = []
     if isinstance(executor, Driver):
         reports = executor.reports

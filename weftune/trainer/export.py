@@ -71,8 +71,7 @@ def write_merged(
 
 
 def merged_model(folder: Path, base: BaseSpec, dtype: Dtype | None, into: Into) -> PreTrainedModel:
-    """Return the base with the adapter merged in, in plain matrices. For a quantised base, these hold its
-    dequantised weights, or with `into` "original" those it was made of."""
+    """Return the base in plain matrices with the adapter merged in; `into` matters if it is quantised."""
     kept = dtype or cast(Dtype, str(own_dtype(base)).removeprefix("torch."))
     original = into == "original"
     if original and quantised_as(base, stored_only=True):
@@ -95,8 +94,7 @@ def finished_kind(folder: Path) -> Kind:
 
 
 def refuse_links_out(folder: Path) -> None:
-    """Refuse links that lead out of the folder: a stranger's folder could link to a file of the user's, and
-    the export would hold a copy of that file."""
+    """Refuse links that lead out of the folder: the export would hold a copy of a file of the user's."""
     root = folder.resolve()
     for path in sorted(folder.iterdir()):
         if path.is_symlink() and path.is_file() and not path.resolve().is_relative_to(root):
@@ -108,8 +106,7 @@ def refuse_links_out(folder: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[None]:
-    """Create `target`, which must be new or empty, for the files written inside the context; leave it empty
-    if that fails."""
+    """Create `target`, new or empty, for the files written inside the context; empty it if that fails."""
     if target.is_symlink():
         raise OutputError(f"{target} is a link; name a folder that is new or empty.")
     refuse_full_folder(target)
@@ -127,10 +124,7 @@ def new_folder(target: Path) -> Iterator[None]:
 
 
 def copy_tokenizer(folder: Path, target: Path) -> bool:
-    """Copy the tokenizer beside the adapter, with its chat template; return False if there is none.
-
-    Tokenizers have files of many names, so everything is copied that is not the adapter's or ours.
-    """
+    """Copy all files but the adapter's and ours, the tokenizer among them; return whether there is one."""
     for path in folder.iterdir():
         if path.is_file() and path.name not in {CONFIG, WEIGHTS, JOB_FILE} and not path.name.startswith("."):
             shutil.copyfile(path, target / path.name)
@@ -138,8 +132,7 @@ def copy_tokenizer(folder: Path, target: Path) -> bool:
 
 
 def mend_generation(model: PreTrainedModel) -> None:
-    """Enable sampling for bases that have sampling settings without the switch, which transformers refuses to
-    save."""
+    """Enable sampling where its settings come without the switch, which transformers refuses to save."""
     settings = model.generation_config
     if settings is None:
         return

@@ -59,8 +59,7 @@ class TimedWindow:
 
 
 def lost_sentence(store: Store, name: str, found: checkpoint.Survey) -> str:
-    """Return why a job that has begun cannot resume. The decision is left to the user, who may have a
-    copy."""
+    """Return why a job that has begun cannot resume; the user, who may have a copy, decides."""
     what = "none of its checkpoints is whole" if found.damaged else "its checkpoints are gone"
     names = f" ({', '.join(path.name for path in found.damaged)})" if found.damaged else ""
     return f"{what}{names}; put back a copy of one, or train it anew with {store.resume_line(restart=[name])}"
@@ -200,8 +199,7 @@ class Loop:
             self.journal.flush()
 
     def _inspect_sources(self) -> None:
-        """Inspect the sources of waiting jobs: those whose source has succeeded join the queue, and those
-        that would wait in vain are paused."""
+        """Queue waiting jobs whose source has succeeded, and pause those that would wait in vain."""
         for name, job in list(self.waiting.items()):
             if not (source := job.shape.starts_from):
                 continue
@@ -282,8 +280,7 @@ class Loop:
 
     @phase(Phase.TRAINING)
     def run(self, stop: Callable[[], bool], callback: Callback | None = None) -> None:
-        """Train until every job has ended, or until `stop` returns True; then everything is saved, and
-        unfinished jobs are paused."""
+        """Train until every job has ended, or until `stop` returns True; then save and pause the others."""
         try:
             self._run(stop, callback)
         except KeyboardInterrupt:
@@ -368,8 +365,7 @@ class Loop:
         self._retire()
 
     def _begins(self, name: str) -> bool:
-        """Whether the job is still to be evaluated at its current step: at its start, or after an
-        interruption."""
+        """Whether the job is still to be evaluated at its step: at its start, or after an interruption."""
         job, progress = self.jobs[name], self.executor.aboard[name].progress
         if job.data.evaluation is None:
             return progress.step == 0
@@ -395,8 +391,7 @@ class Loop:
         self._judged = frozenset()
 
     def _saved_lately(self) -> frozenset[str]:
-        """Return the jobs that are not saved in the next window, since their last checkpoint is recent and
-        they do not set how often they are saved."""
+        """Return the jobs without `save_every` whose last checkpoint is too recent for another."""
         now = time.monotonic()
         return frozenset(
             name
@@ -449,8 +444,7 @@ class Loop:
             self.journal.flush()
 
     def _shrink(self, capacity: int) -> None:
-        """Take less memory after a shortage: halve the capacity; at the longest sample, preempt a job; with
-        one job left, fail it."""
+        """Take less memory after a shortage: halve the capacity, else preempt a job, else fail the last."""
         release(self.base.device)
         shapes = self._shapes(name for name in self.executor.aboard if name not in self._endings)
         if not shapes:
@@ -602,8 +596,7 @@ class Loop:
         self.journal.flush()
 
     def _save_and_detach(self, names: Sequence[str]) -> list[Training]:
-        """Save and detach jobs, and return those that were detached; a job that cannot be saved gets an
-        ending instead."""
+        """Save and detach jobs, and return those; a job that cannot be saved gets an ending instead."""
         for name in names:
             self._save(name, self.executor.save_now)
         for name in names:

@@ -106,8 +106,7 @@ def measured_gpu(
 def from_files(
     spec: BaseSpec, device: torch.device, stream: StreamDevice, short: HostTooSmall, measured: bool = True
 ) -> StreamDevice:
-    """Return the device for a base whose weights stay in their files; if they cannot, raise an error with
-    both reasons."""
+    """Return the device for weights that stay in their files, or raise an error with both reasons."""
     try:
         weights = weights_in_files(spec, device)
     except BaseModelError as error:

@@ -41,8 +41,7 @@ class Options:
     memory: int | None = None
     """Bytes that the run may take. None means most of what is free."""
     gpu_memory: int | None = None
-    """Bytes of the GPU that the run may take; a base that does not fit in them is streamed from host
-    memory."""
+    """Bytes of the GPU that the run may take; a larger base is streamed from host memory."""
     capacity: int | None = None
     """Maximum number of tokens per microbatch. None derives it from device and memory."""
     profile: Path | None = None
@@ -56,8 +55,7 @@ class Options:
     shares: int = 1
     """Number of processes that train shares of the jobs, which also share the host's memory."""
     command: str = PYTHON
-    """Shell command that resumes the run, which messages give as a remedy. Empty if the jobs are in no
-    file."""
+    """Shell command that resumes the run, for messages. Empty if the jobs are in no file."""
     pipeline: int | None = None
     """Number of stages, each in a process that `weftune train` starts; `AUTO` lets the planner choose."""
     replicas: int = 1
@@ -141,8 +139,7 @@ class Options:
 
 
 def host_budget(deterministic: bool = False) -> int:
-    """Return the bytes of host memory that a run may take: a share of what is free, or of all if
-    `deterministic`."""
+    """Return the bytes of host memory for a run: a share of what is free, or of all if `deterministic`."""
     import psutil
 
     from weftune.plan.cost.cluster import USABLE

@@ -130,11 +130,7 @@ def refuse_changes(
 
 
 def finished_changes(folder: Path, job: JobSpec, base: BaseSpec, max_steps: int | None = None) -> list[str]:
-    """Return `KEY OLD, now NEW` for every setting in which a finished job differs from what it was trained
-    with.
-
-    Its rows are not compared: they would have to be tokenised for that.
-    """
+    """Return `KEY OLD, now NEW` for every changed setting of a finished job, except for its rows."""
     try:
         found = read_job_file(folder)
     except DamagedJobFile:
@@ -199,8 +195,7 @@ class TokenizerFiles:
         self._one_at_a_time = threading.Lock()
 
     def of(self, job: PreparedJob | None) -> Mapping[Path, bytes]:
-        """Return the files with the chat template that the job was trained with; without a job, with the
-        tokenizer's own."""
+        """Return the files with the job's chat template; without a job, with the tokenizer's own."""
         chosen = None if job is None else job.spec.data.chat_template
         template = None if chosen is None else template_source(self._tokenizer, chosen)
         with self._one_at_a_time:
@@ -298,8 +293,7 @@ class ResultWriter:
         self._begun: dict[str, Future[None]] = {}
         """Detached job → the write of its adapter; when that is done, the job ends as `_endings` says."""
         self._spent: list[str] = []
-        """Jobs that no longer need their checkpoints, which are deleted when the status says how the jobs
-        ended."""
+        """Jobs whose checkpoints are deleted when the status says how the jobs ended."""
 
     def __contains__(self, name: object) -> bool:
         """Whether the adapter of a detached job is still being written."""
@@ -342,8 +336,7 @@ class ResultWriter:
 
     @phase(Phase.EXPORT)
     def deliver(self, job: PreparedJob, training: Training, ending: Ending) -> None:
-        """Begin to write the adapter of a finished job. A checkpoint that is not begun is dropped: it would
-        be deleted at once."""
+        """Begin to write the adapter of a finished job, and drop a checkpoint that is not begun."""
         self._writer.forget(training.job)
         snapshot = self._writer.snapshots.take(training)
         self._endings[training.job] = ending

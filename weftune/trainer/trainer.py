@@ -264,8 +264,7 @@ class Trainer:
             raise SpecError(dict.fromkeys(mistakes))
 
     def _recalled_sweeps(self, store: Store) -> Sweeps:
-        """Return the sweeps as earlier runs into this output have left them; trials that those proposed
-        become jobs again."""
+        """Return the sweeps as earlier runs have left them; trials that those proposed become jobs again."""
         again = {"--restart": self.options.restart, "--retry": self.options.retry}
         running = []
         for sweep, search in self.sweeps.values():
@@ -437,8 +436,7 @@ class Trainer:
             self._clear(name)
 
     def _record_retries(self, store: Store, ready: Sequence[PreparedJob]) -> None:
-        """Record retries in job.yaml, so that later resumptions know the changed keys, and as a note of the
-        job."""
+        """Record retries as a note of the job and in job.yaml, so that later runs know the changed keys."""
         for job in ready:
             if job.name not in self.options.retry:
                 continue

@@ -27,8 +27,7 @@ LEAST_SECONDS = 10.0
 
 
 def collapse_warning(outcome: StepOutcome, vocabulary: int) -> str:
-    """Return the warning for a step whose loss is that of equally likely tokens and whose gradient is zero;
-    empty for a healthy step."""
+    """Return the warning for a step of uniform loss and zero gradient; empty for a healthy step."""
     uniform = math.log(vocabulary)
     if outcome.grad_norm > VANISHED_GRADIENT or abs(outcome.loss - uniform) > UNIFORM_TOLERANCE * uniform:
         return ""
@@ -39,8 +38,7 @@ def collapse_warning(outcome: StepOutcome, vocabulary: int) -> str:
 
 
 def base_warning(job: JobStatus) -> str:
-    """Return the warning for a finished job whose adapter is no better than the base; empty if it is better,
-    or if there is nothing to compare."""
+    """Return the warning for a finished job that is no better than the base; empty if it is better."""
     kept, base = job.eval_loss, job.base_loss
     if kept is None or base is None:
         return ""

@@ -1,5 +1,4 @@
-"""The next window of a run: it is planned while another runs, and again if the plan does not fit the attached
-jobs."""
+"""The next window of a run: planned while another runs, and again if the plan no longer fits."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class Ahead:
     planned: Future[Planned]
 
     def serves(self, cursors: Cursors, capacity: int, recompute: Recompute, pace: WindowPace) -> bool:
-        """Whether the plan is what would be planned now. Another pace matters only by the number of
-        rounds."""
+        """Whether the same would be planned now; another pace matters only by the number of rounds."""
         alike = (capacity, recompute) == (self.capacity, self.recompute)
         if not alike or not cursors.items() <= self.cursors.items():
             return False
