@@ -23,12 +23,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
-from weftune.core.paths import cache_folder
 
 from weftune.base.load import load_base, load_plain, load_tokenizer
 from weftune.base.model import Base
 from weftune.bench.result import arguments, finish
 from weftune.bench.timing import Hardware, gemm_rate
+from weftune.core.files import cache_folder
 from weftune.jobs.spec.read import read_run
 from weftune.jobs.spec.spec import JobSpec, RunSpec
 from weftune.run.training.schedule import learning_rate

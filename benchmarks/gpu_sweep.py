@@ -50,7 +50,7 @@ from weftune.bench.sizes import SIZES, Size, base_bytes
 from weftune.bench.table import aligned, number, ratio
 from weftune.bench.timing import Hardware, bench_hardware, fresh
 from weftune.core.clock import Phase
-from weftune.data.order import SampleOrder
+from weftune.data.samples import SampleOrder
 from weftune.jobs.spec.read import read_run
 from weftune.jobs.spec.spec import JobSpec, RunSpec, in_steps
 from weftune.jobs.sweeps.record import SweepRecord, TrialRecord, read_record

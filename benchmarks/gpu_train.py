@@ -43,7 +43,7 @@ from weftune.bench.sizes import SIZES, build
 from weftune.bench.table import number, ratio
 from weftune.bench.timing import Hardware, bench_hardware, fresh
 from weftune.core.clock import Phase
-from weftune.data.order import SampleOrder
+from weftune.data.samples import SampleOrder
 from weftune.data.template import template_source
 from weftune.errors import MissingPackage
 

@@ -22,7 +22,7 @@ from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import A, weight_names
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
-from weftune.data.order import SampleOrder
+from weftune.data.samples import SampleOrder
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
 

@@ -13,8 +13,8 @@ from tests.cases import slow_but
 from tests.families import FAMILIES, tiny
 from weftune import JobSpec, Options, Trainer
 from weftune.core.files import cache_folder
-from weftune.data.order import SampleOrder
 from weftune.data.prepare import prepare
+from weftune.data.samples import SampleOrder
 from weftune.data.spec import DataSpec
 
 STEPS = 20

@@ -24,7 +24,7 @@ from weftune.base.generate import answers
 from weftune.base.load import load_base, load_plain
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
-from weftune.data.prompt import prompt_tokens
+from weftune.data.tokenise import prompt_tokens
 from weftune.trainer.export import write_merged, write_portable
 
 STEPS = 6

@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from weftune.base.generate import answers
 from weftune.cli.generate import side_by_side
-from weftune.data.prompt import prompt_tokens
+from weftune.data.tokenise import prompt_tokens
 from weftune.errors import UserError
 from weftune.jobs.spec.read import read_run
 from weftune.report.ending import final_table

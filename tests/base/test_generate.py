@@ -14,7 +14,7 @@ from tests.base.quant.bases import plain_folder, stood_for
 from tests.families import tiny
 from weftune.base.generate import answers
 from weftune.base.spec import BaseSpec
-from weftune.data.prompt import prompt_tokens
+from weftune.data.tokenise import prompt_tokens
 from weftune.errors import AdapterError
 
 

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from weftune.base.config import read_config
 from weftune.base.spec import BaseSpec
 from weftune.core.hub import why_absent
-from weftune.data.tables.read import open_path
+from weftune.data.tables import open_path
 from weftune.errors import BaseModelError, DataError
 
 

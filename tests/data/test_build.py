@@ -8,7 +8,7 @@ from weftune.data import build
 from weftune.data.build import _BadRows, _chunks, check, find_format
 from weftune.data.row import BadRow, CommonBadRow, Row
 from weftune.data.spec import DataSpec
-from weftune.data.tables.read import open_rows
+from weftune.data.tables import open_rows
 from weftune.errors import DataError
 
 

@@ -13,19 +13,23 @@ import numpy as np
 import pytest
 
 from weftune.data import build
-from weftune.data.cache import StoreWriter, open_store
+from weftune.data.cache import StoreWriter, Tally, open_store
+from weftune.data.formats import Sample
 from weftune.data.prepare import prepare
 from weftune.data.spec import DataSpec
-from weftune.data.tally import Tally
 from weftune.errors import OutputError
 
 ROWS = [{"text": f"the cat sat {n}"} for n in range(20)]
 
 
+def add(writer: StoreWriter, tokens: np.ndarray, mask: np.ndarray, row: int) -> None:
+    writer.extend(build._arrays([Sample(tokens, mask)], [row]))
+
+
 def write(folder: Path) -> None:
     with StoreWriter(folder) as writer:
         for n in range(1, 6):
-            writer.add(np.arange(n + 1, dtype=np.int32), np.ones(n + 1, dtype=bool), 2**63 + n)
+            add(writer, np.arange(n + 1, dtype=np.int32), np.ones(n + 1, dtype=bool), 2**63 + n)
         writer.commit(Tally(rows=5))
 
 
@@ -46,7 +50,7 @@ def test_a_store_larger_than_memory_can_be_written(tmp_path):
     tracemalloc.start()
     with StoreWriter(tmp_path / "a") as writer:
         for _ in range(1200):
-            writer.add(tokens, mask, 0)
+            add(writer, tokens, mask, 0)
         writer.commit(Tally())
         _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -93,7 +97,7 @@ def test_a_damaged_cache_is_built_anew(damage, gpt2, tmp_path):
 
 def test_a_writer_that_fails_leaves_nothing(tmp_path):
     with contextlib.suppress(KeyboardInterrupt), StoreWriter(tmp_path / "a") as writer:
-        writer.add(np.zeros(3, dtype=np.int32), np.ones(3, dtype=bool), 1)
+        add(writer, np.zeros(3, dtype=np.int32), np.ones(3, dtype=bool), 1)
         assert len(list(tmp_path.iterdir())) == 1
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
@@ -111,7 +115,7 @@ def test_a_writer_leaves_no_file_open_whether_it_fails_or_commits(tmp_path):
         raise KeyboardInterrupt
     assert open_files(tmp_path) == []
     with StoreWriter(tmp_path / "a") as writer:
-        writer.add(np.zeros(3, dtype=np.int32), np.ones(3, dtype=bool), 1)
+        add(writer, np.zeros(3, dtype=np.int32), np.ones(3, dtype=bool), 1)
         writer.commit(Tally())
         assert open_files(tmp_path) == []
     assert open_store(tmp_path / "a") is not None
@@ -162,7 +166,7 @@ def test_a_store_that_is_there_and_damaged_gives_way_and_a_whole_one_stays(tmp_p
 
 def test_only_supervised_tokens_behind_the_first_are_counted(tmp_path):
     with StoreWriter(tmp_path / "a") as writer:
-        writer.add(np.zeros(3, dtype=np.int32), np.array([True, False, True]), 1)
+        add(writer, np.zeros(3, dtype=np.int32), np.array([True, False, True]), 1)
         writer.commit(Tally())
     assert open_store(tmp_path / "a").supervised.tolist() == [1]
 

@@ -17,10 +17,10 @@ from tests.data import families
 from tests.data.conftest import SHARED
 from weftune.data.encode import Encoder
 from weftune.data.prepare import prepare
-from weftune.data.prompt import prompt_tokens
 from weftune.data.samples import Samples
 from weftune.data.spec import DataSpec
 from weftune.data.template import template_source
+from weftune.data.tokenise import prompt_tokens
 from weftune.errors import DataError
 
 CHAT = [{"role": "user", "content": "What is two plus two?"}, {"role": "assistant", "content": "It is four."}]

@@ -10,8 +10,8 @@ import pytest
 from tests.data import families
 from weftune.data import prepare as prepare_module
 from weftune.data.encode import Encoder
-from weftune.data.order import SampleOrder
 from weftune.data.prepare import SharedData, _border, _label, check_rows, prepare
+from weftune.data.samples import SampleOrder
 from weftune.data.spec import DataSpec, EvalSpec, Source
 from weftune.errors import DataError
 

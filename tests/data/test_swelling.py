@@ -10,8 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from weftune.data.tables.parquet import _bound, count_bytes
-from weftune.data.tables.read import open_path
+from weftune.data.parquet import _bound, count_bytes
+from weftune.data.tables import open_path
 from weftune.errors import DataError
 
 MEGABYTE = 2**20
@@ -82,9 +82,9 @@ def test_a_line_of_csv_without_end_is_one_bad_row_and_the_next_is_read(tmp_path:
     before = psutil.Process().memory_info().rss
     first, long, last = open_path(str(path), None, "rows").rows()
     assert (first.value, last.value) == ({"text": "a"}, {"text": "b"})
-    assert long.place == "rows:3"
+    assert long.location == "rows:3"
     assert long.problem == "not valid CSV: the line is longer than 16 Mi characters"
-    assert last.place == "rows:4"
+    assert last.location == "rows:4"
     assert psutil.Process().memory_info().rss - before < 200 * MEGABYTE
 
 

@@ -15,10 +15,9 @@ from weftune.adapters.kinds import AdapterSpec
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
-from weftune.data.cache import SampleStore
+from weftune.data.cache import SampleStore, Tally
 from weftune.data.collate import Part, collate
 from weftune.data.samples import Samples, Share
-from weftune.data.tally import Tally
 from weftune.plan.program.layout import one_device
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, Program
 from weftune.plan.program.recompute import NOTHING

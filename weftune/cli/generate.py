@@ -37,7 +37,7 @@ def generate(
 
     from weftune.base.generate import BASE, answers
     from weftune.base.load import device_named
-    from weftune.data.prompt import prompt_tokens
+    from weftune.data.tokenise import prompt_tokens
 
     said = answers(
         spec,

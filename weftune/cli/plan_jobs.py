@@ -15,8 +15,8 @@ from weftune.cli.early import refuse_targets
 from weftune.cli.plan_sweeps import SweepOutlook, averaged_trials, sweep_outlooks
 from weftune.core.files import cache_folder
 from weftune.core.shapes import JobShape, ModelShape
-from weftune.data.order import SampleOrder
 from weftune.data.prepare import Prepared, SharedData, data_identity
+from weftune.data.samples import SampleOrder
 from weftune.data.spec import DataSpec, EvalSpec
 from weftune.errors import DataError, Mistake
 from weftune.jobs.courses import Curriculum, curriculum, cut_data, job_shape

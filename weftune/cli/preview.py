@@ -109,7 +109,7 @@ def warned(
     jobs: Sequence[JobSpec], found: Sequence[Shown], shape: ModelShape, sweeps: Sequence[Sweep] = ()
 ) -> list[str]:
     """Return the warnings that `weftune train` will print."""
-    from weftune.data.order import SampleOrder
+    from weftune.data.samples import SampleOrder
     from weftune.jobs.spec.checks import data_warnings, told_once, warnings
     from weftune.jobs.sweeps.read import sweep_warnings
 

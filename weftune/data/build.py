@@ -13,14 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weftune.data.cache import SampleStore, StoreWriter, open_store
-from weftune.data.encode import Encoder
-from weftune.data.formats import Content, detect, normalise, refuse_untrainable, renamed
+from weftune.data.cache import SampleStore, StoreWriter, Tally, open_store
+from weftune.data.formats import Content, Sample, detect, normalise, refuse_untrainable, renamed
 from weftune.data.row import BadRow, CommonBadRow, Row, Table, bad_row, row_hash
 from weftune.data.spec import DataSpec, Format
-from weftune.data.tally import Tally
-from weftune.data.template import Template
-from weftune.data.tokenise import Sample, Tokeniser
+from weftune.data.tokenise import Rules, Tokeniser
 from weftune.data.workers import worker_count, workers_answer, workers_here
 from weftune.errors import DataError, Mistake
 
@@ -28,7 +25,7 @@ VERSION = 2
 """Cache version. Raise it when the same rows produce different samples, so that older caches are not
 reused."""
 SHOWN = 20
-PLACES_SHOWN = 3
+LOCATIONS_SHOWN = 3
 REASONS_KEPT = 5
 ROWS_AT_ONCE = 128
 CHARACTERS_AT_ONCE = 1_000_000
@@ -37,48 +34,29 @@ CHUNKS_HERE = 4
 then."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """Everything besides the rows that determines the samples."""
-
-    spec: DataSpec
-    encoder: Encoder
-    encoder_fingerprint: str
-    template: Template | None
-    tool_template: Template | None
-    """Template for rows with tools, if the tokenizer has a separate one for them."""
-    longest: int
-    context: int | None
-    """Maximum number of tokens that the base reads, if known; `longest` never exceeds it."""
-
-    def key(self, table: Table, format: Format) -> str:
-        spec = self.spec
-        choices = [
-            VERSION,
-            table.digest,
-            self.encoder_fingerprint,
-            self.template and self.template.source,
-            self.tool_template and self.tool_template.source,
-            self.longest,
-            format,
-            sorted(spec.columns.items()),
-            spec.limit,
-            spec.train_on,
-            spec.skip_bad_rows,
-        ]
-        return hashlib.blake2b(json.dumps(choices).encode(), digest_size=16).hexdigest()
+def store_key(table: Table, format: Format, rules: Rules) -> str:
+    """Return the hash of everything that determines the samples of a table."""
+    spec = rules.spec
+    choices = [
+        VERSION,
+        table.digest,
+        rules.encoder.fingerprint,
+        rules.template and rules.template.source,
+        rules.tool_template and rules.tool_template.source,
+        rules.longest,
+        format,
+        sorted(spec.columns.items()),
+        spec.limit,
+        spec.train_on,
+        spec.skip_bad_rows,
+    ]
+    return hashlib.blake2b(json.dumps(choices).encode(), digest_size=16).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class Built:
-    key: str
-    store: SampleStore
-
-
-def build(table: Table, rules: Rules, cache: Path, progress: Callable[[int], None] | None) -> Built:
+def build(table: Table, rules: Rules, cache: Path, progress: Callable[[int], None] | None) -> SampleStore:
     """Return the table's store, from the cache if it is there and complete."""
     format = find_format(table, rules.spec)
-    key = rules.key(table, format)
+    key = store_key(table, format, rules)
     store = open_store(cache / key)
     if store is None:
         if not rules.spec.skip_bad_rows:
@@ -92,7 +70,7 @@ def build(table: Table, rules: Rules, cache: Path, progress: Callable[[int], Non
     if len(store.lengths) == 0:
         reasons = "; ".join(store.tally.reasons)
         raise DataError(Mistake(table.label, f"none of its {store.tally.rows} rows can be used: {reasons}"))
-    return Built(key, store)
+    return store
 
 
 def find_format(table: Table, spec: DataSpec) -> Format:
@@ -104,7 +82,7 @@ def find_format(table: Table, spec: DataSpec) -> Format:
     bad = _BadRows()
     for row in _limited(table, spec):
         if row.problem is not None:
-            bad.add(row.place, BadRow(row.problem))
+            bad.add(row.location, BadRow(row.problem))
             continue
         format = detect(renamed(row.value, spec.columns))
         if format is not None:
@@ -115,7 +93,7 @@ def find_format(table: Table, spec: DataSpec) -> Format:
         found = ", ".join(seen.value)[:300]
         hint = "say which is which, as in `columns: {prompt: question}`"
         sentence = f"no row format has these columns: {found}; {hint}"
-        raise DataError(Mistake(seen.place, sentence))
+        raise DataError(Mistake(seen.location, sentence))
     bad.refuse()
     raise DataError(Mistake(table.label, "the dataset is empty"))
 
@@ -127,7 +105,7 @@ def check(table: Table, format: Format, spec: DataSpec) -> None:
         try:
             _content(row, format, spec)
         except BadRow as problem:
-            bad.add(row.place, problem)
+            bad.add(row.location, problem)
     bad.refuse()
 
 
@@ -146,25 +124,25 @@ class _Alike:
 
     def __init__(self, problem: BadRow) -> None:
         self._first = problem
-        self._places: list[str] = []
+        self._locations: list[str] = []
         self._needed_tokens = 0
         self.count = 0
 
-    def add(self, place: str, problem: BadRow) -> None:
+    def add(self, location: str, problem: BadRow) -> None:
         self.count += 1
-        if len(self._places) < PLACES_SHOWN:
-            self._places.append(place)
+        if len(self._locations) < LOCATIONS_SHOWN:
+            self._locations.append(location)
         if isinstance(problem, CommonBadRow):
             self._needed_tokens = max(self._needed_tokens, problem.needed_tokens)
 
     def mistake(self, with_remedy: bool) -> Mistake:
         sentence = str(self._first)
         if self.count > 1:
-            more = ", …" if self.count > len(self._places) else ""
-            sentence += f" ({self.count} such rows: {', '.join(self._places)}{more})"
+            more = ", …" if self.count > len(self._locations) else ""
+            sentence += f" ({self.count} such rows: {', '.join(self._locations)}{more})"
         if with_remedy and isinstance(self._first, CommonBadRow):
             sentence += "; " + self._first.remedy.format(needed_tokens=self._needed_tokens)
-        return Mistake(self._places[0], sentence)
+        return Mistake(self._locations[0], sentence)
 
 
 class _BadRows:
@@ -180,19 +158,18 @@ class _BadRows:
     def full(self) -> bool:
         return len(self._found) - len(self._common) == SHOWN
 
-    def add(self, place: str, problem: BadRow) -> None:
-        common = self._common.get(problem.kind) if isinstance(problem, CommonBadRow) else None
-        if common is not None:
-            common.add(place, problem)
-            return
-        if not isinstance(problem, CommonBadRow) and self.full:
-            self.more += 1
-            return
-        alike = _Alike(problem)
-        alike.add(place, problem)
-        self._found.append(alike)
-        if isinstance(problem, CommonBadRow):
-            self._common[problem.kind] = alike
+    def add(self, location: str, problem: BadRow) -> None:
+        is_common = isinstance(problem, CommonBadRow)
+        alike = self._common.get(problem.kind) if isinstance(problem, CommonBadRow) else None
+        if alike is None:
+            if not is_common and self.full:
+                self.more += 1
+                return
+            alike = _Alike(problem)
+            self._found.append(alike)
+            if isinstance(problem, CommonBadRow):
+                self._common[problem.kind] = alike
+        alike.add(location, problem)
 
     def refuse(self, rest: str = "") -> None:
         """Raise DataError if there are bad rows."""
@@ -215,13 +192,13 @@ def _write(
     bad = _BadRows()
     spec = rules.spec
     with StoreWriter(folder) as writer:
-        for rows, made in _tokenised(_chunks(_limited(table, spec)), format, rules):
-            for at, problem in made.bad:
-                bad.add(rows[at].place, bad_row(problem))
+        for rows, chunk in _tokenised(_chunks(_limited(table, spec)), format, rules):
+            for at, problem in chunk.bad:
+                bad.add(rows[at].location, bad_row(problem))
             if not spec.skip_bad_rows and bad.full:
                 bad.refuse("reading stopped here; there may be more")
-            writer.extend(made.arrays)
-            tally.add(made.tally)
+            writer.extend(chunk.arrays)
+            tally.add(chunk.tally)
             if progress is not None:
                 progress(tally.rows)
         if not spec.skip_bad_rows:
@@ -293,36 +270,24 @@ def tokenise_chunk(shared: tuple[Rules, Format], rows: list[Row]) -> TokenisedCh
         except BadRow as problem:
             bad.append((at, problem.plain()))
     samples: list[Sample] = []
-    fates: list[int] = []
-    outcomes = _tokeniser(rules, tally).outcomes([content for _, content in good])
+    hashes: list[int] = []
+    outcomes = Tokeniser(rules, tally).outcomes([content for _, content in good])
     for (at, _), outcome in zip(good, outcomes, strict=True):
         if isinstance(outcome, BadRow):
             bad.append((at, outcome.plain()))
             continue
-        fates += [row_hash(rows[at].value)] * len(outcome)
+        hashes += [row_hash(rows[at].value)] * len(outcome)
         samples += outcome
     tally.skipped = len(bad)
-    return TokenisedChunk(_arrays(samples, fates), bad, tally)
+    return TokenisedChunk(_arrays(samples, hashes), bad, tally)
 
 
-def _tokeniser(rules: Rules, tally: Tally) -> Tokeniser:
-    return Tokeniser(
-        rules.encoder,
-        rules.template,
-        rules.tool_template,
-        rules.spec.train_on,
-        rules.longest,
-        tally,
-        context=rules.context,
-    )
-
-
-def _arrays(samples: list[Sample], fates: list[int]) -> dict[str, NDArray[Any]]:
+def _arrays(samples: list[Sample], hashes: list[int]) -> dict[str, NDArray[Any]]:
     nothing = np.empty(0)
     return {
         "tokens": np.concatenate([nothing.astype(np.int32), *(one.tokens for one in samples)]),
         "mask": np.concatenate([nothing.astype(bool), *(one.mask for one in samples)]),
         "lengths": np.array([len(one.tokens) for one in samples], dtype=np.int32),
         "supervised": np.array([int(one.mask[1:].sum()) for one in samples], dtype=np.int32),
-        "rows": np.array(fates, dtype=np.uint64),
+        "rows": np.array(hashes, dtype=np.uint64),
     }

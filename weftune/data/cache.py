@@ -14,7 +14,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from weftune.data.tally import Tally
+from weftune.core.files import sync_folder
 from weftune.errors import OutputError
 
 ARRAYS = {"tokens": "<i4", "mask": "|b1", "lengths": "<i4", "supervised": "<i4", "rows": "<u8"}
@@ -33,6 +33,67 @@ PIECE = 2**20
 FORGOTTEN_AFTER = 24 * 3600
 
 
+@dataclass(slots=True)
+class Tally:
+    """Counts of what happened to the rows of one table on their way to samples."""
+
+    rows: int = 0
+    skipped: int = 0
+    truncated: int = 0
+    split: int = 0
+    parted: int = 0
+    endless: int = 0
+    merged: int = 0
+    control: int = 0
+    untold: int = 0
+    reasons: list[str] = field(default_factory=list)
+    """Places and sentences of the first skipped rows."""
+    explained: int = 0
+    """Number of skipped rows that the reasons cover."""
+
+    def add(self, other: Tally) -> None:
+        """Add the counts of other rows; the caller handles the reasons."""
+        for one in fields(self):
+            if one.type == "int":
+                setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+
+    def notes(self, label: str | None, longest: int) -> list[str]:
+        """Return sentences for the report about all counts above 0. A label names the table if there are
+        several."""
+        count = f"of {self.rows} rows" + (f" of {label}" if label is not None else "")
+        notes = []
+        if self.skipped:
+            more = f"; and {self.skipped - self.explained} more" if self.skipped > self.explained else ""
+            notes.append(f"{self.skipped} {count} were skipped: {'; '.join(self.reasons)}{more}.")
+        if self.truncated:
+            notes.append(f"{self.truncated} {count} were truncated to {longest} tokens.")
+        if self.split:
+            notes.append(
+                f"In {self.split} {count} each assistant turn became its own sample, because the chat "
+                "template prints earlier turns differently once the conversation goes on."
+            )
+        if self.parted:
+            notes.append(
+                f"In {self.parted} {count} the chat template's generation prompt is not what it prints "
+                "before a finished turn; the turn is supervised from where they part."
+            )
+        if self.endless:
+            notes.append(
+                f"In {self.endless} {count} the chat template ends an assistant turn without an end-of-turn "
+                "token, so the model does not learn to stop with one."
+            )
+        if self.merged:
+            notes.append(
+                f"In {self.merged} {count} one token holds the end of the prompt and the beginning of an "
+                "answer; it is supervised, but at inference the prompt ends with other tokens."
+            )
+        if self.control:
+            notes.append(f"{self.control} {count} contain the text of a control token, which stays text.")
+        if self.untold:
+            notes.append(f"{self.untold} {count} have tools, but the chat template does not print tools.")
+        return notes
+
+
 @dataclass(frozen=True, slots=True)
 class SampleStore:
     tokens: NDArray[np.int32]
@@ -41,6 +102,8 @@ class SampleStore:
     supervised: NDArray[np.int32]
     rows: NDArray[np.uint64]
     tally: Tally
+    key: str = ""
+    """Hash of everything that determines the samples; the name of the folder."""
 
 
 def open_store(folder: Path) -> SampleStore | None:
@@ -54,7 +117,7 @@ def open_store(folder: Path) -> SampleStore | None:
             if _checksum(folder / name) != body["checksums"][name]:
                 return None
         arrays = {name: _map(folder / name, kind) for name, kind in ARRAYS.items()}
-        return SampleStore(tally=Tally(**body["tally"]), **arrays)
+        return SampleStore(tally=Tally(**body["tally"]), key=folder.name, **arrays)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -89,7 +152,10 @@ class StoreWriter:
     def __enter__(self) -> StoreWriter:
         with _disk(self._folder.parent):
             self._making.parent.mkdir(parents=True, exist_ok=True)
-            _sweep(self._folder)
+            for old in self._folder.parent.glob(f".{self._folder.name}.*"):
+                with contextlib.suppress(OSError):  # left behind by a builder that was killed
+                    if time.time() - old.stat().st_mtime > FORGOTTEN_AFTER:
+                        shutil.rmtree(old, ignore_errors=True)
             self._making.mkdir()
             for name in ARRAYS:
                 self._files[name] = (self._making / name).open("wb", buffering=PIECE)
@@ -103,36 +169,26 @@ class StoreWriter:
                 file.close()
         shutil.rmtree(self._making, ignore_errors=True)
 
-    def add(self, tokens: NDArray[np.int32], mask: NDArray[np.bool_], row: int) -> None:
-        self._append("tokens", tokens)
-        self._append("mask", mask)
-        self._append("lengths", len(tokens))
-        self._append("supervised", int(mask[1:].sum()))
-        self._append("rows", row)
-
     def extend(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Append many samples at once. Maps each file name to the values to append."""
-        for name in ARRAYS:
-            self._append(name, arrays[name])
-
-    def _append(self, name: str, values: Any) -> None:
-        data = np.asarray(values, dtype=ARRAYS[name]).tobytes()
-        self._checksums[name] = zlib.crc32(data, self._checksums[name])
-        with _disk(self._folder.parent):
-            self._files[name].write(data)
+        """Append samples. `arrays` maps each file name to the values to append."""
+        for name, dtype in ARRAYS.items():
+            data = np.asarray(arrays[name], dtype=dtype).tobytes()
+            self._checksums[name] = zlib.crc32(data, self._checksums[name])
+            with _disk(self._folder.parent):
+                self._files[name].write(data)
 
     def commit(self, tally: Tally) -> None:
         body = {"checksums": self._checksums, "tally": asdict(tally)}
         with _disk(self._folder.parent):
             for file in self._files.values():
-                _settle(file)
+                _sync(file)
                 file.close()
             with (self._making / META).open("wb") as file:
                 file.write(json.dumps({"body": body, "checksum": zlib.crc32(_body(body))}).encode())
-                _settle(file)
-            _settle_folder(self._making)
+                _sync(file)
+            sync_folder(self._making)
             self._publish()
-            _settle_folder(self._folder.parent)
+            sync_folder(self._folder.parent)
 
     def _publish(self) -> None:
         for _ in range(3):
@@ -142,37 +198,17 @@ class StoreWriter:
             except OSError:
                 if open_store(self._folder) is not None:
                     return  # another builder was faster, and its store is whole
-                _discard(self._folder)
+                # Rename the broken store first, so that no process sees a half-deleted one.
+                aside = self._folder.parent / f".{self._folder.name}.{uuid.uuid4().hex}"
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(self._folder, aside)
+                shutil.rmtree(aside, ignore_errors=True)
         os.rename(self._making, self._folder)
 
 
-def _discard(folder: Path) -> None:
-    """Remove a store by renaming it first, so that no process sees a half-deleted store."""
-    aside = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(folder, aside)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove old temporary folders that killed builders of this store left behind."""
-    for left in folder.parent.glob(f".{folder.name}.*"):
-        with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > FORGOTTEN_AFTER:
-                shutil.rmtree(left, ignore_errors=True)
-
-
-def _settle(file: BinaryIO) -> None:
+def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _settle_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -35,26 +35,13 @@ class Encoded:
     stops: NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class _Bare:
-    """The backend tokenizer alone, without the transformers wrapper."""
-
-    backend_tokenizer: Any
-
-
-def _join(parts: Sequence[Encoded]) -> Encoded:
-    return Encoded(
-        np.concatenate([part.tokens for part in parts]),
-        np.concatenate([part.starts for part in parts]),
-        np.concatenate([part.stops for part in parts]),
-    )
-
-
 class Encoder:
     def __init__(self, tokenizer: Any) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise DataError("the base's tokenizer gives no character offsets; Weftune needs a fast tokenizer")
         self.tokenizer = tokenizer
+        """None in a process without transformers."""
+        self._backend = tokenizer.backend_tokenizer
         self.size = len(tokenizer)
         self.eos: int | None = tokenizer.eos_token_id
         self.bos: int | None = tokenizer.bos_token_id
@@ -70,18 +57,18 @@ class Encoder:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return a state for a process without transformers, with the tokenizer as its serialised text."""
-        return {**self.__dict__, "tokenizer": self.tokenizer.backend_tokenizer.to_str()}
+        return {**self.__dict__, "tokenizer": None, "_backend": self._backend.to_str()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         from tokenizers import Tokenizer
 
-        self.__dict__ |= {**state, "tokenizer": _Bare(Tokenizer.from_str(state["tokenizer"]))}
+        self.__dict__ |= {**state, "_backend": Tokenizer.from_str(state["_backend"])}
 
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the tokenizer. It is computed once, since a large vocabulary takes a good part of a
         second."""
-        state = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        state = json.loads(self._backend.to_str())
         # Truncation and padding depend on the last call of the tokenizer and are not part of its identity.
         state["truncation"] = state["padding"] = None
         identity = [state, sorted(map(str, self.tokenizer.special_tokens_map.items())), self.lead, self.eos]
@@ -89,12 +76,8 @@ class Encoder:
 
     def texts(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """Return the tokens of users' texts, each tokenised as the beginning of a text."""
-        # Calls the backend directly and without offsets, which would take longer than the tokens.
-        backend = self.tokenizer.backend_tokenizer
-        backend.no_truncation()
-        backend.no_padding()
-        backend.encode_special_tokens = True
-        parts = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        # Without offsets, which would take longer than the tokens.
+        parts = self._prepared(parse=False).encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(part.ids, dtype=np.int32) for part in parts]
 
     def continuations(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
@@ -120,20 +103,19 @@ class Encoder:
         for at, character in enumerate(text):
             if character in stand_ins:
                 borders |= {at, at + 1}
-        parts = []
+        tokens, starts, stops = [], [], []
         for start, stop in pairwise(sorted(borders)):
             piece = text[start:stop]
-            parts.append(self._piece(piece, start, stop, stand_ins.get(piece)))
-        return _join(parts)
-
-    def _piece(self, piece: str, start: int, stop: int, hidden: str | None) -> Encoded:
-        if hidden is not None:
-            (said,) = self._continue([hidden], parse=False)
-            count = len(said.tokens)
-            return Encoded(said.tokens, np.full(count, start), np.full(count, stop))
-        encode = self._encode if start == 0 else self._continue
-        (part,) = encode([piece], parse=True)
-        return Encoded(part.tokens, part.starts + start, part.stops + start)
+            if piece in stand_ins:
+                (part,) = self._continue([stand_ins[piece]], parse=False)
+                starts.append(np.full(len(part.tokens), start))
+                stops.append(np.full(len(part.tokens), stop))
+            else:
+                (part,) = (self._encode if start == 0 else self._continue)([piece], parse=True)
+                starts.append(part.starts + start)
+                stops.append(part.stops + start)
+            tokens.append(part.tokens)
+        return Encoded(np.concatenate(tokens), np.concatenate(starts), np.concatenate(stops))
 
     def begins_inside(self, encoded: Encoded, cut: int) -> bool:
         """Return whether a token holds characters from both sides of the cut."""
@@ -144,18 +126,21 @@ class Encoder:
         if after == len(encoded.starts) or encoded.starts[after] != cut:
             return False
         # Some tokenizers leave a token's own leading space out of its offsets: then there is a gap before it.
-        token: str = self.tokenizer.backend_tokenizer.id_to_token(int(encoded.tokens[after]))
+        token: str = self._backend.id_to_token(int(encoded.tokens[after]))
         return bool(stop_before < cut) and token.startswith(SPACE_MARKS)
 
     def _encode(self, texts: Sequence[str], *, parse: bool) -> list[Encoded]:
         if not texts:
             return []
-        backend = self.tokenizer.backend_tokenizer
-        backend.no_truncation()
-        backend.no_padding()
-        backend.encode_special_tokens = not parse
-        parts = backend.encode_batch(list(texts), add_special_tokens=False)
+        parts = self._prepared(parse).encode_batch(list(texts), add_special_tokens=False)
         return [_encoded(part.ids, part.offsets) for part in parts]
+
+    def _prepared(self, parse: bool) -> Any:
+        """Return the backend, called directly: it keeps the settings of whoever called it last."""
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.encode_special_tokens = not parse
+        return self._backend
 
     def _continue(self, texts: Sequence[str], *, parse: bool) -> list[Encoded]:
         if not self._prefixes:
@@ -196,7 +181,8 @@ def _encoded(tokens: list[int], offsets: list[tuple[int, int]]) -> Encoded:
 def hide_control(value: Any, control: re.Pattern[str]) -> tuple[Any, dict[str, str]]:
     """Return the value with every control token replaced by a private-use character, and a map from each such
     character to its control token."""
-    free = _free_characters(value)
+    used = set(json.dumps(value, ensure_ascii=False, default=str))
+    free = (chr(code) for code in PRIVATE if chr(code) not in used)
     stand_ins: dict[str, str] = {}
     chosen: dict[str, str] = {}
 
@@ -220,11 +206,6 @@ def hide_control(value: Any, control: re.Pattern[str]) -> tuple[Any, dict[str, s
         return inner
 
     return walk(value), stand_ins
-
-
-def _free_characters(value: Any) -> Iterator[str]:
-    used = set(json.dumps(value, ensure_ascii=False, default=str))
-    return (chr(code) for code in PRIVATE if chr(code) not in used)
 
 
 def holds_control(value: Any, control: re.Pattern[str]) -> bool:

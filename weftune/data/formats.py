@@ -1,16 +1,20 @@
-"""The format of rows, detected from their columns, and each row converted to one of four forms."""
+"""The format of rows, detected from their columns, and each row checked and converted to its content: a chat,
+a text, or tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import difflib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weftune.data.messages import Message, clean_messages, clean_sharegpt, clean_tools, list_of, text_of
-from weftune.data.row import BadRow, kind_name
+from weftune.data.row import TOO_DEEP, BadRow, is_deep_json, kind_name
 from weftune.data.spec import DataSpec, Format
 from weftune.errors import DataError, Mistake
 
@@ -36,6 +40,25 @@ NEEDED: dict[Format, tuple[tuple[str, ...], ...]] = {
 }
 """Maps each format to its alternative sets of required columns, in the order of detection. The original
 Alpaca file also has a `text` column, so `text` comes last."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+
+THINKING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +67,27 @@ class Chat:
     tools: list[Any] | None
     turns: tuple[int, ...]
     """Indices of the assistant's messages that are trained on; ignored with `train_on: all`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    prompt: str
-    completion: str
+    stand_ins: Mapping[str, str] = field(default_factory=dict)
+    """Maps each private-use character in the chat to the control token that it replaces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
+    """A text, or a prompt and its completion."""
+
     text: str
+    completion: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
-    tokens: NDArray[np.int64]
+class Sample:
+    """Tokens and the mask of those that are supervised."""
+
+    tokens: NDArray[np.integer]
     mask: NDArray[np.bool_]
 
 
-Content = Chat | Pair | Text | Tokens
+Content = Chat | Text | Sample
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
@@ -87,11 +111,14 @@ def renamed(value: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str
 
 def detect(row: Mapping[str, Any]) -> Format | None:
     for format, choices in NEEDED.items():
-        if any(all(row.get(name) is not None for name in names) for names in choices):
-            if format == "kto" and not isinstance(row["label"], bool):
-                continue
+        if _has_any(row, choices) and (format != "kto" or isinstance(row["label"], bool)):
             return format
     return None
+
+
+def _has_any(row: Mapping[str, Any], choices: Sequence[Sequence[str]]) -> bool:
+    """Return whether the row has all columns of one of the choices."""
+    return any(all(row.get(name) is not None for name in names) for names in choices)
 
 
 def refuse_untrainable(format: Format, label: str) -> None:
@@ -104,7 +131,11 @@ def refuse_untrainable(format: Format, label: str) -> None:
 def normalise(value: Mapping[str, Any], format: Format, spec: DataSpec) -> Content:
     """Return the row's content. Raise BadRow if it cannot be used."""
     row = renamed(value, spec.columns)
-    _check_present(row, format, value, spec)
+    choices = NEEDED[format]
+    if not _has_any(row, choices):
+        missing = next(name for name in choices[0] if row.get(name) is None)
+        name, found = spec.columns.get(missing, missing), ", ".join(value) or "none"
+        raise BadRow(f"the row has no `{name}`, which {format} rows need (its columns: {found[:200]})")
     if format == "text":
         return Text(_filled(row["text"], "text"))
     if format == "tokens":
@@ -117,16 +148,6 @@ def normalise(value: Mapping[str, Any], format: Format, spec: DataSpec) -> Conte
         return _chat(clean_messages(row["messages"], "messages"), row, spec)
     assert format == "sharegpt", format
     return _chat(clean_sharegpt(row["conversations"], "conversations"), row, spec)
-
-
-def _check_present(row: Mapping[str, Any], format: Format, value: Mapping[str, Any], spec: DataSpec) -> None:
-    choices = NEEDED[format]
-    if any(all(row.get(name) is not None for name in names) for names in choices):
-        return
-    missing = next(name for name in choices[0] if row.get(name) is None)
-    wanted = spec.columns.get(missing, missing)
-    found = ", ".join(value) or "none"
-    raise BadRow(f"the row has no `{wanted}`, which {format} rows need (its columns: {found[:200]})")
 
 
 def _filled(value: object, name: str) -> str:
@@ -151,22 +172,20 @@ def _chat(messages: tuple[Message, ...], row: Mapping[str, Any], spec: DataSpec,
 
 
 def _alpaca(row: Mapping[str, Any], spec: DataSpec) -> Chat:
-    asked = _filled(row["instruction"], "instruction")
-    given = row.get("input")
+    request, given, system = _filled(row["instruction"], "instruction"), row.get("input"), row.get("system")
     if given is not None and text_of(given, "input").strip():
-        asked = f"{asked}\n\n{given}"
-    messages = [{"role": "user", "content": asked}]
+        request = f"{request}\n\n{given}"
+    messages = [{"role": "user", "content": request}]
     messages.append({"role": "assistant", "content": _filled(row["output"], "output")})
-    system = row.get("system")
     if system is not None and text_of(system, "system").strip():
         messages.insert(0, {"role": "system", "content": system})
     return _chat(tuple(messages), {}, spec)
 
 
-def _prompt_completion(row: Mapping[str, Any], spec: DataSpec) -> Chat | Pair:
+def _prompt_completion(row: Mapping[str, Any], spec: DataSpec) -> Chat | Text:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
-        return Pair(text_of(prompt, "prompt"), _filled(completion, "completion"))
+        return Text(text_of(prompt, "prompt"), _filled(completion, "completion"))
     for name, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, str | list | tuple):
             raise BadRow(f"`{name}` must be text or a list of messages, not {kind_name(value)}")
@@ -187,7 +206,7 @@ def _integers(value: object, name: str) -> NDArray[np.int64]:
         raise BadRow(f"`{name}` holds a number that is no token") from None
 
 
-def _tokens(row: Mapping[str, Any]) -> Tokens:
+def _tokens(row: Mapping[str, Any]) -> Sample:
     """Return tokens and mask. Labels are not kept, since a supervised token's label is the token itself."""
     tokens = _integers(row["input_ids"], "input_ids")
     labels = _integers(row["labels"], "labels") if row.get("labels") is not None else tokens
@@ -204,4 +223,162 @@ def _tokens(row: Mapping[str, Any]) -> Tokens:
             f"`labels[{at}]` must be -100 or repeat `input_ids[{at}]`: Weftune shifts the labels itself"
         )
     kept = seen != 0
-    return Tokens(tokens[kept], labels[kept] != -100)
+    return Sample(tokens[kept], labels[kept] != -100)
+
+
+def text_of(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise BadRow(f"`{name}` must be text, not {kind_name(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise BadRow(f"`{name}` holds a lone surrogate or a byte that is not UTF-8") from None
+    return value
+
+
+def list_of(value: object, name: str) -> Sequence[Any]:
+    """Return a list, which a CSV or Parquet column may hold as JSON text."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        text = value
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            raise BadRow(f"`{name}` starts like a JSON list but is not one") from None
+        if is_deep_json(text, value):
+            raise BadRow(f"`{name}` is {TOO_DEEP}")
+    if not isinstance(value, list | tuple):
+        raise BadRow(f"`{name}` must be a list, not {kind_name(value)}")
+    return value
+
+
+def _filled_list(value: object, name: str) -> Sequence[Any]:
+    if not (listed := list_of(value, name)):
+        raise BadRow(f"`{name}` is empty")
+    return listed
+
+
+def clean_messages(value: object, name: str) -> tuple[Message, ...]:
+    return tuple(_clean(message, f"{name}[{at}]") for at, message in enumerate(_filled_list(value, name)))
+
+
+def clean_sharegpt(value: object, name: str) -> tuple[Message, ...]:
+    messages = []
+    for at, turn in enumerate(_filled_list(value, name)):
+        if not isinstance(turn, Mapping) or "from" not in turn or "value" not in turn:
+            raise BadRow(f"`{name}[{at}]` must be an object with `from` and `value`")
+        speaker = turn["from"]
+        if speaker not in SHAREGPT_ROLES:
+            raise BadRow(_unknown(f"{name}[{at}].from", speaker, tuple(SHAREGPT_ROLES)))
+        message = {"role": SHAREGPT_ROLES[speaker], "content": turn["value"], "weight": turn.get("weight")}
+        messages.append(_clean(message, f"{name}[{at}]", content="value"))
+    return tuple(messages)
+
+
+def clean_tools(value: object) -> list[Any] | None:
+    if value is None or value == "":
+        return None
+    tools = list(list_of(value, "tools"))
+    for at, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise BadRow(f"`tools[{at}]` must be an object, not {kind_name(tool)}")
+    check_values(tools, "tools")
+    return tools or None
+
+
+def check_values(value: object, name: str) -> None:
+    """Raise BadRow unless every text inside is encodable and every number is finite."""
+    if isinstance(value, str):
+        text_of(value, name)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise BadRow(f"`{name}` holds a number that is not finite")
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            text_of(key, name)
+            check_values(inner, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for at, inner in enumerate(value):
+            check_values(inner, f"{name}[{at}]")
+
+
+def _unknown(name: str, role: object, known: tuple[str, ...]) -> str:
+    near = _nearest(role, known) if isinstance(role, str) and len(role) < 30 else None
+    hint = f"did you mean {near!r}?" if near else f"known are {', '.join(known)}"
+    return f"`{name}` is {repr(role)[:80]}, which is not a role; {hint}"
+
+
+@lru_cache(maxsize=1024)  # the same mistake usually occurs in every row of a file
+def _nearest(role: str, known: tuple[str, ...]) -> str | None:
+    return next(iter(difflib.get_close_matches(role.lower(), known)), None)
+
+
+def _clean(message: object, name: str, content: str = "content") -> Message:
+    if not isinstance(message, Mapping):
+        raise BadRow(f"`{name}` must be an object with `role` and `content`, not {kind_name(message)}")
+    clean = {key: value for key, value in message.items() if value is not None}
+    role = clean.get("role")
+    if role is None:
+        raise BadRow(f"`{name}` has no `role`")
+    if not isinstance(role, str) or role not in ROLES:
+        raise BadRow(_unknown(f"{name}.role", role, ROLES))
+    if "weight" in clean and clean["weight"] not in (0, 1):
+        raise BadRow(f"`{name}.weight` must be 0 or 1")
+    if "tool_calls" in clean:
+        clean["tool_calls"] = [
+            _clean_call(call, f"{name}.tool_calls[{at}]")
+            for at, call in enumerate(list_of(clean["tool_calls"], f"{name}.tool_calls"))
+        ]
+        if not clean["tool_calls"]:
+            del clean["tool_calls"]
+    text = _clean_content(clean, f"{name}.{content}")
+    if text is not None or "content" in message:
+        clean["content"] = text
+    thinking = next((clean[key] for key in THINKING_NAMES if key in clean), None)
+    if thinking is not None:
+        # Under each name that chat templates read, as in transformers.
+        clean = {"thinking": thinking, **clean, "reasoning_content": thinking}
+    check_values({key: value for key, value in clean.items() if key not in ("role", "content")}, name)
+    return clean
+
+
+def _clean_content(message: Message, name: str) -> str | None:
+    """Return the text, or None if the message has tool calls only."""
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        content = "".join(_part(part, f"{name}[{at}]") for at, part in enumerate(content))
+    calls = message["role"] == "assistant" and "tool_calls" in message
+    if content is None:
+        if calls:
+            return None
+        raise BadRow(f"`{name}` is missing")
+    text = text_of(content, name)
+    if message["role"] == "assistant" and not calls and not text.strip():
+        raise BadRow(f"`{name}` is empty: an assistant's message must say something")
+    return text
+
+
+def _part(part: object, name: str) -> str:
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        shown = part.get("type") if isinstance(part, Mapping) else kind_name(part)
+        raise BadRow(f"`{name}` is {shown!r}, but only text can be trained on")
+    return text_of(part.get("text"), f"{name}.text")
+
+
+def _clean_call(call: object, name: str) -> Mapping[str, Any]:
+    """Return the call with its arguments parsed: OpenAI writes them as JSON text, and chat templates print an
+    object."""
+    if not isinstance(call, Mapping):
+        raise BadRow(f"`{name}` must be an object, not {kind_name(call)}")
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        return call
+    text_of(function.get("name"), f"{name}.function.name")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments) if arguments.strip() else {}
+    except (ValueError, RecursionError):
+        raise BadRow(f"`{name}.function.arguments` is not valid JSON") from None
+    if is_deep_json(arguments, parsed):
+        raise BadRow(f"`{name}.function.arguments` is {TOO_DEEP}")
+    return {**call, "function": {**function, "arguments": parsed}}

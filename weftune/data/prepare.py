@@ -14,15 +14,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weftune.data.build import Built, Rules, build, check, find_format
-from weftune.data.cache import META
+from weftune.data.build import build, check, find_format, store_key
+from weftune.data.cache import META, SampleStore
 from weftune.data.encode import Encoder
 from weftune.data.formats import check_columns
 from weftune.data.row import Table
 from weftune.data.samples import Samples, Share
 from weftune.data.spec import DataSpec, EvalSpec, Source
-from weftune.data.tables.read import open_path, open_rows
+from weftune.data.tables import open_path, open_rows
 from weftune.data.template import Template, template_source
+from weftune.data.tokenise import Rules
 from weftune.errors import DataError, Mistake
 
 Progress = Callable[[int], None]
@@ -43,12 +44,6 @@ class Prepared:
         return replace(self, train=self.train.behind(rows, keys), evaluation=held_out)
 
 
-@dataclass(frozen=True, slots=True)
-class _TablePart:
-    table: Table
-    weight: float
-
-
 class SharedData:
     """The data of many jobs. Data that several jobs share is tokenised, read and held once.
 
@@ -59,7 +54,8 @@ class SharedData:
         """`tokenizer` may be an `Encoder` around one."""
         self._encoder = tokenizer if isinstance(tokenizer, Encoder) else Encoder(tokenizer)
         self._cache, self._context = cache, context
-        self._templates: dict[str | None, _Templates] = {}
+        self._templates: dict[str | None, tuple[Template | None, Template | None]] = {}
+        """Maps `data.chat_template` to the template for plain rows and the one for rows with tools."""
         self._known: dict[Hashable, tuple[DataSpec, Prepared | DataError]] = {}
         """Maps `data_identity` to the spec and its result. The spec is held to keep rows from Python alive,
         which are identified by their address."""
@@ -70,7 +66,10 @@ class SharedData:
         """Return a job's samples. They are also cached on disk, so that a later run reads them."""
         key = data_identity(data, evaluation)
         if key not in self._known:
-            self._known[key] = data, self._made_or_refused(data, evaluation, progress)
+            try:
+                self._known[key] = data, self._prepare(data, evaluation, progress)
+            except DataError as error:
+                self._known[key] = data, error
         found = self._known[key][1]
         if isinstance(found, DataError):
             raise DataError(found.mistakes)
@@ -80,47 +79,43 @@ class SharedData:
         """Return whether everything is in the cache."""
         _check(data, evaluation)
         rules = self.rules(data)
-        tables = [part.table for part in [*_open_training(data), *_open_evaluation(data, evaluation)]]
-        folders = (self._cache / rules.key(table, find_format(table, data)) for table in tables)
+        tables = [*_open_training(data), *_open_evaluation(data, evaluation)]
+        folders = (self._cache / store_key(table, find_format(table, data), rules) for table in tables)
         return all((folder / META).is_file() for folder in folders)
 
-    def _made_or_refused(
-        self, data: DataSpec, evaluation: EvalSpec | None, progress: Progress | None
-    ) -> Prepared | DataError:
-        try:
-            return self._made(data, evaluation, progress)
-        except DataError as error:
-            return error
-
-    def _made(self, data: DataSpec, evaluation: EvalSpec | None, progress: Progress | None) -> Prepared:
+    def _prepare(self, data: DataSpec, evaluation: EvalSpec | None, progress: Progress | None) -> Prepared:
         _check(data, evaluation)
         rules = self.rules(data)
-        parts = _open_training(data)
-        held_out = _open_evaluation(data, evaluation)
-        built = _build_all([*parts, *held_out], rules, self._cache, progress)
-        trained, held = built[: len(parts)], built[len(parts) :]
+        training = _open_training(data)
+        tables = [*training, *_open_evaluation(data, evaluation)]
+        stores = _build_all(tables, rules, self._cache, progress)
         notes = tuple(
             note
-            for part, made in zip([*parts, *held_out], built, strict=True)
-            for note in made.store.tally.notes(part.table.label if len(built) > 1 else None, rules.longest)
+            for table, store in zip(tables, stores, strict=True)
+            for note in store.tally.notes(table.label if len(stores) > 1 else None, rules.longest)
         )
-        weights = [part.weight for part in parts]
+        trained, held_out = stores[: len(training)], stores[len(training) :]
+        weights = [table.weight for table in training]
         if evaluation is not None and evaluation.fraction is not None:
-            train, measure = _split(trained, weights, evaluation.fraction)
-            return Prepared(train, measure, notes)
-        measured = _everything(held, [part.weight for part in held_out]) if held else None
-        return Prepared(_everything(trained, weights), measured, notes, _are_among(held, trained))
+            return Prepared(*_split(trained, weights, evaluation.fraction), notes)
+        train = _everything(trained, weights)
+        if not held_out:
+            return Prepared(train, None, notes)
+        rows = np.concatenate([store.rows for store in trained])
+        evaluates_trained = all(bool(np.isin(store.rows, rows).all()) for store in held_out)
+        return Prepared(train, _everything(held_out, [1.0] * len(held_out)), notes, evaluates_trained)
 
     def rules(self, data: DataSpec) -> Rules:
         """Return the rules by which the rows of a job become samples."""
         encoder, context, chosen = self._encoder, self._context, data.chat_template
         if chosen not in self._templates:
-            self._templates[chosen] = _templates(encoder.tokenizer, chosen)
-        templates = self._templates[chosen]
+            plain, for_tools = (
+                None if source is None else Template(source, encoder.tokenizer.special_tokens_map)
+                for source in (template_source(encoder.tokenizer, chosen, tools=one) for one in (False, True))
+            )
+            self._templates[chosen] = plain, for_tools
         longest = data.max_length if context is None else min(data.max_length, context)
-        return Rules(
-            data, encoder, encoder.fingerprint, templates.plain, templates.for_tools, longest, context
-        )
+        return Rules(data, encoder, *self._templates[chosen], longest, context)
 
 
 def prepare(
@@ -171,37 +166,18 @@ def _check(data: DataSpec, evaluation: EvalSpec | None) -> None:
             raise DataError(
                 Mistake(source.path, f"its weight must be above 0 and finite, got {source.weight}")
             )
-    _check_split(data)
+    if data.split is not None and (
+        data.rows is not None or all(Path(source.path).is_file() for source in data.sources)
+    ):
+        raise DataError(
+            Mistake("data.split", "a single file or rows from Python have no splits; leave it out")
+        )
     if evaluation is None:
         return
     if (evaluation.path is None) == (evaluation.fraction is None):
         raise DataError(Mistake("eval", "give either a path or a fraction"))
     if evaluation.fraction is not None and not 0 < evaluation.fraction < 1:
         raise DataError(Mistake("eval.fraction", f"must lie between 0 and 1, got {evaluation.fraction}"))
-
-
-def _check_split(data: DataSpec) -> None:
-    if data.split is None:
-        return
-    single = data.rows is not None or all(Path(source.path).is_file() for source in data.sources)
-    if single:
-        raise DataError(
-            Mistake("data.split", "a single file or rows from Python have no splits; leave it out")
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Templates:
-    """The chat template of a job, and the one for rows with tools."""
-
-    plain: Template | None
-    for_tools: Template | None
-
-
-def _templates(tokenizer: Any, chosen: str | None) -> _Templates:
-    sources = [template_source(tokenizer, chosen, tools=tools) for tools in (False, True)]
-    special = tokenizer.special_tokens_map
-    return _Templates(*(None if source is None else Template(source, special) for source in sources))
 
 
 def data_identity(data: DataSpec, evaluation: EvalSpec | None) -> Hashable:
@@ -213,12 +189,12 @@ def data_identity(data: DataSpec, evaluation: EvalSpec | None) -> Hashable:
     return (*plain, rows, tuple(sorted(data.columns.items())), held_out)
 
 
-def _open_training(data: DataSpec) -> list[_TablePart]:
+def _open_training(data: DataSpec) -> list[Table]:
     if data.rows is not None:
-        return [_TablePart(open_rows(data.rows), 1.0)]
+        return [open_rows(data.rows)]
     names = Counter(Path(source.path).name for source in data.sources)
     return [
-        _TablePart(open_path(source.path, data.split, _label(source, names)), source.weight)
+        replace(open_path(source.path, data.split, _label(source, names)), weight=source.weight)
         for source in data.sources
     ]
 
@@ -229,68 +205,57 @@ def _label(source: Source, names: Counter[str]) -> str:
     return path.name if path.exists() and names[path.name] == 1 else source.path
 
 
-def _open_evaluation(data: DataSpec, evaluation: EvalSpec | None) -> list[_TablePart]:
+def _open_evaluation(data: DataSpec, evaluation: EvalSpec | None) -> list[Table]:
     if evaluation is None or evaluation.path is None:
         return []
     source = Source(path=evaluation.path)
     taken = [] if data.rows is not None else [Path(other.path).name for other in data.sources]
     names = Counter([*taken, Path(source.path).name])
-    return [_TablePart(open_path(source.path, data.split, _label(source, names)), 1.0)]
+    return [open_path(source.path, data.split, _label(source, names))]
 
 
 def _build_all(
-    parts: Sequence[_TablePart], rules: Rules, cache: Path, progress: Progress | None
-) -> list[Built]:
+    tables: Sequence[Table], rules: Rules, cache: Path, progress: Progress | None
+) -> list[SampleStore]:
     """Build every table, or raise the mistakes of all of them together."""
-    built: list[Built] = []
+    stores: list[SampleStore] = []
     mistakes: list[Mistake] = []
-    done = 0
-    for part in parts:
-        before = done
+    for table in tables:
+        before = sum(store.tally.rows for store in stores)
         counted = None if progress is None else (lambda rows, before=before: progress(before + rows))
         try:
-            made = build(part.table, rules, cache, counted)
+            stores.append(build(table, rules, cache, counted))
         except DataError as problem:
             mistakes += problem.mistakes
-            continue
-        done += made.store.tally.rows
-        built.append(made)
     if mistakes:
         raise DataError(dict.fromkeys(mistakes))
-    return built
+    return stores
 
 
 def _fingerprint(*identity: object) -> str:
     return hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
 
 
-def _are_among(held: Sequence[Built], trained: Sequence[Built]) -> bool:
-    """Return whether all rows of the held-out tables are trained on; False if there are no such tables."""
-    if not held:
-        return False
-    rows = np.concatenate([made.store.rows for made in trained])
-    return all(bool(np.isin(made.store.rows, rows).all()) for made in held)
-
-
-def _everything(built: Sequence[Built], weights: Sequence[float]) -> Samples:
+def _everything(stores: Sequence[SampleStore], weights: Sequence[float]) -> Samples:
     shares = [
-        Share(made.store, np.arange(len(made.store.lengths)), weight)
-        for made, weight in zip(built, weights, strict=True)
+        Share(store, np.arange(len(store.lengths)), weight)
+        for store, weight in zip(stores, weights, strict=True)
     ]
-    return Samples(shares, _fingerprint([made.key for made in built], list(weights)))
+    return Samples(shares, _fingerprint([store.key for store in stores], list(weights)))
 
 
-def _split(built: Sequence[Built], weights: Sequence[float], fraction: float) -> tuple[Samples, Samples]:
+def _split(
+    stores: Sequence[SampleStore], weights: Sequence[float], fraction: float
+) -> tuple[Samples, Samples]:
     """Split by the hash of the row: every job on a file holds out the same rows, whatever its seed."""
-    rows = np.concatenate([made.store.rows for made in built])
-    border = _border(rows, fraction)
-    identity = [[made.key for made in built], list(weights), fraction]
+    border = _border(np.concatenate([store.rows for store in stores]), fraction)
+    identity = [[store.key for store in stores], list(weights), fraction]
 
-    def side(held: bool, name: str) -> Samples:
+    def side(held_out: bool, name: str) -> Samples:
         shares = []
-        for made, weight in zip(built, weights, strict=True):
-            chosen = np.flatnonzero((made.store.rows <= border) == held)
-            shares.append(Share(made.store, chosen, 1.0 if held else weight))
+        for store, weight in zip(stores, weights, strict=True):
+            chosen = np.flatnonzero((store.rows <= border) == held_out)
+            shares.append(Share(store, chosen, 1.0 if held_out else weight))
         return Samples(shares, _fingerprint(*identity, name))
 
     return side(False, "train"), side(True, "evaluation")

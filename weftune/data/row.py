@@ -10,7 +10,7 @@ from typing import Any
 
 
 class BadRow(Exception):
-    """This row cannot be used; the text is a sentence for the user, without the place."""
+    """This row cannot be used; the text is a sentence for the user, without the location."""
 
     def plain(self) -> dict[str, Any]:
         """Return the error as JSON values, for `bad_row` in another process."""
@@ -41,9 +41,9 @@ def bad_row(plain: Mapping[str, Any]) -> BadRow:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row and its place (`file.jsonl:LINE`); `problem` says why it could not even be read."""
+    """A row and its location (`file.jsonl:LINE`); `problem` says why it could not even be read."""
 
-    place: str
+    location: str
     value: Mapping[str, Any]
     problem: str | None = None
 
@@ -55,6 +55,8 @@ class Table:
     label: str
     digest: str
     rows: Callable[[], Iterator[Row]]
+    weight: float = 1.0
+    """Number of times that an epoch shows each of its samples."""
 
 
 MAX_DEPTH = 64
@@ -94,12 +96,12 @@ def row_hash(value: Mapping[str, Any]) -> int:
     return int.from_bytes(hashlib.blake2b(canonical(value), digest_size=8).digest(), "little")
 
 
-def as_row(place: str, value: object) -> Row:
+def as_row(location: str, value: object) -> Row:
     if not isinstance(value, Mapping):
-        return Row(place, {}, f"a row must be an object with named columns, not {kind_name(value)}")
+        return Row(location, {}, f"a row must be an object with named columns, not {kind_name(value)}")
     if not all(isinstance(name, str) for name in value):
-        return Row(place, {}, "the names of the columns must be text")
-    return Row(place, value)
+        return Row(location, {}, "the names of the columns must be text")
+    return Row(location, value)
 
 
 def kind_name(value: object) -> str:

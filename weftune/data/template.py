@@ -1,23 +1,41 @@
-"""Lookup of chat templates, and their rendering in a process that can be stopped."""
+"""Lookup of chat templates, and their rendering in Jinja's sandbox inside a process that can be stopped.
+
+The sandbox keeps a template from reaching out; the limited process (`weftune.core.limited`) keeps it from
+running or growing without end. The functions called there are at the end of this module.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from weftune.core.limited import Stopped, run_limited
-from weftune.data import sandbox
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from weftune.core.limited import SECONDS, Stopped, allow_seconds, run_limited
+from weftune.data.chats import PrintCheck, Rendered, forms, render_everything, render_turns
 from weftune.data.formats import Chat
-from weftune.data.row import BadRow, bad_row
-from weftune.data.sandbox import PLACE
-from weftune.data.turns import Rendering, rendering_of
+from weftune.data.row import BadRow, CommonBadRow, bad_row
 from weftune.errors import DataError, Mistake
 
 CHATML = "chatml"
+LONGEST_PRINT = 16_000_000
+"""Maximum number of characters. A template can print without end, and a row that long is not a usable
+sample."""
+TODAY = datetime(2024, 7, 26)
+"""Date that templates print, so that samples are the same every day; Llama's template falls back to this
+date."""
+KEY = "data.chat_template"
 
 
 def template_source(tokenizer: Any, chosen: str | None, *, tools: bool = False) -> str | None:
@@ -30,7 +48,7 @@ def template_source(tokenizer: Any, chosen: str | None, *, tools: bool = False) 
             return Path(chosen).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as problem:
             reason = problem.strerror if isinstance(problem, OSError) else "it is not UTF-8 text"
-            raise DataError(Mistake(PLACE, f"the template {chosen} cannot be read: {reason}")) from problem
+            raise DataError(Mistake(KEY, f"the template {chosen} cannot be read: {reason}")) from problem
     own = getattr(tokenizer, "chat_template", None)
     if isinstance(own, Mapping):
         own = (own.get("tool_use") if tools else None) or own.get("default")
@@ -52,32 +70,27 @@ class Template:
     def __init__(self, source: str, special: Mapping[str, Any]) -> None:
         self.source = source
         self._special = json.dumps({name: text for name, text in special.items() if isinstance(text, str)})
-        known = _facts(source, self._special)
-        self.prints_tools = known["prints_tools"]
+        self.prints_tools: bool = _facts(source, self._special)["prints_tools"]
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool, now: bool = False
     ) -> str:
         """Return the text of these messages; with `prompt`, up to where the assistant begins to speak. A date
-        in it is `sandbox.TODAY`, or the current date with `now`."""
-        made = self._ask(sandbox.render_one, messages, tools, prompt, now)
-        if "bad" in made:
-            raise bad_row(made)
-        return str(made["text"])
+        in it is `TODAY`, or the current date with `now`."""
+        reply = _run(render_one, self.source, self._special, messages, tools, prompt, now)
+        if "bad" in reply:
+            raise bad_row(reply)
+        return str(reply["text"])
 
-    def renderings(self, chats: Sequence[Chat], ends: Collection[str] | None) -> list[Rendering | BadRow]:
+    def renderings(
+        self, chats: Sequence[Chat], ends: Collection[str] | None
+    ) -> list[tuple[Rendered, ...] | BadRow]:
         """Return the renderings of whole rows with their supervised spans. Without `ends`, everything is
         supervised."""
-        made = self._ask(sandbox.render_rows, list(chats), ends) if chats else []
-        return [bad_row(row) if "bad" in row else rendering_of(row) for row in made]
-
-    def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        _refuse_stopped(self.source)
-        try:
-            return run_limited(function, self.source, self._special, *arguments)
-        except Stopped as stopped:
-            _STOPPED[self.source] = str(stopped)
-            raise _refusal(str(stopped)) from None
+        rows = _run(render_rows, self.source, self._special, list(chats), ends) if chats else []
+        return [
+            bad_row(row) if isinstance(row, dict) else tuple(map(Rendered.from_json, row)) for row in rows
+        ]
 
 
 _STOPPED: dict[str, str] = {}
@@ -86,21 +99,188 @@ once."""
 
 
 @lru_cache(maxsize=8)
-def _facts(source: str, special: str) -> dict[str, bool]:
-    _refuse_stopped(source)
+def _facts(source: str, special: str) -> Any:
+    return _run(facts, source, special)
+
+
+def _run(function: Callable[..., Any], source: str, *arguments: Any) -> Any:
+    """Run one of the functions at the end of this module in the limited process."""
     try:
-        known: dict[str, bool] = run_limited(sandbox.facts, source, special)
+        if source not in _STOPPED:
+            return run_limited(function, source, *arguments)
     except Stopped as stopped:
         _STOPPED[source] = str(stopped)
-        raise _refusal(str(stopped)) from None
-    return known
+    sentence = f"the chat template {_STOPPED[source]} for one row and was stopped; use another template"
+    raise DataError(Mistake(KEY, sentence))
 
 
-def _refuse_stopped(source: str) -> None:
-    if source in _STOPPED:
-        raise _refusal(_STOPPED[source])
+class SandboxedTemplate:
+    """A compiled template with the tokenizer's special tokens."""
+
+    def __init__(self, source: str, special: Mapping[str, Any]) -> None:
+        environment = _Sandbox(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = TODAY.strftime
+        self._special = {name: value for name, value in special.items() if isinstance(value, str)}
+        del environment.globals["lipsum"]  # random words without end, useless in samples
+        try:
+            self._template = environment.from_string(source)
+            used = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        except MemoryError:
+            raise
+        except jinja2.TemplateSyntaxError as problem:
+            raise _uncompiled(f"{problem.message} (its line {problem.lineno})") from problem
+        except RecursionError:
+            raise _uncompiled("it is nested too deeply") from None
+        except Exception as problem:  # Jinja computes constants, and Python compiles what Jinja writes
+            raise _uncompiled(str(problem).partition(" (<")[0]) from problem
+        self.prints_tools = "tools" in used
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool, now: bool = False
+    ) -> str:
+        """Return the text of these messages; with `prompt`, up to where the assistant begins to speak. A date
+        in it is `TODAY`, or the current date with `now`."""
+        allow_seconds(SECONDS)
+        pieces: list[str] = []
+        printed = 0
+        values = {**self._special, "messages": messages, "tools": tools, "documents": None}
+        if now:
+            values["strftime_now"] = datetime.now().strftime
+        try:
+            for piece in self._template.generate(values, add_generation_prompt=prompt):
+                printed += len(piece)
+                if printed > LONGEST_PRINT:
+                    raise _PrintsTooMuch
+                pieces.append(piece)
+        except _PrintsTooMuch:
+            sentence = f"the chat template printed more than {LONGEST_PRINT:,} characters for one row"
+            raise DataError(Mistake(KEY, sentence)) from None
+        except RecursionError:
+            raise BadRow("the chat template nests too deeply on this row") from None
+        except MemoryError:
+            raise
+        except jinja2.TemplateError as problem:
+            raise BadRow(f"the chat template refuses this row: {problem}") from problem
+        except Exception as problem:  # a template can call what raises anything
+            sentence = f"the chat template refuses this row: {type(problem).__name__}: {problem}"
+            raise BadRow(sentence) from problem
+        return "".join(pieces)
 
 
-def _refusal(what: str) -> DataError:
-    sentence = f"the chat template {what} for one row and was stopped; use another template"
-    return DataError(Mistake(PLACE, sentence))
+def _uncompiled(reason: str) -> DataError:
+    return DataError(Mistake(KEY, f"the chat template does not compile: {reason}"))
+
+
+class _PrintsTooMuch(Exception):
+    pass
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """A sandbox that also stops a product or sum before it is computed if it would be too long."""
+
+    intercepted_binops = frozenset(["*", "+"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*" and (
+            isinstance(left, str | list | tuple) or isinstance(right, str | list | tuple)
+        ):
+            sizes = [side if isinstance(side, int) else len(side) for side in (left, right)]
+            if sizes[0] * sizes[1] > LONGEST_PRINT:
+                raise _PrintsTooMuch
+        if operator == "+" and isinstance(left, str) and len(left) > LONGEST_PRINT:
+            raise _PrintsTooMuch
+        return super().call_binop(context, operator, left, right)
+
+
+class _Generation(jinja2.ext.Extension):
+    """The `{% generation %}` tag, which marks the assistant's text in some templates; the text is printed and
+    the mark ignored."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return a value as JSON. Jinja's own filter escapes HTML, which no model was trained on."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=str,
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+@lru_cache(maxsize=8)
+def compiled(source: str, special: str) -> SandboxedTemplate:
+    """Return the compiled template. `special` holds the tokenizer's special tokens as JSON."""
+    return SandboxedTemplate(source, json.loads(special))
+
+
+def facts(source: str, special: str) -> dict[str, bool]:
+    """Return the properties of a template that are needed before any row is rendered."""
+    return {"prints_tools": compiled(source, special).prints_tools}
+
+
+def render_one(
+    source: str, special: str, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool, now: bool
+) -> dict[str, Any]:
+    """Return the text of some messages, or the reason for a failure under `bad`."""
+    try:
+        return {"text": compiled(source, special).render(messages, tools, prompt=prompt, now=now)}
+    except BadRow as problem:
+        return problem.plain()
+
+
+def render_rows(
+    source: str, special: str, chats: Sequence[Chat], ends: Collection[str] | None
+) -> list[list[dict[str, Any]] | dict[str, Any]]:
+    """Return a list of renderings for each row, or the reason for a failure under `bad`. Without `ends`,
+    everything is supervised."""
+    template, check = compiled(source, special), print_check(source, special)
+    replies: list[list[dict[str, Any]] | dict[str, Any]] = []
+    for chat in chats:
+        try:
+            replies.append([asdict(one) for one in _render_row(chat, template, ends, check)])
+        except BadRow as problem:
+            replies.append(problem.plain())
+    return replies
+
+
+@lru_cache(maxsize=8)
+def print_check(source: str, special: str) -> PrintCheck:
+    return PrintCheck(compiled(source, special))
+
+
+def _render_row(
+    chat: Chat, template: SandboxedTemplate, ends: Collection[str] | None, check: PrintCheck
+) -> tuple[Rendered, ...]:
+    """Render the first of the chat's forms that the template prints completely."""
+    problems: list[BadRow] = []
+    for form in forms(chat):
+        try:
+            row = render_everything(form, template) if ends is None else render_turns(form, template, ends)
+            check.refuse_dropped(form, row[-1].text)
+            return row
+        except BadRow as problem:
+            problems.append(problem)
+    # A dropped part is more informative than the refusal of another form of the row.
+    raise next((problem for problem in problems if isinstance(problem, CommonBadRow)), problems[0])

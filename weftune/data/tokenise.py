@@ -1,20 +1,20 @@
-"""Conversion of normalised rows to samples: tokens and the mask of supervised ones."""
+"""Conversion of the contents of rows to samples: tokens and the mask of supervised ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from weftune.data.cache import Tally
+from weftune.data.chats import Rendered
 from weftune.data.encode import Encoded, Encoder, hide_control, holds_control
-from weftune.data.formats import Chat, Content, Pair, Text, Tokens
+from weftune.data.formats import Chat, Content, Sample, Text
 from weftune.data.row import BadRow, CommonBadRow
-from weftune.data.spec import TrainOn
-from weftune.data.tally import Tally
-from weftune.data.template import Template
-from weftune.data.turns import Rendered, Rendering
+from weftune.data.spec import DataSpec
+from weftune.data.template import Template, template_source
 from weftune.errors import DataError
 
 NO_TEMPLATE = (
@@ -25,79 +25,51 @@ NO_TEMPLATE = (
 SKIP = "leave such rows out with `data.skip_bad_rows: true`"
 RAISE_OR_SKIP = f"raise `data.max_length` to {{needed_tokens}} or more, or {SKIP}"
 SHORTEN_OR_SKIP = f"`data.max_length` cannot be raised beyond that; shorten such rows, or {SKIP}"
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    tokens: NDArray[np.int32]
-    mask: NDArray[np.bool_]
-
-
 Outcome = tuple[Sample, ...] | BadRow
 """Samples of one row, or the reason why it has none."""
 
 
 @dataclass(frozen=True, slots=True)
-class _SampleDraft:
-    """A chat sample as text, before its tokens are known."""
+class Rules:
+    """Everything besides the rows that determines the samples."""
 
-    rendered: Rendered
-    stand_ins: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Hidden:
-    """A chat whose control tokens are hidden behind stand-ins."""
-
-    chat: Chat
-    stand_ins: Mapping[str, str]
+    spec: DataSpec
+    encoder: Encoder
+    template: Template | None
+    tool_template: Template | None
+    """Template for rows with tools, if the tokenizer has a separate one for them."""
+    longest: int
+    context: int | None
+    """Maximum number of tokens that the base reads, if known; `longest` never exceeds it."""
 
 
 class Tokeniser:
-    def __init__(
-        self,
-        encoder: Encoder,
-        template: Template | None,
-        tool_template: Template | None,
-        train_on: TrainOn,
-        longest: int,
-        tally: Tally,
-        *,
-        context: int | None,
-    ) -> None:
-        self._encoder = encoder
-        self._template = template
-        self._tool_template = tool_template
-        self._train_on = train_on
-        self._longest = longest
-        self._tally = tally
-        self._context = context
+    def __init__(self, rules: Rules, tally: Tally) -> None:
+        self._rules, self._encoder, self._tally = rules, rules.encoder, tally
+        self._supervises_all = rules.spec.train_on == "all"
 
     def outcomes(self, contents: Sequence[Content]) -> Iterator[Outcome]:
         """Yield one outcome for each row, in order; all rows have one form, or are chats and pairs mixed."""
-        whole = self._chats(contents)
-        plain = self._plain([content for content in contents if isinstance(content, Pair | Text)])
-        for content, chat in zip(contents, whole, strict=True):
+        chats = iter(self._chats([content for content in contents if isinstance(content, Chat)]))
+        texts = self._texts([content for content in contents if isinstance(content, Text)])
+        for content in contents:
             if isinstance(content, Chat):
-                yield self._finish(chat)
-            elif isinstance(content, Tokens):
-                yield self._finish(self._given(content))
+                yield self._shortened(next(chats))
+            elif isinstance(content, Sample):
+                yield self._shortened(self._given(content))
             else:
-                yield self._finish((next(plain),))
+                yield self._shortened((next(texts),))
 
-    def _finish(self, made: Outcome) -> Outcome:
-        if isinstance(made, BadRow):
-            return made
-        kept = []
-        for sample in made:
-            cut = Sample(sample.tokens[: self._longest], sample.mask[: self._longest])
-            if cut.mask[1:].any():
-                kept.append(cut)
-        shortened = any(len(sample.tokens) > self._longest for sample in made)
+    def _shortened(self, samples: Outcome) -> Outcome:
+        if isinstance(samples, BadRow):
+            return samples
+        longest = self._rules.longest
+        cut = [Sample(sample.tokens[:longest], sample.mask[:longest]) for sample in samples]
+        kept = tuple(sample for sample in cut if sample.mask[1:].any())
         if not kept:
-            return self._unsupervised(made)
-        self._tally.truncated += shortened
-        return tuple(kept)
+            return self._unsupervised(samples)
+        self._tally.truncated += any(len(sample.tokens) > longest for sample in samples)
+        return kept
 
     def _unsupervised(self, samples: Sequence[Sample]) -> BadRow:
         """Return why a row has nothing to train on: it is cut before its first supervised token, or has
@@ -106,17 +78,17 @@ class Tokeniser:
         if not reached:
             return BadRow("the row has no supervised token")
         sentence = "the row has no supervised token within its first {} tokens"
-        if self._context is not None and min(reached) > self._context:
-            whole = sentence.format(self._context) + ", which is all that the base reads"
+        if self._rules.context is not None and min(reached) > self._rules.context:
+            whole = sentence.format(self._rules.context) + ", which is all that the base reads"
             return CommonBadRow(whole, kind="longer than the context", remedy=SHORTEN_OR_SKIP)
         return CommonBadRow(
-            sentence.format(self._longest),
+            sentence.format(self._rules.longest),
             kind="longer than max_length",
             remedy=RAISE_OR_SKIP,
             needed_tokens=min(reached),
         )
 
-    def _given(self, content: Tokens) -> Outcome:
+    def _given(self, content: Sample) -> Outcome:
         tokens = content.tokens
         outside = np.flatnonzero((tokens < 0) | (tokens >= self._encoder.size))
         if len(outside):
@@ -126,120 +98,128 @@ class Tokeniser:
             )
         return (Sample(tokens.astype(np.int32), content.mask),)
 
-    def _plain(self, contents: Sequence[Pair | Text]) -> Iterator[Sample]:
-        """Yield the samples of texts and pairs of texts. A pair's prompt is tokenised by itself, exactly as
-        at inference, and its completion as a continuation, so that the border between them never depends on
-        the text around it."""
+    def _texts(self, contents: Sequence[Text]) -> Iterator[Sample]:
+        """Yield the samples of texts. A prompt is tokenised by itself, exactly as at inference, and its
+        completion as a continuation, so that the border between them never depends on the text around it."""
         encoder = self._encoder
         if contents and encoder.eos is None:
             raise DataError(
                 "the base's tokenizer has no end-of-text token, which text and completion rows end with"
             )
-        heads = encoder.texts(
-            [content.prompt if isinstance(content, Pair) else content.text for content in contents]
+        heads = encoder.texts([content.text for content in contents])
+        tails = iter(
+            encoder.continuations([one.completion for one in contents if one.completion is not None])
         )
-        tails = iter(encoder.continuations([item.completion for item in contents if isinstance(item, Pair)]))
         lead = np.array(encoder.lead, dtype=np.int32)
         end = np.array([encoder.eos], dtype=np.int32)
         for content, head in zip(contents, heads, strict=True):
-            unsupervised = len(lead)
-            parts = [lead, head, end]
-            if isinstance(content, Pair):
+            parts, unsupervised = [lead, head, end], len(lead)
+            if content.completion is not None:
                 parts = [lead, head, next(tails), end]
-                unsupervised += len(head) if self._train_on != "all" else 0
-                self._tally.control += holds_control([content.prompt, content.completion], encoder.control)
-            else:
-                self._tally.control += holds_control(content.text, encoder.control)
+                unsupervised += 0 if self._supervises_all else len(head)
             tokens = np.concatenate(parts)
+            self._tally.control += holds_control([content.text, content.completion], encoder.control)
             yield Sample(tokens, np.arange(len(tokens)) >= unsupervised)
 
-    def _chats(self, contents: Sequence[Content]) -> list[Outcome]:
-        """Return one outcome for each row that is a chat, and an empty one for the others."""
-        chats = iter(self._drafts([content for content in contents if isinstance(content, Chat)]))
-        drafts = [next(chats) if isinstance(content, Chat) else [] for content in contents]
-        simple = [
-            draft.rendered.text
-            for row in drafts
-            if not isinstance(row, BadRow)
-            for draft in row
-            if not draft.stand_ins
-        ]
-        encoded = iter(self._encoder.rendered(simple))
-        return [row if isinstance(row, BadRow) else self._samples(row, encoded) for row in drafts]
-
-    def _drafts(self, chats: Sequence[Chat]) -> list[list[_SampleDraft] | BadRow]:
-        """Return the drafts of all chats. They are rendered in one call, since that happens in another
-        process."""
-        if not chats:
-            return []
+    def _chats(self, chats: Sequence[Chat]) -> list[Outcome]:
+        """Return the samples of each chat. All are rendered in one call, since that happens in another
+        process, and so are those without control tokens tokenised."""
         hidden = [self._hidden(chat) for chat in chats]
-        shown = [row.chat for row in hidden if isinstance(row, _Hidden)]
-        plain = self._renderings(self._template, [chat for chat in shown if chat.tools is None])
-        with_tools = self._renderings(self._tool_template, [chat for chat in shown if chat.tools is not None])
-        return [
-            row
-            if isinstance(row, BadRow)
-            else self._draft(row, next(plain if row.chat.tools is None else with_tools))
-            for row in hidden
-        ]
+        shown = [chat for chat in hidden if isinstance(chat, Chat)]
+        plain = self._rendered(self._rules.template, [chat for chat in shown if chat.tools is None])
+        with_tools = self._rendered(
+            self._rules.tool_template, [chat for chat in shown if chat.tools is not None]
+        )
+        rows: list[tuple[Chat, tuple[Rendered, ...]] | BadRow] = []
+        for chat in hidden:
+            if isinstance(chat, BadRow):
+                rows.append(chat)
+                continue
+            rendered = next(plain if chat.tools is None else with_tools)
+            rows.append(rendered if isinstance(rendered, BadRow) else (chat, rendered))
+        pairs = [row for row in rows if not isinstance(row, BadRow)]
+        texts = [one.text for chat, rendered in pairs if not chat.stand_ins for one in rendered]
+        encoded = iter(self._encoder.rendered(texts))
+        return [row if isinstance(row, BadRow) else self._samples(*row, encoded) for row in rows]
 
-    def _renderings(self, template: Template | None, chats: Sequence[Chat]) -> Iterator[Rendering | BadRow]:
+    def _rendered(
+        self, template: Template | None, chats: Sequence[Chat]
+    ) -> Iterator[tuple[Rendered, ...] | BadRow]:
         if not chats:
             return iter(())
         if template is None:
             raise DataError(NO_TEMPLATE)
-        ends = None if self._train_on == "all" else sorted(self._encoder.added)
+        ends = None if self._supervises_all else sorted(self._encoder.added)
         return iter(template.renderings(chats, ends))
 
-    def _hidden(self, chat: Chat) -> _Hidden | BadRow:
-        stand_ins: Mapping[str, str] = {}
-        if holds_control([chat.messages, chat.tools], self._encoder.control):
-            try:
-                (messages, tools), stand_ins = hide_control(
-                    [chat.messages, chat.tools], self._encoder.control
-                )
-            except BadRow as problem:
-                return problem
-            chat = replace(chat, messages=tuple(messages), tools=tools)
-        return _Hidden(chat, stand_ins)
+    def _hidden(self, chat: Chat) -> Chat | BadRow:
+        """Return the chat with its control tokens replaced by stand-ins."""
+        control = self._encoder.control
+        if not holds_control([chat.messages, chat.tools], control):
+            return chat
+        try:
+            (messages, tools), stand_ins = hide_control([chat.messages, chat.tools], control)
+        except BadRow as problem:
+            return problem
+        return replace(chat, messages=tuple(messages), tools=tools, stand_ins=stand_ins)
 
-    def _draft(self, row: _Hidden, rendering: Rendering | BadRow) -> list[_SampleDraft] | BadRow:
-        if isinstance(rendering, BadRow):
-            return rendering
-        self._count(rendering, row.chat, control=bool(row.stand_ins))
-        return [_SampleDraft(rendered, row.stand_ins) for rendered in rendering.samples]
-
-    def _count(self, rendering: Rendering, chat: Chat, control: bool) -> None:
-        self._tally.split += rendering.split
-        self._tally.parted += rendering.parted
-        self._tally.endless += rendering.endless
-        self._tally.control += control
-        assert self._tool_template is not None or chat.tools is None
-        self._tally.untold += self._tool_template is not None and (
-            chat.tools is not None and not self._tool_template.prints_tools
-        )
-
-    def _samples(self, drafts: Sequence[_SampleDraft], simple: Iterator[Encoded]) -> tuple[Sample, ...]:
+    def _samples(self, chat: Chat, row: Sequence[Rendered], simple: Iterator[Encoded]) -> tuple[Sample, ...]:
         """Return samples with exactly the tokens of `apply_chat_template`; BOS only if the template prints
-        it."""
+        it. `simple` has the tokens of chats without control tokens."""
+        encoder, tally, template = self._encoder, self._tally, self._rules.tool_template
         encoded = [
-            self._encoder.pieces(draft.rendered.text, draft.stand_ins) if draft.stand_ins else next(simple)
-            for draft in drafts
+            encoder.pieces(one.text, chat.stand_ins) if chat.stand_ins else next(simple) for one in row
         ]
-        rows = list(zip(drafts, encoded, strict=True))
-        self._tally.merged += any(self._merges(draft, part) for draft, part in rows)
-        return tuple(self._supervise(draft, part) for draft, part in rows)
+        samples = list(zip(row, encoded, strict=True))
+        tally.split += len(row) > 1
+        tally.parted += any(one.parted for one in row)
+        tally.endless += any(one.endless for one in row)
+        tally.control += bool(chat.stand_ins)
+        tally.untold += chat.tools is not None and template is not None and not template.prints_tools
+        tally.merged += any(
+            encoder.begins_inside(part, start) for one, part in samples for start, _ in one.spans or ()
+        )
+        return tuple(self._supervised(one, part) for one, part in samples)
 
-    def _merges(self, draft: _SampleDraft, encoded: Encoded) -> bool:
-        return any(self._encoder.begins_inside(encoded, start) for start, _ in draft.rendered.spans or ())
-
-    def _supervise(self, draft: _SampleDraft, encoded: Encoded) -> Sample:
-        spans = draft.rendered.spans
-        mask = np.full(len(encoded.tokens), spans is None)
-        for start, stop in spans or ():
+    def _supervised(self, rendered: Rendered, encoded: Encoded) -> Sample:
+        mask = np.full(len(encoded.tokens), rendered.spans is None)
+        for start, stop in rendered.spans or ():
             # A token that begins in the prompt and continues into the answer counts too: the answer begins
             # with it.
             mask |= ((encoded.starts >= start) | (encoded.stops > start)) & (encoded.starts < stop)
         if len(mask) and encoded.tokens[0] == self._encoder.bos:
             mask[0] = False
         return Sample(encoded.tokens, mask)
+
+
+def prompt_tokens(tokenizer: Any, prompt: str, system: str | None = None) -> list[int]:
+    """Return the prompt's tokens, rendered by the tokenizer's chat template up to the answer; without a
+    template, as plain text.
+
+    With a template these are the tokens of `apply_chat_template`, but control tokens in the prompt stay text.
+    """
+    encoder = Encoder(tokenizer)
+    source = template_source(tokenizer, None)
+    if source is None:
+        if system is not None:
+            raise DataError("This base has no chat template, so it takes no system message.")
+        (tokens,) = encoder.texts([prompt])
+        ids = [*encoder.lead, *tokens.tolist()]
+    else:
+        ids = _chat_prompt(tokenizer, encoder, source, prompt, system)
+    if not ids:
+        raise DataError("The prompt is empty: there is nothing that the model could answer.")
+    return ids
+
+
+def _chat_prompt(tokenizer: Any, encoder: Encoder, source: str, prompt: str, system: str | None) -> list[int]:
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": prompt})
+    hidden, stand_ins = hide_control(messages, encoder.control)
+    try:
+        template = Template(source, tokenizer.special_tokens_map)
+        text = template.render(hidden, None, prompt=True, now=True)
+    except BadRow as problem:
+        raise DataError(f"This prompt cannot be put to the model: {problem}.") from problem
+    ids: list[int] = encoder.pieces(text, stand_ins).tokens.tolist()
+    return ids

@@ -15,9 +15,8 @@ import numpy as np
 from weftune.adapters.kinds import AdapterSpec
 from weftune.adapters.start import source_of
 from weftune.core.shapes import JobShape, ModelShape, SiteShape, layer_sums
-from weftune.data.order import SampleOrder
 from weftune.data.prepare import Prepared
-from weftune.data.samples import Samples
+from weftune.data.samples import SampleOrder, Samples
 from weftune.data.spec import DataSpec
 from weftune.jobs.spec.spec import JobSpec, in_steps
 from weftune.plan.program.program import GlobalBatch, PlacedSample

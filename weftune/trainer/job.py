@@ -11,9 +11,8 @@ from weftune.adapters.registry import kind_named
 from weftune.core.batch import Microbatch
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.data.collate import Part, collate
-from weftune.data.order import SampleOrder
 from weftune.data.prepare import Prepared, SharedData
-from weftune.data.samples import Samples
+from weftune.data.samples import SampleOrder, Samples
 from weftune.errors import AdapterError, DataError, Mistake
 from weftune.jobs.courses import Curriculum, curriculum, cut_data, job_shape
 from weftune.jobs.spec.spec import JobSpec, in_steps

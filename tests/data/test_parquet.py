@@ -11,8 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from weftune.core.limited import Stopped
-from weftune.data.tables import parquet
-from weftune.data.tables.parquet import batches, count_bytes, refuse_swelling
+from weftune.data import parquet
+from weftune.data.parquet import batches, count_bytes, refuse_swelling
 from weftune.errors import DataError
 
 

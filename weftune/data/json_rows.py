@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from weftune.data.row import TOO_DEEP, Row, as_row, is_deep_json
 from weftune.errors import DataError, Mistake
@@ -63,32 +63,28 @@ def read_lines(path: Path, label: str) -> Iterator[Row]:
         number = 0
         while line := file.readline(LONGEST_ROW):
             number += 1
-            place = f"{label}:{number}"
+            location = f"{label}:{number}"
             if len(line) == LONGEST_ROW and not line.endswith(b"\n"):
-                _skip_line(file)
-                yield Row(place, {}, f"the row is longer than {LONGEST_ROW // 2**20} MiB")
+                while (rest := file.readline(PIECE)) and not rest.endswith(b"\n"):
+                    pass
+                yield Row(location, {}, f"the row is longer than {LONGEST_ROW // 2**20} MiB")
             elif line.strip():
-                yield _parse_line(line, place, first=number == 1)
+                yield _parse_line(line, location, first=number == 1)
 
 
-def _skip_line(file: BinaryIO) -> None:
-    while (rest := file.readline(PIECE)) and not rest.endswith(b"\n"):
-        pass
-
-
-def _parse_line(line: bytes, place: str, first: bool) -> Row:
+def _parse_line(line: bytes, location: str, first: bool) -> Row:
     try:
         text = line.decode("utf-8-sig" if first else "utf-8")
     except UnicodeDecodeError:
-        return Row(place, {}, "the line is not valid UTF-8")
+        return Row(location, {}, "the line is not valid UTF-8")
     try:
         # Without the line ending: otherwise missing text would be reported at column 1 of the next line.
         value = DECODER.decode(text.rstrip(SPACE))
     except (ValueError, RecursionError) as problem:
-        return Row(place, {}, explain(problem, text))
+        return Row(location, {}, explain(problem, text))
     if is_deep_json(text, value):
-        return Row(place, {}, f"not usable JSON: {TOO_DEEP}")
-    return Row(place, value) if type(value) is dict else as_row(place, value)
+        return Row(location, {}, f"not usable JSON: {TOO_DEEP}")
+    return Row(location, value) if type(value) is dict else as_row(location, value)
 
 
 def explain(problem: Exception, line: str = "") -> str:
@@ -97,19 +93,17 @@ def explain(problem: Exception, line: str = "") -> str:
         return f"not valid JSON: {_reason(problem)} at column {problem.colno}"
     if isinstance(problem, RecursionError):
         return f"not usable JSON: {TOO_DEEP}"
-    if isinstance(problem, _Unfit) and (position := _find(problem.literal, line)) is not None:
-        return f"not valid JSON: {problem} at column {position + 1}"
+    if isinstance(problem, _Unfit):
+        # The first occurrence of the literal outside a text.
+        found = (one.start() for one in LITERAL.finditer(line) if one.group() == problem.literal)
+        if (position := next(found, None)) is not None:
+            return f"not valid JSON: {problem} at column {position + 1}"
     return f"not valid JSON: {problem}"
 
 
 def _reason(problem: json.JSONDecodeError) -> str:
     """Return the decoder's message without the `at` with which some end."""
     return problem.msg.lower().removesuffix(" at")
-
-
-def _find(literal: str, line: str) -> int | None:
-    """Return the position of the literal's first occurrence outside a text, or None."""
-    return next((found.start() for found in LITERAL.finditer(line) if found.group() == literal), None)
 
 
 def read_json(path: Path, label: str) -> Iterator[Row]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import csv
 import json
+import math
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 from huggingface_hub import constants
 
+from weftune.data import tables
+from weftune.data.json_rows import PIECE, read_json, read_lines
 from weftune.data.prepare import prepare
+from weftune.data.row import Row
 from weftune.data.spec import DataSpec
-from weftune.data.tables.json_rows import PIECE, read_json, read_lines
-from weftune.data.tables.read import open_path, open_rows
+from weftune.data.tables import open_path, open_rows, read_csv, read_given, read_parquet
 from weftune.errors import DataError
 
 ROWS = [{"prompt": f"Question {n}:", "completion": f" answer, {n}\n“é”"} for n in range(5)]
@@ -67,13 +71,13 @@ def test_a_column_that_a_table_fills_with_null_counts_as_absent():
 def test_rows_name_the_line_on_which_they_start(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text('text\n"two\nlines"\nlast\n')
-    assert [row.place for row in open_path(str(path), None, "rows.csv").rows()] == [
+    assert [row.location for row in open_path(str(path), None, "rows.csv").rows()] == [
         "rows.csv:2",
         "rows.csv:4",
     ]
     path = tmp_path / "rows.json"
     path.write_text('[\n{"text":\n"a"},\n\n{"text": "b"}]')
-    assert [row.place for row in open_path(str(path), None, "rows.json").rows()] == [
+    assert [row.location for row in open_path(str(path), None, "rows.json").rows()] == [
         "rows.json:2",
         "rows.json:5",
     ]
@@ -132,7 +136,7 @@ def test_a_folder_is_read_file_by_file_and_by_split(tmp_path):
     (folder / "README.md").write_text("no rows")
     assert [row["text"] for row in values(open_path(str(folder), None, "set"))] == ["c", "a", "b"]
     table = open_path(str(folder), "train", "set")
-    assert [row.place for row in table.rows()] == ["set/train-00000.jsonl:1", "set/train-00001.jsonl:1"]
+    assert [row.location for row in table.rows()] == ["set/train-00000.jsonl:1", "set/train-00001.jsonl:1"]
     with pytest.raises(DataError, match="of the split validation"):
         open_path(str(folder), "validation", "set")
 
@@ -158,13 +162,13 @@ def test_a_hub_id_that_cannot_be_had_is_a_sentence(monkeypatch, tmp_path):
 
 
 def test_a_row_longer_than_the_limit_is_bad_and_the_next_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("weftune.data.tables.json_rows.LONGEST_ROW", 100)
+    monkeypatch.setattr("weftune.data.json_rows.LONGEST_ROW", 100)
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"text": "x" * 1000}) + '\n{"text": "a"}\n')
     first, second = open_path(str(path), None, "rows").rows()
     assert "longer than" in first.problem
     assert dict(second.value) == {"text": "a"}
-    assert second.place == "rows:2"
+    assert second.location == "rows:2"
 
 
 COLUMNS = {
@@ -241,8 +245,8 @@ def test_a_row_of_16_mebibytes_is_too_long_and_one_a_byte_shorter_is_not(tmp_pat
     assert len(longest) == most
     path.write_bytes(longest + b'{"text": "x' + longest[11:] + longest[:-3] + b'xxxx"}\n' + b"[]\n")
     first, second, third, last = read_lines(path, "rows")
-    assert (first.problem, second.problem, last.place) == (None, None, "rows:4")
-    assert (third.problem, third.place) == ("the row is longer than 16 MiB", "rows:3")
+    assert (first.problem, second.problem, last.location) == (None, None, "rows:4")
+    assert (third.problem, third.location) == ("the row is longer than 16 MiB", "rows:3")
 
 
 def test_a_row_of_an_array_without_end_is_a_sentence_and_not_read_to_its_end(tmp_path):
@@ -268,7 +272,7 @@ def test_an_array_may_be_empty_spaced_and_begin_with_a_byte_order_mark(tmp_path)
         path.write_text(text, newline="")
         assert len(list(read_json(path, "rows"))) == count
     path.write_text('{"a": 1}\n{"a": 2}\n')
-    assert [row.place for row in read_json(path, "rows")] == ["rows:1", "rows:2"]
+    assert [row.location for row in read_json(path, "rows")] == ["rows:1", "rows:2"]
     path.write_text("[" + "[" * 70 + "]" * 70 + "]")
     with pytest.raises(DataError, match=r"^rows:1: not usable JSON: nested more than 64 levels deep"):
         list(read_json(path, "rows"))
@@ -285,7 +289,7 @@ def test_a_number_at_the_end_of_a_piece_goes_on_in_the_next(tmp_path):
 
 def test_a_name_with_the_ending_of_a_file_is_no_dataset_of_the_hub(monkeypatch):
     asked: list[tuple[str, str]] = []
-    monkeypatch.setattr("weftune.data.tables.read._open_hub", lambda *given: asked.append(given))
+    monkeypatch.setattr("weftune.data.tables._open_hub", lambda *given: asked.append(given))
     for name in ("absent.jsonl", "absent/rows.CSV", "../absent", "a/b/c"):
         with pytest.raises(DataError, match=f"mine: there is no file {name}"):
             open_path(name, None, "mine")
@@ -323,7 +327,7 @@ def test_a_dataset_of_the_hub_is_its_rows_or_the_first_line_of_why_it_cannot_be_
     def refuses(name: str, split: str) -> None:
         raise RuntimeError(f"no {split} in {name}\nand much more")
 
-    monkeypatch.setattr("weftune.data.tables.read.why_absent", lambda *_: None)
+    monkeypatch.setattr("weftune.data.tables.why_absent", lambda *_: None)
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: datasets.Dataset.from_list(ROWS))
     assert values(open_path("nobody/nothing", None, "mine")) == ROWS
     monkeypatch.setattr(datasets, "load_dataset", refuses)
@@ -344,7 +348,74 @@ def test_a_line_that_is_no_object_is_a_bad_row_that_says_what_it_is(tmp_path):
         "a row must be an object with named columns, not null",
         None,
     ]
-    assert [(row.place, dict(row.value)) for row in rows if row.problem is None] == [
+    assert [(row.location, dict(row.value)) for row in rows if row.problem is None] == [
         ("rows:1", {"a": 1}),
         ("rows:6", {}),
     ]
+
+
+def rows_of(tmp_path: Path, text: str) -> list[Row]:
+    path = tmp_path / "rows.csv"
+    path.write_text(text, newline="")
+    return list(read_csv(path, "rows"))
+
+
+def test_a_torn_line_is_a_bad_row_and_those_behind_it_are_read(tmp_path):
+    first, torn, last = rows_of(tmp_path, 'text,b\na,b\n"a"c,b\nd,e\n')
+    assert (first.value, last.value) == ({"text": "a", "b": "b"}, {"text": "d", "b": "e"})
+    assert (torn.location, torn.problem[:15], last.location) == ("rows:3", "not valid CSV: ", "rows:4")
+
+
+def test_a_line_is_as_long_as_it_may_be_and_one_longer_is_passed_over_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "LONGEST_LINE", 10)
+    text = "text\n" + "x" * 9 + "\n" + "y" * 10 + "\n" + "z" * 35 + "\n\nb\n" + "c" * 9
+    rows = rows_of(tmp_path, text)
+    assert [row.value.get("text") for row in rows] == ["x" * 9, None, None, "b", "c" * 9]
+    assert [row.location for row in rows] == ["rows:2", "rows:3", "rows:4", "rows:6", "rows:7"]
+    assert rows[2].problem == "not valid CSV: the line is longer than 0 Mi characters"
+    with pytest.raises(DataError, match="rows:1: the header is not valid CSV: the line is longer"):
+        rows_of(tmp_path, "h" * 30)
+
+
+def test_a_field_may_be_longer_than_the_csv_module_takes_by_itself(tmp_path):
+    (row,) = rows_of(tmp_path, "text\n" + "x" * 200_000)
+    assert len(row.value["text"]) == 200_000
+    assert rows_of(tmp_path, "") == rows_of(tmp_path, "text\n") == []
+
+
+def test_rows_of_parquet_are_counted_from_one_and_empty_cells_are_absent(tmp_path):
+    table = pyarrow.table({"text": ["a", None, "c"], "n": [1.0, 2.0, math.nan]})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    rows = list(read_parquet(tmp_path / "rows.parquet", "rows"))
+    assert [row.location for row in rows] == ["rows:1", "rows:2", "rows:3"]
+    assert [row.value for row in rows] == [{"text": "a", "n": 1.0}, {"n": 2.0}, {"text": "c"}]
+
+
+def test_a_parquet_file_that_breaks_while_it_is_read_is_a_sentence(tmp_path, monkeypatch):
+    def torn(_: Path) -> None:
+        raise OSError("torn\nat 5")
+
+    monkeypatch.setattr(tables, "refuse_swelling", lambda *_: None)
+    monkeypatch.setattr(tables, "batches", torn)
+    with pytest.raises(DataError, match=r"^rows: not a Parquet file that can be read: torn$"):
+        list(read_parquet(tmp_path / "rows.parquet", "rows"))
+
+
+def test_given_rows_that_are_too_deep_or_no_rows_are_bad_by_their_number():
+    deep: list = []
+    for _ in range(80):
+        deep = [deep]
+    good, bad, none = read_given([{"a": 1, "b": None}, {"a": deep}, 5], "rows")
+    assert (good.location, good.value) == ("rows:1", {"a": 1})
+    assert (bad.location, bad.problem) == ("rows:2", "the row is nested more than 64 levels deep")
+    assert (none.location, none.problem) == (
+        "rows:3",
+        "a row must be an object with named columns, not a number",
+    )
+
+
+def test_a_dataset_is_read_through_all_of_its_batches():
+    from datasets import Dataset
+
+    rows = [{"n": n, "text": str(n)} for n in range(600)]
+    assert [dict(row.value) for row in read_given(Dataset.from_list(rows), "rows")] == rows

@@ -61,18 +61,19 @@ def _look(path: Path, label: str, size: int, _changed_ns: int) -> None:
         raise DataError(Mistake(label, error.mistakes[0].sentence)) from None
 
 
-def count_bytes(path: str, most: int) -> int:
-    """Return the bytes of everything in the file after unpacking. Raise DataError beyond `most`."""
+def count_bytes(path: str, max_bytes: int) -> int:
+    """Return the bytes of everything in the file after unpacking. Raise DataError beyond `max_bytes`."""
     import pyarrow
 
     total = 0
     try:
         for batch in batches(Path(path), mapped=True):
             total += batch.nbytes
-            if total > most:
+            if total > max_bytes:
+                size, limit = Path(path).stat().st_size, max_bytes >> 20
                 raise DataError(
-                    f"its {Path(path).stat().st_size:,} bytes become more than {most >> 20:,} MiB of rows; "
-                    "write it again without what repeats"
+                    f"its {size:,} bytes become more than {limit:,} MiB of rows; write it again without what "
+                    "repeats"
                 )
     except pyarrow.ArrowMemoryError as problem:
         raise MemoryError from problem

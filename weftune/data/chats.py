@@ -1,0 +1,260 @@
+"""Chats rendered by a template: the supervised characters, the forms that stricter templates require, and a
+check that all parts of a row are printed.
+
+Supervised characters are found by rendering the prefixes of a chat. The text that the template prints for the
+messages before a turn, with the generation prompt, is the model's input at inference; the text that it adds
+for the turn is the output that the model must learn.
+
+A template may trim, escape or move a text, so looking for it would raise false alarms. Instead one part of a
+message is changed and rendered again: if not a character differs, the template does not print that part.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any, Protocol
+
+from weftune.data.formats import Chat, Message
+from weftune.data.row import BadRow, CommonBadRow
+
+PROBE = "zq"
+"""Text that is added to a part to change it; any letters would do."""
+THINKING_END = "</think>"
+MOST_SHAPES = 10_000
+REMEDY = (
+    "name a template that does with `data.chat_template` (a Jinja file, or `chatml`, which prints all "
+    "of them), or leave such rows out with `data.skip_bad_rows: true`"
+)
+
+
+class Renderer(Protocol):
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A sample of a chat as text. A row has several if each of its turns became its own sample."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...] | None
+    """Supervised characters, as [start, stop) spans. None means all of them."""
+    parted: bool = False
+    """Whether the generation prompt differs from what the template prints before an assistant's turn."""
+    endless: bool = False
+    """Whether a turn ends without an end-of-turn token."""
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Rendered:
+        spans = plain["spans"]
+        return cls(**{**plain, "spans": None if spans is None else tuple((low, high) for low, high in spans)})
+
+
+def render_everything(chat: Chat, template: Renderer) -> tuple[Rendered, ...]:
+    return (Rendered(template.render(chat.messages, chat.tools, prompt=False), None),)
+
+
+def render_turns(chat: Chat, template: Renderer, ends: Collection[str]) -> tuple[Rendered, ...]:
+    """Render a chat and find its supervised turns: all of them in one text, or each in its own if the
+    template prints one of them differently there. `ends` are the texts of the tokens at which a turn can end.
+
+    The one text is that of the whole chat, unless the messages after the last turn change how a turn is
+    printed.
+    """
+    turns = [_render_turn(chat, at, template, ends) for at in chat.turns]
+    texts = [turns[-1].text]
+    if chat.turns[-1] + 1 < len(chat.messages):
+        texts = [template.render(chat.messages, chat.tools, prompt=False), *texts]
+    for text in texts:
+        spans = [_span_within(text, turn, ends) for turn in turns]
+        found = tuple(span for span in spans if span is not None)
+        if len(found) == len(turns):
+            parted, endless = any(turn.parted for turn in turns), any(turn.endless for turn in turns)
+            return (Rendered(text, found, parted, endless),)
+    return tuple(turns)
+
+
+def _render_turn(chat: Chat, at: int, template: Renderer, ends: Collection[str]) -> Rendered:
+    """Return the chat up to and including a turn, which alone is supervised."""
+    text = template.render(chat.messages[: at + 1], chat.tools, prompt=False)
+    given = template.render(chat.messages[:at], chat.tools, prompt=True)
+    start = len(given)
+    parted = not text.startswith(given)
+    if parted:
+        pairs = enumerate(zip(given, text, strict=False))
+        start = next((at for at, (one, other) in pairs if one != other), len(text))
+        before = template.render(chat.messages[:at], chat.tools, prompt=False)
+        if not text.startswith(before) or start < len(before):
+            raise BadRow(
+                f"the chat template does not print message {at + 1} after what it prints for those before "
+                "it, so what the assistant says cannot be told from what it is given"
+            )
+    bare = text.rstrip()
+    ended = bare.endswith(tuple(ends)) and len(bare) > start
+    return Rendered(text, ((start, len(bare) if ended else len(text)),), parted, not ended)
+
+
+def _span_within(text: str, turn: Rendered, ends: Collection[str]) -> tuple[int, int] | None:
+    """Return the span of a turn in a longer chat, or None if the template prints it differently there."""
+    assert turn.spans is not None
+    ((start, stop),) = turn.spans
+    if text.startswith(turn.text):
+        return start, stop
+    # Phi-3 prints EOS after the last message only: the turn is the same up to its own end-of-turn token.
+    said = turn.text[:stop]
+    for end in ends:
+        closed = said.removesuffix(end)
+        if closed != said and text.startswith(closed) and closed[start:].rstrip().endswith(tuple(ends)):
+            return start, len(closed.rstrip())
+    return None
+
+
+def forms(chat: Chat) -> Iterator[Chat]:
+    """Yield the forms of a chat. The unchanged chat comes first: it gives the text that `apply_chat_template`
+    prints at inference."""
+    yield chat
+    useful = [
+        change
+        for change in (_system_for_developer, _empty_for_null, _text_for_arguments)
+        if any(change(message) != message for message in chat.messages)
+    ]
+    for count in range(len(useful)):
+        for changes in combinations(useful, count + 1):
+            messages = chat.messages
+            for change in changes:
+                messages = tuple(change(message) for message in messages)
+            yield replace(chat, messages=messages)
+
+
+def _system_for_developer(message: Message) -> Message:
+    return {**message, "role": "system"} if message["role"] == "developer" else message
+
+
+def _empty_for_null(message: Message) -> Message:
+    """Replace null content, which is allowed beside tool calls, by an empty text: many templates cannot
+    concatenate null."""
+    return message if message.get("content") is not None else {**message, "content": ""}
+
+
+def _text_for_arguments(message: Message) -> Message:
+    """Convert the arguments of calls to JSON text, as OpenAI writes them. Most templates expect an object."""
+
+    def with_text(call: Mapping[str, Any]) -> Mapping[str, Any]:
+        function = call.get("function")
+        if not isinstance(function, Mapping) or isinstance(function.get("arguments", ""), str):
+            return call
+        text = json.dumps(function["arguments"], ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": text}}
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [with_text(call) for call in calls]} if calls else message
+
+
+class PrintCheck:
+    """A check that refuses rows if the template drops a part of them.
+
+    Templates depend on roles and fields, hardly ever on words. So the parts of a chat are tried one by one
+    only if no chat of its shape was tried before, or if a text is not found verbatim.
+    """
+
+    def __init__(self, template: Renderer) -> None:
+        self._template = template
+        self._sound: set[tuple[object, ...]] = set()
+        """Shapes of chats whose parts are all printed."""
+
+    def refuse_dropped(self, chat: Chat, text: str) -> None:
+        """Raise CommonBadRow if the template drops a part of the chat. `text` is what it printed for this
+        chat."""
+        start = 0
+        # Chats are tried up to each assistant message and as a whole: many templates refuse another end.
+        stops = {at + 1 for at, message in enumerate(chat.messages) if message["role"] == "assistant"}
+        for stop in sorted({*stops, len(chat.messages)}):
+            shape = (bool(chat.tools), *map(_shape, chat.messages[:stop]))
+            messages = chat.messages[start:stop]
+            if shape not in self._sound or not all(_found(message, text) for message in messages):
+                self._try(chat, start, stop)
+                if len(self._sound) < MOST_SHAPES:
+                    self._sound.add(shape)
+            start = stop
+
+    def _try(self, chat: Chat, start: int, stop: int) -> None:
+        """Try each part of the messages from `start` to `stop`, in the chat that ends with them.
+
+        Parts that a template drops once the chat continues, such as old thinking, are dropped on purpose.
+        """
+        before = self._render(chat.messages[:stop], chat)
+        stop = stop if before is not None else len(chat.messages)
+        before = before if before is not None else self._render(chat.messages, chat)
+        for at in range(start, stop):
+            message = chat.messages[at]
+            for part, changed in _changes(message, supervised=at in chat.turns):
+                messages = (*chat.messages[:at], changed, *chat.messages[at + 1 : stop])
+                if self._render(messages, chat) == before:
+                    sentence = f"the chat template does not print the {part} of message {at + 1}"
+                    raise CommonBadRow(f"{sentence} ({message['role']})", kind=part, remedy=REMEDY)
+
+    def _render(self, messages: Sequence[Message], chat: Chat) -> str | None:
+        """Return the rendered text, or None if the template refuses these messages."""
+        try:
+            return self._template.render(messages, chat.tools, prompt=False)
+        except BadRow:
+            return None
+
+
+def _shape(message: Message) -> tuple[object, ...]:
+    thinking, spoken = _thinking_and_spoken(message)
+    calls = tuple(bool(_body(call).get("arguments")) for call in message.get("tool_calls") or ())
+    return (message["role"], bool(thinking), bool(spoken), calls, *message)
+
+
+def _thinking_and_spoken(message: Message) -> tuple[str, str]:
+    content = message.get("content") or ""
+    thinking, mark, spoken = content.rpartition(THINKING_END)
+    return (thinking.replace("<think>", "").strip(), spoken.strip()) if mark else ("", content.strip())
+
+
+def _found(message: Message, text: str) -> bool:
+    spoken = _thinking_and_spoken(message)[1]
+    return spoken in text or json.dumps(spoken, ensure_ascii=False)[1:-1] in text
+
+
+def _changes(message: Message, supervised: bool) -> Iterator[tuple[str, Message]]:
+    """Yield each part of a message and the message with that part changed."""
+    thinking, spoken = _thinking_and_spoken(message)
+    content = message.get("content")
+    if spoken:
+        yield "content", {**message, "content": f"{content}{PROBE}"}
+    if thinking and supervised and message["role"] == "assistant":
+        longer = f"{PROBE}{THINKING_END}".join(str(content).rsplit(THINKING_END, 1))
+        yield "thinking", {**message, "content": longer}
+    for at, call in enumerate(message.get("tool_calls") or ()):
+        for changed in _changed_calls(call):
+            calls = [*message["tool_calls"][:at], changed, *message["tool_calls"][at + 1 :]]
+            yield "tool calls", {**message, "tool_calls": calls}
+
+
+def _changed_calls(call: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the call with another name, and with other arguments if it has some."""
+    body = _body(call)
+    changes: list[dict[str, Any]] = [{"name": f"{body.get('name')}{PROBE}"}]
+    arguments = body.get("arguments")
+    if arguments:
+        changes.append({"arguments": _more_of(arguments)})
+    for change in changes:
+        changed = {**body, **change}
+        yield {**call, "function": changed} if body is not call else changed
+
+
+def _body(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call.get("function")
+    return function if isinstance(function, Mapping) else call
+
+
+def _more_of(arguments: Any) -> Any:
+    if isinstance(arguments, Mapping):
+        return {**arguments, PROBE: PROBE}
+    if isinstance(arguments, list | tuple):
+        return [*arguments, PROBE]
+    return f"{arguments}{PROBE}"
