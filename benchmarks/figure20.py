@@ -19,8 +19,7 @@ from statistics import mean, pstdev
 
 from weftune.plan.cost.layers import LayerCost
 from weftune.plan.layout.partition import StageLimit, balance
-from weftune.plan.pack.group import JobLengths, group
-from weftune.plan.pack.merge import BatchSample, MergeRules, merge
+from weftune.plan.pack.merge import BatchSample, JobLengths, MergeRules, group, merge
 from weftune.plan.program.prices import Prices, free_cluster, stage_prices
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, Program, SegmentPlan
 from weftune.plan.program.simulate import simulate

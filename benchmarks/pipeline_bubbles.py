@@ -41,7 +41,7 @@ from weftune.plan.cost.time import PassWork
 from weftune.plan.layout.cut import PartCosts, cut_layers, measured_costs
 from weftune.plan.program.layout import in_stages
 from weftune.plan.program.program import Backward, Forward, GlobalBatch, MicrobatchPlan, PlacedSample, Program
-from weftune.plan.program.timeline import Timeline
+from weftune.plan.program.simulate import Timeline
 from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
 from weftune.plan.window.rounds import JobWindow
 from weftune.run.profile import measure_profile

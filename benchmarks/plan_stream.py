@@ -25,7 +25,7 @@ from weftune.core.shapes import ModelShape
 from weftune.errors import PlanError
 from weftune.plan.layout.one_device import gpu_place
 from weftune.plan.layout.stream_choice import WAYS, StreamChoice, StreamWay
-from weftune.plan.program.layout import held_inputs, padded_rows
+from weftune.plan.program.layout import padded_rows
 
 GIB = 1 << 30
 HOST = int(120e9)
@@ -112,9 +112,9 @@ def told(seconds: float | None) -> str:
 
 def saved_bytes(case: Case, shape: ModelShape, chosen: StreamChoice) -> int:
     """What the same cut would need more, were inputs kept."""
-    kept, held = held_inputs(len(chosen.cut.stages), offloads=False), chosen.cut.on(0).held_inputs
+    part = chosen.cut.on(0)
     padded = padded_rows(case.work.jobs * case.work.batch * case.work.length, captured=True)
-    rows = (kept.rounds - held.rounds) * padded - held.microbatches * chosen.capacity
+    rows = (len(chosen.cut.stages) - part.held_rounds) * padded - part.held_microbatches * chosen.capacity
     return rows * shape.hidden * shape.bytes_per_value
 
 

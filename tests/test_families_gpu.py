@@ -15,7 +15,7 @@ from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.bench.sizes import SIZES, config, toy_of
 from weftune.ops.lora.routes import Route
-from weftune.plan.program.recompute import Recompute
+from weftune.plan.program.program import Recompute
 from weftune.run.passes.adapted import AdaptedBase
 
 pytestmark = [

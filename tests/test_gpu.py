@@ -13,7 +13,7 @@ from weftune.base.load import load_base
 from weftune.base.spec import BaseSpec
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import one_device
-from weftune.plan.program.recompute import NOTHING, Recompute
+from weftune.plan.program.program import NOTHING, Recompute
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
 from weftune.run.events import Failed, Stepped

@@ -19,9 +19,9 @@ from tests.plan.program.test_check import course
 from weftune.core.shapes import LayerRange
 from weftune.plan.cost.time import Line
 from weftune.plan.program.layout import Layout, StageLayers, in_stages, one_device
-from weftune.plan.program.program import Action, MicrobatchPlan, Program
-from weftune.plan.program.recompute import Recompute
-from weftune.plan.window.pipeline import PipelineOrder, StagePace
+from weftune.plan.program.program import Action, MicrobatchPlan, Program, Recompute
+from weftune.plan.window.pace import StagePace
+from weftune.plan.window.pipeline import PipelineOrder
 from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import Pacing, plan_window
 

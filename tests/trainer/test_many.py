@@ -21,9 +21,8 @@ from weftune.jobs.store import status as status_module
 from weftune.jobs.store.status import State
 from weftune.jobs.store.store import Store
 from weftune.plan.layout.choose import WINDOW_ROUNDS
-from weftune.plan.program.program import GlobalBatch, PlacedSample
-from weftune.plan.program.recompute import NOTHING
-from weftune.plan.window.length import WindowPace
+from weftune.plan.program.program import NOTHING, GlobalBatch, PlacedSample
+from weftune.plan.window.pace import WindowPace
 from weftune.plan.window.rounds import JobWindow
 from weftune.report import read
 from weftune.run.alone import NOTHING_TO_DO

@@ -19,8 +19,7 @@ from weftune.data.cache import SampleStore, Tally
 from weftune.data.collate import Part, collate
 from weftune.data.samples import Samples, Share
 from weftune.plan.program.layout import one_device
-from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, Program
-from weftune.plan.program.recompute import NOTHING
+from weftune.plan.program.program import NOTHING, GlobalBatch, MicrobatchPlan, PlacedSample, Program
 from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor

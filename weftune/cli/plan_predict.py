@@ -29,7 +29,7 @@ from weftune.plan.outlook.shares import ShareOutlook, share_outlook
 from weftune.plan.outlook.streamed import StreamOutlook, ablate_streams, round_timeline, stream_outlook
 from weftune.plan.outlook.whole_run import WholeRun, at_rate, endings
 from weftune.plan.program.program import Program
-from weftune.plan.program.timeline import Timeline
+from weftune.plan.program.simulate import Timeline
 from weftune.trainer.options import host_budget
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from weftune.plan.cost.profile_cost import cost_of
 from weftune.plan.cost.time import CostModel
 from weftune.plan.layout.choose import MAX_TOKENS
 from weftune.plan.layout.split import DeviceShare, JobWork, job_seconds, share_jobs, sheet_cost, too_large
-from weftune.plan.window.length import speed_by_sheet
+from weftune.plan.window.pace import speed_by_sheet
 from weftune.report.read import JobRecord
 from weftune.report.words import duration_text, plural
 from weftune.run.measure.devices import devices_here

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weftune.plan.program.program import Action, Backward, Evaluate, Forward, Load, Program, Recv, Send, Step
-from weftune.plan.program.timeline import Lane, Timeline
+from weftune.plan.program.simulate import Lane, Timeline
 from weftune.report.template import Tile, render
 from weftune.report.words import plural
 

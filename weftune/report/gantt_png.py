@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from weftune.errors import UserError
 from weftune.plan.program.program import Program
-from weftune.plan.program.timeline import Event, Timeline
+from weftune.plan.program.simulate import Event, Timeline
 from weftune.report.gantt import COLOURS, headline, job_colours, job_strips, kind_of, row, rows
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from weftune.plan.cost.profile import find_profile, read_profile
 from weftune.plan.layout.choose import PROCESS_BYTES, Machine
 from weftune.plan.layout.need import StreamDevice
 from weftune.plan.layout.one_device import gpu_place, in_files
-from weftune.plan.window.length import speed_by_sheet
+from weftune.plan.window.pace import speed_by_sheet
 from weftune.run.measure.link import measure_files, measure_link
 from weftune.run.measure.memory import budget_bytes, steady_budget_bytes, taken_bytes
 from weftune.run.profile import key_here

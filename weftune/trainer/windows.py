@@ -7,9 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from weftune.plan.cost.learned import Learned
-from weftune.plan.program.program import Program
-from weftune.plan.program.recompute import NOTHING, Recompute
-from weftune.plan.window.length import WindowPace, rounds_within, shortened
+from weftune.plan.program.program import NOTHING, Program, Recompute
+from weftune.plan.window.pace import WindowPace, rounds_within, shortened
 from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import plan_window
 from weftune.trainer.engine import Engine

@@ -14,7 +14,7 @@ from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.time import StateTime, work_of
 from weftune.plan.program.layout import in_stages
 from weftune.plan.program.program import Program
-from weftune.plan.window.pipeline import guessed_pace
+from weftune.plan.window.pace import guessed_pace
 from weftune.plan.window.window import Pacing, plan_window
 
 SHAPES = {"a": JobShape("a", 0, 0, trainable=10**6, longest=60)}

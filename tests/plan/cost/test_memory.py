@@ -14,7 +14,7 @@ from weftune.plan.cost.memory import (
     longest,
 )
 from weftune.plan.program.layout import Layout, StageLayers, in_stages, one_device
-from weftune.plan.program.recompute import NOTHING, Recompute
+from weftune.plan.program.program import NOTHING, Recompute
 
 SITES = (SiteShape("up", 100, 400), SiteShape("down", 400, 100))
 

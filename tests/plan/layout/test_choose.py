@@ -23,7 +23,7 @@ from weftune.plan.layout.choose import PIPELINE_ROUNDS, WINDOW_ROUNDS, Choice, M
 from weftune.plan.layout.cut import cut_layers
 from weftune.plan.layout.one_device import gpu_place
 from weftune.plan.program.layout import in_stages, one_device
-from weftune.plan.window.length import WindowPace, first_pace
+from weftune.plan.window.pace import WindowPace, first_pace
 
 GIB = 1 << 30
 

@@ -11,7 +11,7 @@ from weftune.core.shapes import JobShape, LayerRange
 from weftune.plan.cost.profile_cost import cost_of, directions, step_rate
 from weftune.plan.layout.foresee import StageTimes, taking_turns
 from weftune.plan.program.layout import Layout, StageLayers, in_stages, one_device
-from weftune.plan.window.pipeline import LoadPace, guessed_pace
+from weftune.plan.window.pace import LoadPace, guessed_pace
 from weftune.plan.window.window import Pacing, plan_window
 
 COURSES = [course("a", [[40, 60], [30]], evaluation=[20]), course("b", [[50]])]

@@ -26,7 +26,7 @@ from weftune.plan.layout.offloaded import (
 )
 from weftune.plan.layout.one_device import gpu_place
 from weftune.plan.program.layout import one_device
-from weftune.plan.program.recompute import Recompute
+from weftune.plan.program.program import Recompute
 
 OFFLOADED = one_device(SHAPE.layers, optimizer_offloaded=True)
 

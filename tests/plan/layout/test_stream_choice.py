@@ -35,7 +35,7 @@ from weftune.plan.cost.ring import PIECE, PIECES, TRAVEL_ROUNDS
 from weftune.plan.layout.need import Draft, StreamCase, StreamDevice, draft_of, hungriest, whole_seconds
 from weftune.plan.layout.search import plain_drafts
 from weftune.plan.layout.stream_choice import WAYS, StreamWay, capacities, choose_stream
-from weftune.plan.program.recompute import Recompute
+from weftune.plan.program.program import Recompute
 from weftune.plan.window.window import plan_window
 
 

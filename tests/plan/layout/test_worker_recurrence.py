@@ -11,7 +11,7 @@ from weftune.plan.layout.recurrence import Hops, StageRound, round_ends, round_s
 from weftune.plan.program.prices import Link, PassPrice, PricedCluster, PricedDevice, Prices
 from weftune.plan.program.program import Step
 from weftune.plan.program.simulate import simulate
-from weftune.plan.window.pipeline import LoadPace, StagePace, timeline_foreseen
+from weftune.plan.window.pace import LoadPace, StagePace, timeline_foreseen
 from weftune.plan.window.window import plan_window
 
 SECONDS = st.integers(1, 30).map(lambda tenths: tenths / 10)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from tests.plan.packings import assert_legal, fewest, instances
 from weftune.plan.pack.best import Limits, pack_best, pack_instance, pack_many, packers
-from weftune.plan.pack.instance import instance
-from weftune.plan.pack.pack import pack_padded
+from weftune.plan.pack.instance import instance, pack_padded
 from weftune.plan.pack.swap import emptiest
 
 SMALL = Limits(tries=300, kicks=30, solver_nodes=20)

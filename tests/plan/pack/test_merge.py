@@ -5,7 +5,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weftune.plan.pack.best import Limits
-from weftune.plan.pack.merge import NO_OP, BatchSample, MergeRules, merge, verify
+from weftune.plan.pack.merge import (
+    NO_OP,
+    BatchSample,
+    JobLengths,
+    MergeRules,
+    earliest,
+    group,
+    head_tail,
+    merge,
+    verify,
+    waits,
+)
 from weftune.plan.program.program import IllegalProgram
 
 SMALL = Limits(tries=100, kicks=0, solver_nodes=0, solver_cells=0, room_cells=0)
@@ -100,17 +111,82 @@ def test_places_are_counted_from_the_first_of_this_window():
         verify(rounds, [tuple(one) for one in rounds], MergeRules(64), before)
 
 
-def test_a_merge_explains_itself():
+def test_a_merge_counts_what_it_moved_and_what_it_waits_for():
     rounds = [batch("a", 0, 60, 30), batch("b", 0, 60, 30)]
-    assert merge(rounds, MergeRules(64)).why() == (
-        "3 microbatches and 0 no-ops, where the rounds each for itself need 4: "
-        "1 samples moved into the round before theirs"
-    )
+    merged = merge(rounds, MergeRules(64))
+    assert (len(merged.microbatches), merged.no_ops, merged.packed, merged.moved) == (3, 0, 4, 1)
     alone = merge([batch("a", 0, 60), batch("a", 1, 60)], MergeRules(64, stages=2))
-    assert alone.why().startswith("2 microbatches and 1 no-ops, where")
+    assert (len(alone.microbatches) - alone.no_ops, alone.no_ops) == (2, 1)
 
 
 def test_each_job_is_padded_by_itself():
     rounds = [batch("a", 0, 1) + batch("b", 0, 1)]
     assert len(merge(rounds, MergeRules(2, multiple=2)).microbatches) == 2
     assert len(merge(rounds, MergeRules(2, multiple=1)).microbatches) == 1
+
+
+def jobs(*means, samples=32):
+    return [JobLengths(f"job{place}", mean, mean * samples) for place, mean in enumerate(means)]
+
+
+def test_the_shortest_is_paired_with_the_longest():
+    groups = head_tail(jobs(300, 100, 400, 200), 2)
+    assert [[job.mean for job in members] for members in groups] == [[100, 400], [200, 300]]
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=12), st.data())
+def test_every_job_is_in_one_group_and_no_group_is_empty(means, data):
+    members = jobs(*means)
+    groups = head_tail(members, data.draw(st.integers(1, len(means))))
+    assert all(groups)
+    assert sorted(job.job for one in groups for job in one) == sorted(job.job for job in members)
+    assert max(map(len, groups)) - min(map(len, groups)) <= 2
+
+
+def test_the_next_batch_starts_as_many_microbatches_later_as_there_are_stages():
+    assert earliest(7, stages=4) == 11
+    assert earliest(7, stages=1) == 8
+
+
+@given(st.integers(1, 8), st.integers(0, 20))
+def test_in_plain_1f1b_the_lemma_is_exact(stages, last):
+    count = last + stages + 1
+    for stage in range(stages):
+        ahead = stages - stage  # forwards before the first backward
+        order = [("forward", k) for k in range(ahead)]
+        for k in range(count):
+            order += [("backward", k), ("forward", k + ahead)]
+        stepped = order.index(("backward", last))
+        assert order.index(("forward", earliest(last, stages))) > stepped
+        if stage == 0:
+            assert order.index(("forward", earliest(last, stages) - 1)) < stepped
+
+
+def test_a_group_alone_waits_for_its_own_last_microbatch():
+    assert waits([5], stages=4) == 3
+    assert waits([5, 2], stages=4) == 1
+    assert waits([5, 3], stages=4) == 0
+    assert waits([5], stages=1) == 0
+
+
+def test_as_many_groups_as_jobs_and_no_more():
+    assert [len(members) for members in head_tail(jobs(100, 200), 2)] == [1, 1]
+    for count in (0, 3):
+        with pytest.raises(AssertionError, match="every group has a job"):
+            head_tail(jobs(100, 200), count)
+
+
+def test_each_job_is_a_group_of_its_own_where_that_leaves_nothing_to_wait_for():
+    chosen = group(jobs(256, 256), 8192, stages=2)
+    assert (chosen.groups, chosen.microbatches, chosen.waits) == ((("job1",), ("job0",)), (1, 1), 0)
+
+
+def test_on_one_stage_all_jobs_form_one_group():
+    assert len(group(jobs(100, 200, 300, 400), 8192, stages=1).groups) == 1
+
+
+def test_in_a_pipeline_groups_take_turns_where_one_would_have_to_wait():
+    chosen = group(jobs(500, 600, 700, 800), 8192, stages=4)
+    assert len(chosen.groups) > 1
+    assert chosen.waits == 0
+    assert chosen.why(4) == "2 groups take turns on 4 stages: a round of all is 12 microbatches and 0 no-ops"

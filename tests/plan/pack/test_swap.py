@@ -1,12 +1,13 @@
 """Exchanges between microbatches never make a packing worse, and find what best fit misses."""
 
+from itertools import combinations
+
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.plan.packings import assert_legal, fewest, instances
-from weftune.plan.pack.bound import bound_of
-from weftune.plan.pack.instance import instance
-from weftune.plan.pack.pack import pack_padded
-from weftune.plan.pack.swap import emptiest, least_possible, shake, swap
+from weftune.plan.pack.instance import bound_of, instance, pack_padded
+from weftune.plan.pack.swap import emptiest, fullest, least_possible, shake, swap
 
 
 @settings(max_examples=200, deadline=None)
@@ -50,3 +51,18 @@ def test_shaking_finds_what_exchanges_between_two_do_not():
 def test_without_tries_nothing_changes():
     case = instance([6, 6, 5, 5, 4, 4], 15)
     assert swap(case, pack_padded(case), 2, tries=0) == pack_padded(case)
+
+
+@settings(max_examples=200, deadline=None)
+@given(instances(most=8), st.integers(0, 60))
+def test_no_other_choice_of_samples_puts_more_tokens_into_the_room(case, room):
+    pool = range(len(case.lengths))
+    chosen = fullest(case, pool, room)
+    subsets = [subset for size in range(len(pool) + 1) for subset in combinations(pool, size)]
+    assert len(set(chosen)) == len(chosen)
+    assert case.load(chosen) <= room
+    assert case.tokens(chosen) == max(case.tokens(one) for one in subsets if case.load(one) <= room)
+
+
+def test_of_equal_fillings_the_one_with_longer_samples_is_taken():
+    assert fullest(instance([2, 3, 5], 5), range(3), 5) == [2]

@@ -8,7 +8,6 @@ import pytest
 from tests.plan.works import work
 from weftune.plan.program.prices import (
     Link,
-    PairLink,
     PassPrice,
     PricedCluster,
     PricedDevice,
@@ -17,8 +16,7 @@ from weftune.plan.program.prices import (
     free_cluster,
 )
 from weftune.plan.program.program import Backward, Evict, Forward, Load, Program, Recv, Reduce, Send, Step
-from weftune.plan.program.simulate import simulate
-from weftune.plan.program.timeline import Lane, Level, Span
+from weftune.plan.program.simulate import Lane, Level, Span, simulate
 from weftune.plan.window.orders import multi_job, one_forward_one_backward
 
 ROOM = PricedDevice(1 << 40)
@@ -42,13 +40,6 @@ def test_one_microbatch_pays_every_pass_every_hop_and_the_word_for_the_step():
     assert timeline.makespan == 2.0 + 1.25 + 2.0 + 3.0 + 0.75 + 3.0 + 0.25 + 0.5
     assert timeline.busy() == (5.5 / 12.75, 5.5 / 12.75)
     assert timeline.bubbles(Span(0.0, 4.0)) == (0.5, 1 - 0.75 / 4.0)
-
-
-def test_a_pair_may_have_a_link_of_its_own():
-    price = PassPrice(1.0, 1.0, activation_bytes=10, gradient_bytes=10)
-    cluster = PricedCluster((ROOM, ROOM), Link(10.0), (PairLink(1, 0, Link(2.0)),))
-    timeline = simulate(one_forward_one_backward(work(1, 1, 1), 2), Prices(((price, price),)), cluster)
-    assert timeline.makespan == 4.0 + 1.0 + 5.0
 
 
 @pytest.mark.parametrize("hop", [0.1, 0.3])

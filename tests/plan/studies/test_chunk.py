@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weftune.plan.pack.pack import pack
+from weftune.plan.pack.instance import pack
 from weftune.plan.studies.chunk import Chunk, ChunkPiece, align, chunk_size
 
 

@@ -11,7 +11,7 @@ from weftune.errors import PlanError
 from weftune.plan.cost.cluster import parse_cluster
 from weftune.plan.cost.estimate import sheet_speed
 from weftune.plan.program.check import check
-from weftune.plan.program.recompute import NOTHING
+from weftune.plan.program.program import NOTHING
 from weftune.plan.studies.ablate import ablate
 from weftune.plan.studies.candidates import candidates
 from weftune.plan.studies.fit import frugal, full_rows, lay_out, make_ground, why_not

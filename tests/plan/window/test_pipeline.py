@@ -12,7 +12,8 @@ from weftune.plan.program.check import check
 from weftune.plan.program.prices import free_cluster, stage_prices
 from weftune.plan.program.program import Evaluate, Forward, Save, Step
 from weftune.plan.program.simulate import simulate
-from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, StagePace, plan_pipeline
+from weftune.plan.window.pace import StagePace
+from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
 
 PACE = StagePace(Line(0.0, 1.0), Line(0.0, 2.0))
 

@@ -14,7 +14,8 @@ from weftune.plan.program.check import check
 from weftune.plan.program.prices import Link, PassPrice, PricedCluster, PricedDevice, Prices, free_cluster
 from weftune.plan.program.program import Backward, Evaluate, Forward, IllegalProgram, Reduce, Save, Send, Step
 from weftune.plan.program.simulate import simulate
-from weftune.plan.window.pipeline import PipelineRules, StagePace, plan_pipeline, timeline_foreseen
+from weftune.plan.window.pace import StagePace, timeline_foreseen
+from weftune.plan.window.pipeline import PipelineRules, plan_pipeline
 from weftune.plan.window.replicas import deal
 
 PACE = StagePace(Line(0.0, 1.0), Line(0.0, 2.0))

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.program.test_check import course
-from weftune.plan.program.check import check
-from weftune.plan.program.check_slots import check_slots
+from weftune.plan.program.check import check, check_slots
 from weftune.plan.program.layout import Layout, StageLayers, one_device
 from weftune.plan.program.program import (
     Backward,

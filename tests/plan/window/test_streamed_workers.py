@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from tests.plan.program.test_check import course
 from tests.plan.window.test_streamed import done, job_sets
-from weftune.plan.program.check import check
-from weftune.plan.program.check_slots import check_slots
+from weftune.plan.program.check import check, check_slots
 from weftune.plan.program.layout import Layout, StageLayers, one_device
 from weftune.plan.program.prices import PassPrice, Prices, free_cluster
 from weftune.plan.program.program import (

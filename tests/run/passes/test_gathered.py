@@ -26,7 +26,7 @@ from weftune.base.attention import GatheredPrefixes, Pack
 from weftune.base.model import Base
 from weftune.core.batch import Microbatch
 from weftune.ops.lora.routes import Route
-from weftune.plan.program.recompute import NOTHING
+from weftune.plan.program.program import NOTHING
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, key_of
 from weftune.run.passes.rows import RowsHere, lay

@@ -29,7 +29,7 @@ from weftune.base.spec import BaseSpec
 from weftune.core.batch import IGNORED, Microbatch
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import Layout, StageLayers, one_device
-from weftune.plan.program.recompute import NOTHING, Recompute
+from weftune.plan.program.program import NOTHING, Recompute
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import streamed_executor
 from weftune.run.events import Failed, Stepped

@@ -10,7 +10,7 @@ from weftune.adapters.lora.spec import LoraSpec
 from weftune.base.attention import pack
 from weftune.core.deterministic import deterministic_kernels
 from weftune.ops.lora.routes import Route
-from weftune.plan.program.recompute import NOTHING
+from weftune.plan.program.program import NOTHING
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graph_inputs import GraphInputs, key_of
 from weftune.run.passes.rows import RowsHere, as_captured, lay

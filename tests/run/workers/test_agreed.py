@@ -19,7 +19,8 @@ from weftune.base.stages import cut_base
 from weftune.core.shapes import LayerRange
 from weftune.plan.cost.time import Line
 from weftune.plan.program.layout import in_stages
-from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, StagePace, plan_pipeline
+from weftune.plan.window.pace import StagePace
+from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
 from weftune.run.events import Failed, Stepped
 from weftune.run.parts import delivered
 from weftune.run.workers.loaded import worker_executor

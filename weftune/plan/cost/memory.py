@@ -18,7 +18,7 @@ from weftune.plan.cost.estimate import layer_bytes
 from weftune.plan.cost.layers import stage_shape
 from weftune.plan.cost.ring import optimizer_bytes, optimizer_ring_bytes, ring_bytes, stage_parts
 from weftune.plan.program.layout import BUFFERED, Layout, OnWorker, one_device, padded_rows
-from weftune.plan.program.recompute import NOTHING, Recompute
+from weftune.plan.program.program import NOTHING, Recompute
 
 ACTIVATION_FACTOR = 1.5
 """Values kept per token over the summed widths of the sites: measured 1.1 to 1.4 on the tested families."""
@@ -210,7 +210,7 @@ class MemoryModel:
         rows = padded_rows(sum(job.batch_tokens for job in jobs), self.fused)
         # Besides the inputs that its stages keep, the outputs of one stage may still wait to be sent to the
         # next worker.
-        inputs = on.held_inputs.rounds + (self.layout.workers > 1)
+        inputs = on.held_rounds + (self.layout.workers > 1)
         whole = self._token_bytes(self.shape, NOTHING, jobs)
         passing = max(sizes) * math.ceil(int(tokens) * whole / self.shape.layers)
         return Need(
@@ -239,7 +239,7 @@ class MemoryModel:
         """Return the number of microbatches whose rows arrive, leave, or are buffered for captured passes."""
         if self.layout.workers > 1:
             return ON_THE_WAY
-        return on.held_inputs.microbatches + (BUFFERED if self.fused else 0)
+        return on.held_microbatches + (BUFFERED if self.fused else 0)
 
     def _ends_bytes(self, on: OnWorker, layer: int) -> int:
         """Return the bytes of embedding and head if this worker has them, and of norms and biases, which may

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from weftune.core.shapes import JobShape
-from weftune.plan.pack.pack import pack
+from weftune.plan.pack.instance import pack
 from weftune.plan.program.program import (
     Evaluate,
     Forward,

@@ -37,8 +37,7 @@ from weftune.plan.layout.stage_count import StageCount, choose_stages
 from weftune.plan.layout.stream_choice import StreamChoice, choose_for_workers
 from weftune.plan.program.layout import Layout, in_stages, one_device
 from weftune.plan.program.program import Program
-from weftune.plan.window.length import WindowPace, first_pace
-from weftune.plan.window.pipeline import LoadPace
+from weftune.plan.window.pace import LoadPace, WindowPace, first_pace
 
 WINDOW_ROUNDS, PIPELINE_ROUNDS = 4, 16
 """Global batches of each job per window. Windows of several workers are long: they fill and drain once."""

@@ -12,8 +12,8 @@ from weftune.plan.cost.time import CostModel, JobShapes, PassWork, Rate, Terms, 
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.prices import Link, PassPrice, Prices
 from weftune.plan.program.program import Evaluate, Program
-from weftune.plan.program.timeline import Timeline
-from weftune.plan.window.pipeline import LoadPace, timeline_priced
+from weftune.plan.program.simulate import Timeline
+from weftune.plan.window.pace import LoadPace, timeline_priced
 
 
 def taking_turns(cost: CostModel, known: Directions, layout: Layout, layers: int) -> CostModel:

@@ -21,13 +21,14 @@ from weftune.plan.cost.ring import TRAVEL_ROUNDS, back_bytes, ring_bytes, stage_
 from weftune.plan.layout.recurrence import Hops, StageRound, compute_seconds, round_seconds, slotted_seconds
 from weftune.plan.program.layout import (
     BUFFERED,
+    OFFLOADED_MICROBATCHES,
+    OFFLOADED_ROUNDS,
     Layout,
     StageLayers,
-    held_inputs,
     offloaded_inputs,
     padded_rows,
 )
-from weftune.plan.program.recompute import Recompute
+from weftune.plan.program.program import Recompute
 
 STREAM_SLACK_BYTES = 2 << 30
 """Slack bytes on a GPU: logits of one chunk and their gradient, temporaries, the allocator's rounding."""
@@ -190,8 +191,7 @@ class StreamCase:
         state = 0 if self.travels else self.state_bytes
         rows = BUFFERED * self.capacity if self.device.fused else 0
         if self.offloads:
-            held = held_inputs(self.shape.layers, offloads=True)
-            rows += held.rounds * self.round_rows + held.microbatches * self.capacity
+            rows += OFFLOADED_ROUNDS * self.round_rows + OFFLOADED_MICROBATCHES * self.capacity
         return self._device_bytes + self.ends_bytes + state + rows * self._row_bytes
 
     def _fixed_on(self, worker: int, stages: int, layers: int) -> int:

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from weftune.plan.program.layout import Layout, OnWorker
 from weftune.plan.program.program import Load
-from weftune.plan.window.rounds import Visit, moves
+from weftune.plan.window.rounds import moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +184,5 @@ def _loads(cut: OnWorker, rounds: int) -> Iterator[int | None]:
     """Yield the stage that is loaded after each visit of a worker, or None."""
     last = len(cut.stages) - 1
     forward = [stage for stage in cut.own if stage < last]
-    visits = [Visit(stage, ()) for stage in [*forward, *reversed(cut.own)] * rounds]
-    for moved in moves(visits, cut):
+    for moved in moves([*forward, *reversed(cut.own)] * rounds, cut):
         yield next((action.stage for action in moved if isinstance(action, Load)), None)

@@ -15,7 +15,7 @@ from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.prior import counted
 from weftune.plan.cost.time import CostModel, work_of
 from weftune.plan.layout.balanced import level, longest_first
-from weftune.plan.pack.pack import pack
+from weftune.plan.pack.instance import pack
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, SegmentPlan
 
 

@@ -11,7 +11,7 @@ from weftune.plan.layout.choose import Choice
 from weftune.plan.layout.foresee import StageTimes
 from weftune.plan.outlook.promise import FirstWindow, first_window
 from weftune.plan.program.program import Evaluate, Program
-from weftune.plan.program.timeline import Timeline
+from weftune.plan.program.simulate import Timeline
 from weftune.plan.window.pipeline import PipelineOrder
 from weftune.plan.window.rounds import JobWindow
 

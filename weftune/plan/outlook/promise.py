@@ -19,8 +19,8 @@ from weftune.plan.cost.time import JobShapes
 from weftune.plan.layout.choose import Choice
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.program import Program
-from weftune.plan.window.length import shortened
-from weftune.plan.window.pipeline import PipelineOrder, guessed_pace
+from weftune.plan.window.pace import guessed_pace, shortened
+from weftune.plan.window.pipeline import PipelineOrder
 from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import Pacing, plan_window
 

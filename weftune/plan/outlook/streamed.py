@@ -15,8 +15,7 @@ from weftune.plan.outlook.forecast import ALONE, Ablation, Forecast, in_turn
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.prices import Link, PassPrice, PricedCluster, PricedDevice, Prices
 from weftune.plan.program.program import Program
-from weftune.plan.program.simulate import simulate
-from weftune.plan.program.timeline import Timeline
+from weftune.plan.program.simulate import Timeline, simulate
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,7 @@ from functools import partial
 from typing import Literal
 
 from weftune.plan.pack import milp
-from weftune.plan.pack.bound import bound_of
-from weftune.plan.pack.instance import Bins, Instance, instance
-from weftune.plan.pack.pack import pack_padded
+from weftune.plan.pack.instance import Bins, Instance, bound_of, instance, pack_padded
 from weftune.plan.pack.swap import emptiest, least_possible, shake, swap
 
 How = Literal["greedy", "swap", "shake", "solver"]
@@ -152,16 +150,16 @@ class _Attempt:
         return 0 < len(self.case.lengths) * len(self.bins) <= cells and milp.available()
 
     def solve(self) -> None:
-        solved = milp.fewest_bins(self.case, self.bins, self.fewest, self.limits.solver_nodes)
-        self.proven = solved.proven
-        self._keep(solved.bins, "solver")
+        found, self.proven = milp.fewest_bins(self.case, self.bins, self.fewest, self.limits.solver_nodes)
+        self._keep(found, "solver")
 
     def leave_room(self) -> None:
         """Empty the last microbatch if that makes room for at least one more sample."""
         if self._gain():
             self.swap()
         if self._gain() and self.solvable(self.limits.room_cells):
-            self._keep(milp.emptiest_bin(self.case, self.bins, self.limits.solver_nodes).bins, "solver")
+            found, _ = milp.emptiest_bin(self.case, self.bins, self.limits.solver_nodes)
+            self._keep(found, "solver")
 
     def _gain(self) -> bool:
         """Return whether the least full bin may shrink by a sample or more: less makes room for none."""

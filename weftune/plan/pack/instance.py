@@ -1,9 +1,15 @@
-"""A packing problem: the lengths of samples, the job of each sample, and the capacity of a microbatch."""
+"""A packing problem, a lower bound on the number of its microbatches, and the greedy solution.
+
+Best fit decreasing: longest first, each into the fullest microbatch with room. The bound is L2 of Martello
+and Toth.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 Bins = list[list[int]]
 """Microbatches as lists of sample indices."""
@@ -51,3 +57,72 @@ def instance(
 
 def padded(tokens: int, multiple: int) -> int:
     return -(-tokens // multiple) * multiple
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Return indices of `lengths` in bins of at most `capacity`, by best fit decreasing."""
+    assert all(length <= capacity for length in lengths), "a sample is longer than the capacity"
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (room left, bin), ascending
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fullest = bisect_left(rooms, (lengths[index], -1))
+        if fullest == len(rooms):
+            bins.append([index])
+            insort(rooms, (capacity - lengths[index], len(bins) - 1))
+        else:
+            room, chosen = rooms.pop(fullest)
+            bins[chosen].append(index)
+            insort(rooms, (room - lengths[index], chosen))
+    return bins
+
+
+def pack_padded(case: Instance) -> Bins:
+    """Pack by best fit decreasing with padding per job: a sample costs a bin only the rows that it adds."""
+    if case.multiple == 1:
+        return pack(case.lengths, case.capacity)
+    bins: Bins = []
+    loads: list[int] = []
+    rows: list[dict[int, int]] = []  # per bin: job -> its tokens
+    for index in sorted(range(len(case.lengths)), key=lambda i: -case.lengths[i]):
+        job, length = case.jobs[index], case.lengths[index]
+        best, best_key = len(bins), (0, 0)
+        for number, load in enumerate(loads):
+            held = rows[number].get(job, 0)
+            after = load + padded(held + length, case.multiple) - padded(held, case.multiple)
+            # Take the fullest afterwards; among equals the one that grows least, which uses up padding.
+            if after <= case.capacity and (after, load) > best_key:
+                best, best_key = number, (after, load)
+        if best == len(bins):
+            bins.append([])
+            loads.append(0)
+            rows.append({})
+        bins[best].append(index)
+        rows[best][job] = rows[best].get(job, 0) + length
+        loads[best] = case.load(bins[best])
+    return bins
+
+
+def bound_of(case: Instance) -> int:
+    """Return a lower bound on the number of microbatches, proven without packing."""
+    # Padding joins samples of one job, so a sample's own length may not be rounded up, only a job's sum.
+    by_rows = -(-case.rows // case.capacity) if case.lengths else 0
+    return max(by_rows, _l2(case.lengths, case.capacity))
+
+
+def _l2(lengths: Sequence[int], capacity: int) -> int:
+    """Return the largest of the bounds given by each smallest length worth counting.
+
+    Samples longer than half a microbatch each need their own. Of the others, those shorter than `smallest`
+    are ignored, and so is the room beside a long sample where `smallest` does not fit.
+    """
+    ordered = sorted(lengths)
+    sums = [0, *accumulate(ordered)]
+    half = bisect_right(ordered, capacity // 2)  # from here on longer than half
+    large = len(ordered) - half
+    best = large
+    for smallest in sorted({0, *ordered[:half]}):
+        hosts = max(half, bisect_right(ordered, capacity - smallest))  # from `half` to here `smallest` fits
+        room = (hosts - half) * capacity - (sums[hosts] - sums[half])
+        small = sums[half] - sums[bisect_left(ordered, smallest)]
+        best = max(best, large + max(0, -(-(small - room) // capacity)))
+    return best

@@ -1,7 +1,8 @@
 """Rounds of packed microbatches laid out one after another, the room at a round's end filled from the next.
 
-A round is one global batch of every job of a group. The sequence obeys the bubble lemma; where nothing else
-may run, it has a no-op (a microbatch without samples).
+A round is one global batch of every job of a group. With several stages, a job's next batch must wait until
+the last microbatch of the previous one has come back (the bubble lemma). Rounds of other groups fill that
+wait; where nothing else may run, the sequence has a no-op (a microbatch without samples).
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from weftune.plan.pack.best import LIMITS, Limits, Packing, pack_instance
-from weftune.plan.pack.fill import fullest
-from weftune.plan.pack.group import earliest
-from weftune.plan.pack.instance import Instance, padded
+from weftune.plan.pack.instance import Instance, instance, padded
+from weftune.plan.pack.swap import fullest
 from weftune.plan.program.program import IllegalProgram
 
 
@@ -45,13 +45,6 @@ class Merged:
     @property
     def no_ops(self) -> int:
         return sum(not microbatch for microbatch in self.microbatches)
-
-    def why(self) -> str:
-        """Return one sentence for a reader of the plan."""
-        return (
-            f"{len(self.microbatches) - self.no_ops} microbatches and {self.no_ops} no-ops, where the rounds "
-            f"each for itself need {self.packed}: {self.moved} samples moved into the round before theirs"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +87,19 @@ def verify(
         raise IllegalProgram("the samples of the rounds are not trained exactly once each")
     ends: dict[tuple[str, int], int] = {}
     newest: dict[str, int] = {}
-    for place, microbatch in enumerate([*before, *microbatches], start=-len(before)):
+    for number, microbatch in enumerate([*before, *microbatches], start=-len(before)):
         if _load(microbatch, rules.multiple) > rules.capacity:
-            raise IllegalProgram(f"microbatch {place} is over the capacity of {rules.capacity}")
+            raise IllegalProgram(f"microbatch {number} is over the capacity of {rules.capacity}")
         for one in microbatch:
             if one.batch < newest.setdefault(one.job, one.batch):
                 raise IllegalProgram(
-                    f"microbatch {place} holds batch {one.batch} of {one.job} after a later one"
+                    f"microbatch {number} holds batch {one.batch} of {one.job} after a later one"
                 )
             end = ends.get((one.job, one.batch - 1))
-            if end is not None and place < earliest(end, rules.stages):
-                raise IllegalProgram(f"microbatch {place} holds batch {one.batch} of {one.job} too early")
+            if end is not None and number < earliest(end, rules.stages):
+                raise IllegalProgram(f"microbatch {number} holds batch {one.batch} of {one.job} too early")
             newest[one.job] = one.batch
-            ends[one.job, one.batch] = place
+            ends[one.job, one.batch] = number
 
 
 def _lay(
@@ -146,10 +139,8 @@ class _Line:
 
     def fitting(self, samples: Sequence[BatchSample]) -> list[BatchSample]:
         """Return those of `samples` that fill the last microbatch best, among those that may run there."""
-        last = self.microbatches[-1]
-        place = len(self.microbatches) - 1
-        free = [one for one in samples if self._may_run(one, place)]
-        room = self.rules.capacity - _load(last, self.rules.multiple)
+        free = [one for one in samples if self._may_run(one, len(self.microbatches) - 1)]
+        room = self.rules.capacity - _load(self.microbatches[-1], self.rules.multiple)
         case = _case(free, self.rules)
         return [free[index] for index in fullest(case, range(len(free)), room)]
 
@@ -160,18 +151,19 @@ class _Line:
     def lay(self, microbatches: Sequence[Microbatch]) -> None:
         """Lay out a whole round: at each position the first microbatch that may run there, so that few no-ops
         are needed."""
-        left = list(microbatches)
-        while left:
-            place = len(self.microbatches)
-            ready = (one for one in left if all(self._may_run(sample, place) for sample in one))
+        remaining = list(microbatches)
+        while remaining:
+            number = len(self.microbatches)
+            ready = (one for one in remaining if all(self._may_run(sample, number) for sample in one))
             chosen = next(ready, NO_OP)
             if chosen:
-                left.remove(chosen)
+                remaining.remove(chosen)
             self._append(chosen)
 
-    def _may_run(self, one: BatchSample, place: int) -> bool:
+    def _may_run(self, one: BatchSample, number: int) -> bool:
+        """Return whether a sample may run in the microbatch with this number."""
         end = self.ends.get((one.job, one.batch - 1))
-        return end is None or place >= earliest(end, self.rules.stages)
+        return end is None or number >= earliest(end, self.rules.stages)
 
     def _append(self, microbatch: Microbatch) -> None:
         self.microbatches.append(microbatch)
@@ -191,13 +183,8 @@ def _packing(case: Instance, limits: Limits) -> Packing:
 
 def _case(samples: Sequence[BatchSample], rules: MergeRules) -> Instance:
     names = {job: number for number, job in enumerate(dict.fromkeys(one.job for one in samples))}
-    padding = rules.multiple > 1
-    return Instance(
-        lengths=tuple(one.length for one in samples),
-        jobs=tuple(names[one.job] if padding else 0 for one in samples),
-        capacity=rules.capacity // rules.multiple * rules.multiple,
-        multiple=rules.multiple,
-    )
+    jobs = [names[one.job] for one in samples]
+    return instance([one.length for one in samples], rules.capacity, rules.multiple, jobs)
 
 
 def _load(microbatch: Microbatch, multiple: int) -> int:
@@ -205,3 +192,85 @@ def _load(microbatch: Microbatch, multiple: int) -> int:
     for one in microbatch:
         rows[one.job] += one.length
     return sum(padded(count, multiple) for count in rows.values())
+
+
+@dataclass(frozen=True, slots=True)
+class JobLengths:
+    """The lengths of a job that grouping depends on."""
+
+    job: str
+    mean: float
+    """Average tokens per sample."""
+    tokens: int
+    """Tokens per global batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    groups: tuple[tuple[str, ...], ...]
+    """Jobs of each group, in the order in which the groups' rounds run."""
+    microbatches: tuple[int, ...]
+    """Minimum number of microbatches in each group's round."""
+    waits: int
+    """Number of no-ops per round of all groups."""
+
+    def why(self, stages: int) -> str:
+        """Return one sentence for a reader of the plan."""
+        return (
+            f"{len(self.groups)} groups take turns on {stages} stages: a round of all is "
+            f"{sum(self.microbatches)} microbatches and {self.waits} no-ops"
+        )
+
+
+def earliest(last: int, stages: int) -> int:
+    """Return the first microbatch allowed for batch j+1 of a job whose batch j ends in `last` (the bubble
+    lemma).
+
+    In plain 1F1B the first stage runs the backward of microbatch k right before the forward of k + `stages`.
+    """
+    return last + stages
+
+
+def waits(microbatches: Sequence[int], stages: int) -> int:
+    """Return the no-ops per round if groups with these numbers of microbatches take turns.
+
+    The rounds of all others lie between two rounds of a group; the lemma requires `stages` − 1 microbatches
+    there.
+    """
+    between = min((sum(microbatches) - own for own in microbatches), default=stages)
+    return max(0, stages - 1 - between)
+
+
+def head_tail(jobs: Sequence[JobLengths], count: int) -> tuple[tuple[JobLengths, ...], ...]:
+    """Return `count` similar groups of pairs, each a job with short samples and one with long samples."""
+    assert 1 <= count <= len(jobs), "every group has a job"
+    ordered = sorted(jobs, key=lambda job: (job.mean, job.job))
+    groups: list[list[JobLengths]] = [[] for _ in range(count)]
+    turn = 0
+    while ordered:
+        # With more groups left than pairs, a job goes alone, so that no group stays empty.
+        alone = len(ordered) == 1 or len(ordered) <= sum(not group for group in groups)
+        pair = [ordered.pop()] if alone else [ordered.pop(0), ordered.pop()]
+        groups[turn % count] += pair
+        turn += 1
+    return tuple(tuple(group) for group in groups)
+
+
+def group(jobs: Sequence[JobLengths], capacity: int, stages: int) -> Grouping:
+    """Return the head-tail grouping with the fewest microbatches and no-ops per round, then the fewest
+    groups.
+
+    Fewer groups pack better; more groups leave less to wait for. On one stage all jobs form one group.
+    """
+    assert jobs, "there is a job to group"
+    choices = [_grouping(head_tail(jobs, count), capacity, stages) for count in range(1, len(jobs) + 1)]
+    return min(choices, key=lambda one: (sum(one.microbatches) + one.waits, len(one.groups)))
+
+
+def _grouping(groups: Sequence[Sequence[JobLengths]], capacity: int, stages: int) -> Grouping:
+    needed = tuple(-(-sum(job.tokens for job in members) // capacity) for members in groups)
+    return Grouping(
+        groups=tuple(tuple(job.job for job in members) for members in groups),
+        microbatches=needed,
+        waits=waits(needed, stages),
+    )

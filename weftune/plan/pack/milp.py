@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,6 @@ from weftune.plan.pack.instance import Bins, Instance, padded
 
 Entry = tuple[int, float]
 """A column and its coefficient."""
-
-
-@dataclass(frozen=True, slots=True)
-class Solved:
-    bins: Bins
-    proven: bool
-    """Whether the solver showed that nothing better exists."""
 
 
 def available() -> bool:
@@ -29,32 +21,34 @@ def available() -> bool:
     return True
 
 
-def fewest_bins(case: Instance, bins: Bins, fewest: int, nodes: int) -> Solved:
+def fewest_bins(case: Instance, bins: Bins, fewest: int, nodes: int) -> tuple[Bins, bool]:
     """Minimise the number of bins, at least `fewest` and at most as many as given, starting from those.
+    Return the bins and whether the solver showed that nothing better exists.
 
     The search ends after `nodes` nodes, never by the clock, so the answer depends only on the input.
     """
     model = _Model(case, len(bins))
-    used = [model.column(cost=1.0, least=float(place < fewest)) for place in range(len(bins))]
-    for place, column in enumerate(used):
-        model.row(-np.inf, 0.0, [*model.rows_in(place), (column, -float(case.capacity))])
-    for place in range(1, len(bins)):
-        model.row(0.0, np.inf, [(used[place - 1], 1.0), (used[place], -1.0)])
+    used = [model.column(cost=1.0, lower=float(number < fewest)) for number in range(len(bins))]
+    for number, column in enumerate(used):
+        model.row(-np.inf, 0.0, [*model.rows_in(number), (column, -float(case.capacity))])
+    for number in range(1, len(bins)):
+        model.row(0.0, np.inf, [(used[number - 1], 1.0), (used[number], -1.0)])
     return _solve(model, _in_order(case, bins), dict.fromkeys(used, 1.0), nodes)
 
 
-def emptiest_bin(case: Instance, bins: Bins, nodes: int) -> Solved:
-    """Minimise the rows in one bin, with as many bins as given.
+def emptiest_bin(case: Instance, bins: Bins, nodes: int) -> tuple[Bins, bool]:
+    """Minimise the rows in one bin, with as many bins as given. Return the bins and whether that is the
+    minimum.
 
     It does not matter which of them is the emptiest, so one is named and minimised: the last.
     """
     loads = [case.load(chosen) for chosen in bins]
     emptiest = loads.index(min(loads))
-    others = [chosen for place, chosen in enumerate(bins) if place != emptiest]
+    others = [chosen for number, chosen in enumerate(bins) if number != emptiest]
     named = len(others)
     model = _Model(case, len(bins), named)
-    for place in range(named):
-        model.row(-np.inf, float(case.capacity), model.rows_in(place))
+    for number in range(named):
+        model.row(-np.inf, float(case.capacity), model.rows_in(number))
     # At most what it holds already, so that it never becomes fuller.
     model.row(-np.inf, float(loads[emptiest]), model.rows_in(named))
     for column, rows in model.rows_in(named):
@@ -68,7 +62,7 @@ def _by_length(case: Instance) -> list[int]:
 
 def _in_order(case: Instance, bins: Bins) -> Bins:
     """Sort bins by their longest sample, so that the s-th longest lies in one of the first s."""
-    position = {index: place for place, index in enumerate(_by_length(case))}
+    position = {index: number for number, index in enumerate(_by_length(case))}
     return sorted(bins, key=lambda chosen: min(position[index] for index in chosen))
 
 
@@ -90,36 +84,36 @@ class _Model:
         self.held: list[dict[int, int]] = [{} for _ in range(count)]  # per bin: sample -> column
         self.multiples: list[dict[int, int]] = [{} for _ in range(count)]  # per bin: job -> column
         for position, index in enumerate(_by_length(case)):
-            places = [place for place in range(count) if place <= position or place == named]
-            for place in places:
-                self.held[place][index] = self.column()
-            self.row(1.0, 1.0, [(self.held[place][index], 1.0) for place in places])
+            allowed = [number for number in range(count) if number <= position or number == named]
+            for number in allowed:
+                self.held[number][index] = self.column()
+            self.row(1.0, 1.0, [(self.held[number][index], 1.0) for number in allowed])
         if case.multiple > 1:
-            for place in range(count):
-                self._pad(place)
+            for number in range(count):
+                self._pad(number)
 
-    def column(self, cost: float = 0.0, least: float = 0.0, most: float = 1.0) -> int:
+    def column(self, cost: float = 0.0, lower: float = 0.0, upper: float = 1.0) -> int:
         """Add an integer variable and return its index."""
         self.cost.append(cost)
-        self.limits.append((least, most))
+        self.limits.append((lower, upper))
         return len(self.cost) - 1
 
-    def row(self, least: float, most: float, entries: list[Entry]) -> None:
-        self.bounds.append((least, most))
+    def row(self, lower: float, upper: float, entries: list[Entry]) -> None:
+        self.bounds.append((lower, upper))
         self.rows.append(entries)
 
-    def rows_in(self, place: int) -> list[Entry]:
+    def rows_in(self, number: int) -> list[Entry]:
         """Return the rows of a bin, including padding, as a sum over columns."""
         if self.case.multiple > 1:
-            return [(column, float(self.case.multiple)) for column in self.multiples[place].values()]
-        return [(column, float(self.case.lengths[index])) for index, column in self.held[place].items()]
+            return [(column, float(self.case.multiple)) for column in self.multiples[number].values()]
+        return [(column, float(self.case.lengths[index])) for index, column in self.held[number].items()]
 
     def start(self, bins: Bins) -> dict[int, float]:
         """Return column → value for the columns that are not 0 in a packing."""
         values: dict[int, float] = {}
-        for place, chosen in enumerate(bins):
-            values |= {self.held[place][index]: 1.0 for index in chosen}
-            for job, column in self.multiples[place].items():
+        for number, chosen in enumerate(bins):
+            values |= {self.held[number][index]: 1.0 for index in chosen}
+            for job, column in self.multiples[number].items():
                 tokens = self.case.tokens(index for index in chosen if self.case.jobs[index] == job)
                 values[column] = float(padded(tokens, self.case.multiple) // self.case.multiple)
         return values
@@ -128,16 +122,16 @@ class _Model:
         found = [[index for index, column in held.items() if values[column] > 0.5] for held in self.held]
         return [sorted(chosen) for chosen in found if chosen]
 
-    def _pad(self, place: int) -> None:
+    def _pad(self, number: int) -> None:
         case = self.case
         for job in sorted(set(case.jobs)):
-            column = self.column(most=float(case.capacity // case.multiple))
-            self.multiples[place][job] = column
-            owned = [(c, float(case.lengths[i])) for i, c in self.held[place].items() if case.jobs[i] == job]
+            column = self.column(upper=float(case.capacity // case.multiple))
+            self.multiples[number][job] = column
+            owned = [(c, float(case.lengths[i])) for i, c in self.held[number].items() if case.jobs[i] == job]
             self.row(-np.inf, 0.0, [*owned, (column, -float(case.multiple))])
 
 
-def _solve(model: _Model, bins: Bins, also: dict[int, float], nodes: int) -> Solved:
+def _solve(model: _Model, bins: Bins, also: dict[int, float], nodes: int) -> tuple[Bins, bool]:
     import highspy
 
     solver = highspy.Highs()
@@ -161,7 +155,7 @@ def _solve(model: _Model, bins: Bins, also: dict[int, float], nodes: int) -> Sol
         model.case.load(chosen) <= model.case.capacity for chosen in found
     )
     proven = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
-    return Solved(found, proven) if legal else Solved(bins, False)
+    return (found, proven) if legal else (bins, False)
 
 
 def _lp(model: _Model) -> Any:

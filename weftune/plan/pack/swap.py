@@ -1,10 +1,15 @@
-"""Exchange of samples between microbatches, to fill the fuller ones and in the end to empty the emptiest."""
+"""Exchange of samples between microbatches, to fill the fuller ones and in the end to empty the emptiest.
+
+A microbatch is filled as far as a pool of samples allows: subset sums as the bits of an integer.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
-from weftune.plan.pack.fill import fullest
+import numpy as np
+
 from weftune.plan.pack.instance import Bins, Instance
 
 SHAKEN = 5
@@ -105,37 +110,105 @@ def _kicked(case: Instance, bins: Bins, random: Random) -> Bins:
     """Repack the emptiest bin and a few with much room if little is lost; otherwise return the given bins."""
     rooms = [case.capacity - case.tokens(chosen) + 1 for chosen in bins]
     opened = {rooms.index(max(rooms)), *random.choices(range(len(bins)), weights=rooms, k=SHAKEN - 1)}
-    before = [bins[place] for place in sorted(opened)]
-    made = _packed_anew(case, [index for chosen in before for index in chosen], random)
-    small_loss = _full(case, made) >= _full(case, before) * (1 - LOSS)
-    if len(made) > len(before) or (len(made) == len(before) and not small_loss):
+    before = [bins[number] for number in sorted(opened)]
+    after = _packed_anew(case, [index for chosen in before for index in chosen], random)
+    squares, squares_before = (sum(case.tokens(one) ** 2 for one in some) for some in (after, before))
+    small_loss = squares >= squares_before * (1 - LOSS)
+    if len(after) > len(before) or (len(after) == len(before) and not small_loss):
         return bins
-    return [chosen for place, chosen in enumerate(bins) if place not in opened] + made
+    return [chosen for number, chosen in enumerate(bins) if number not in opened] + after
 
 
 def _packed_anew(case: Instance, pool: list[int], random: Random) -> Bins:
     """Build each bin around the longest sample left, filled first from some of the others and then from
     all."""
     pool = sorted(pool, key=lambda index: (-case.lengths[index], index))
-    made: Bins = []
+    bins: Bins = []
     while pool:
         chosen = [pool[0]]
         some = [index for index in pool[1:] if random.random() < KEPT]
-        chosen += fullest(case, some, _room(case, chosen))
-        chosen += fullest(case, _without(pool, chosen), _room(case, chosen))
+        chosen += fullest(case, some, case.capacity - case.load(chosen))
+        chosen += fullest(case, _without(pool, chosen), case.capacity - case.load(chosen))
         pool = _without(pool, chosen)
-        made.append(chosen)
-    return made
-
-
-def _room(case: Instance, chosen: list[int]) -> int:
-    return case.capacity - case.load(chosen)
-
-
-def _full(case: Instance, bins: Bins) -> int:
-    return sum(case.tokens(chosen) ** 2 for chosen in bins)
+        bins.append(chosen)
+    return bins
 
 
 def _without(pool: list[int], chosen: list[int]) -> list[int]:
     taken = set(chosen)
     return [index for index in pool if index not in taken]
+
+
+def fullest(case: Instance, pool: Sequence[int], room: int) -> list[int]:
+    """Return the samples of `pool` that put the most tokens into `room` rows; among equals, longer samples.
+
+    Longer samples are preferred because short ones are easier to place later.
+    """
+    if len({case.jobs[index] for index in pool}) <= 1:
+        sums = _Sums(case, pool, room // case.multiple * case.multiple)
+        return sums.chosen(sums.largest(sums.room))
+    return _fullest_of_jobs(case, pool, room)
+
+
+class _Sums:
+    """All sums that samples of `pool` can have, up to `room`: bit n of `reach[k]` is set if the k shortest
+    samples have a subset of n tokens."""
+
+    def __init__(self, case: Instance, pool: Sequence[int], room: int) -> None:
+        self.lengths = case.lengths
+        self.room = room
+        self.order = sorted(pool, key=lambda index: (case.lengths[index], index))
+        self.reach = [1]
+        mask = (1 << (room + 1)) - 1
+        for index in self.order:
+            before = self.reach[-1]
+            self.reach.append((before | before << case.lengths[index]) & mask)
+
+    def largest(self, room: int) -> int:
+        """Return the largest sum of at most `room`."""
+        return (self.reach[-1] & ((1 << (room + 1)) - 1)).bit_length() - 1
+
+    def chosen(self, tokens: int) -> list[int]:
+        """Return samples with exactly `tokens` tokens in total."""
+        taken = []
+        for count in range(len(self.order) - 1, -1, -1):
+            rest = tokens - self.lengths[self.order[count]]
+            if rest >= 0 and self.reach[count] >> rest & 1:
+                taken.append(self.order[count])
+                tokens = rest
+        assert tokens == 0
+        return taken
+
+
+def _fullest_of_jobs(case: Instance, pool: Sequence[int], room: int) -> list[int]:
+    """Return the fullest choice if each job is padded: dynamic programming over the multiples of rows that
+    each job gets."""
+    units = room // case.multiple
+    jobs: dict[int, list[int]] = {}
+    for index in pool:
+        jobs.setdefault(case.jobs[index], []).append(index)
+    tokens = np.zeros(units + 1, dtype=np.int64)  # most tokens per number of units, by the jobs so far
+    sums, shares = [], []
+    for job in sorted(jobs):
+        of_job = _Sums(case, jobs[job], units * case.multiple)
+        best, share = tokens.copy(), np.zeros(units + 1, dtype=np.int64)
+        held = 0
+        for count in range(1, units + 1):
+            added = of_job.largest(count * case.multiple)
+            if added == held:
+                continue
+            held = added
+            with_job = tokens[: units + 1 - count] + added
+            better = with_job > best[count:]
+            best[count:][better] = with_job[better]
+            share[count:][better] = count
+        tokens = best
+        sums.append(of_job)
+        shares.append(share)
+    taken: list[int] = []
+    remaining_units = int(tokens.argmax())
+    for of_job, share in zip(reversed(sums), reversed(shares), strict=True):
+        count = int(share[remaining_units])
+        taken += of_job.chosen(of_job.largest(count * case.multiple))
+        remaining_units -= count
+    return taken

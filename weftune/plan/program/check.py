@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from weftune.plan.program.agreement import Tellers, Told
+from weftune.plan.program.layout import OnWorker
 from weftune.plan.program.program import (
     Action,
     Backward,
@@ -392,3 +393,91 @@ class _Walk:
         differ = "{} meets {}: devices {} and {} differ in their order"
         _require(same, differ, action, sent, action.peer, device)
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A message that a device has reached a Reduce or a Step."""
+
+    device: int
+    action: Reduce | Step
+
+
+class Tellers:
+    """Senders and receivers of messages in a Program whose devices hold one stage each, in one or more
+    replicas.
+
+    Gradients go from each replica's device to the devices of the same stage. Sums go up the first replica,
+    stage by stage. The first device's decision goes to the first device of every replica, and down from
+    there.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._handed_out = [
+            {one for one in actions if isinstance(one, Reduce) and one.what == "gradient"}
+            for actions in program.devices
+        ]
+
+    def of(self, action: Reduce | Step, device: int) -> tuple[Told, ...]:
+        """Return the messages that `device` must have received before it can begin `action`."""
+        program = self._program
+        if not program.pipelined:
+            return ()
+        stage = device % program.width
+        if isinstance(action, Step):
+            before = 0 if stage == 0 else device - 1
+            return () if device == 0 else (Told(before, action),)
+        if action.what == "gradient":
+            return ()
+        share = Reduce(action.job, action.step, "gradient")
+        others = (one for one in program.group(device) if one != device and share in self._handed_out[one])
+        gradients = tuple(Told(one, share) for one in others)
+        ends = program.replica(device) > 0 or stage + 1 == program.width
+        return gradients if ends else (*gradients, Told(device + 1, action))
+
+    def hear(self, action: Reduce | Step, device: int) -> tuple[int, ...]:
+        """Return the devices that wait for this message from `device`."""
+        told = Told(device, action)
+        wanted: Reduce | Step = Reduce(action.job, action.step) if isinstance(action, Reduce) else action
+        return tuple(one for one in self._near(device) if told in self.of(wanted, one))
+
+    def _near(self, device: int) -> list[int]:
+        program = self._program
+        firsts = range(0, len(program.devices), program.width) if device == 0 else ()
+        around = (one for one in (device - 1, device + 1) if 0 <= one < len(program.devices))
+        return sorted({*program.group(device), *firsts, *around} - {device})
+
+
+def check_slots(program: Program, part: OnWorker) -> None:
+    """Raise IllegalProgram unless every streamed stage of a worker has its slot to itself while it is
+    present.
+
+    The program is assumed to pass `check`. The rules: resident stages are neither loaded nor evicted; a Load
+    finds its slot empty; a pass and an Evict find their stage in its slot; the window begins and ends with
+    `part.waiting` in the slots.
+    """
+    if len(program.stages) != len(part.stages):
+        raise IllegalProgram(
+            f"{len(program.stages)} stages are planned, but the layout has {len(part.stages)}"
+        )
+    slot_of = {stage: part.slot(stage) for stage in part.streamed}
+    waiting = {slot_of[stage]: stage for stage in part.waiting}
+    held = dict(waiting)
+    for action in program.devices[part.worker]:
+        match action:
+            case Load(stage) | Evict(stage) if stage not in slot_of:
+                raise IllegalProgram(f"{action} moves a resident stage")
+            case Load(stage):
+                if slot_of[stage] in held:
+                    raise IllegalProgram(f"{action} finds stage {held[slot_of[stage]]} in its slot")
+                held[slot_of[stage]] = stage
+            case Evict(stage):
+                if held.get(slot_of[stage]) != stage:
+                    raise IllegalProgram(f"{action} gives up a stage that is not in its slot")
+                del held[slot_of[stage]]
+            case Forward(_, stage) | Backward(_, stage) | Evaluate(_, stage):
+                if stage in slot_of and held.get(slot_of[stage]) != stage:
+                    raise IllegalProgram(f"{action} uses a stage that is not in its slot")
+    if held != waiting:
+        raise IllegalProgram("the slots end with other stages than those that wait for the next window")

@@ -26,23 +26,11 @@ class StageLayers:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class HeldInputs:
-    """Rows on the device at the peak: inputs of stages, and gradients that are handed back."""
-
-    rounds: int
-    """Number of whole rounds of rows."""
-    microbatches: int
-
-
-def held_inputs(stages: int, offloads: bool) -> HeldInputs:
-    """Return the rows held for inputs: one round per stage if they are kept on the device. If they are
-    offloaded, a backward holds the inputs of the current stage and, in their place, those of the previous
-    stage as they return, and the gradients; each takes one microbatch more than a round, since one arrives
-    before another leaves. A forward holds less."""
-    return HeldInputs(2, 2) if offloads else HeldInputs(stages, 0)
-
-
+OFFLOADED_ROUNDS = OFFLOADED_MICROBATCHES = 2
+"""Whole rounds, and microbatches beyond them, whose rows are on the device at the peak if inputs are
+offloaded: a backward holds the inputs of the current stage and, in their place, those of the previous stage
+as they return, and the gradients; each takes one microbatch more than a round, since one arrives before
+another leaves. A forward holds less."""
 BUFFERED = 2
 """Microbatches of rows buffered to pass hidden states and gradients into and out of captured passes."""
 RUNGS = 16
@@ -178,5 +166,12 @@ class OnWorker:
         return tuple(number for number in self.own[:-1] if number > 0) if self.layout.offloads else ()
 
     @property
-    def held_inputs(self) -> HeldInputs:
-        return held_inputs(len(self.own), self.layout.offloads)
+    def held_rounds(self) -> int:
+        """Number of rounds whose rows are on the device at the peak: one per stage if inputs are kept
+        there."""
+        return OFFLOADED_ROUNDS if self.layout.offloads else len(self.own)
+
+    @property
+    def held_microbatches(self) -> int:
+        """Number of microbatches whose rows are on the device at the peak besides `held_rounds`."""
+        return OFFLOADED_MICROBATCHES if self.layout.offloads else 0

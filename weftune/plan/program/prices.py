@@ -56,20 +56,10 @@ class PricedDevice:
 
 
 @dataclass(frozen=True, slots=True)
-class PairLink:
-    """The link from one device to another, if it differs from the default link."""
-
-    sender: int
-    receiver: int
-    link: Link
-
-
-@dataclass(frozen=True, slots=True)
 class PricedCluster:
     devices: tuple[PricedDevice, ...]
     link: Link = Link()
-    """Link between any two devices that `pairs` does not name."""
-    pairs: tuple[PairLink, ...] = ()
+    """Link between any two devices."""
     roots: tuple[float, ...] = (math.inf,)
     """Bandwidth of each root complex in bytes per second, shared by all Loads in progress there."""
     queued: bool = False

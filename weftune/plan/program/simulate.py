@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
 from itertools import count
 
-from weftune.plan.program.agreement import Tellers, Told
+import numpy as np
+
+from weftune.plan.program.check import Tellers, Told
 from weftune.plan.program.prices import PricedCluster, Prices
 from weftune.plan.program.program import (
     Action,
@@ -33,10 +36,115 @@ from weftune.plan.program.program import (
     Send,
     Step,
 )
-from weftune.plan.program.timeline import Event, Lane, Level, Timeline, levels
 
 Arrival = tuple[int, int, str]
 """Microbatch, receiving stage, and activation or gradient."""
+
+
+class Lane(StrEnum):
+    compute = "compute"
+    send = "send"
+    receive = "receive"
+    load = "load"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    start: float
+    stop: float
+
+    @property
+    def seconds(self) -> float:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An action and the time when it ran."""
+
+    device: int
+    lane: Lane
+    action: Action
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Bytes in use on a device from `time` on."""
+
+    time: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    devices: int
+    events: tuple[Event, ...]
+    """Events in the order of their ends; a lane of a device never executes two actions at a time."""
+    memory: tuple[tuple[Level, ...], ...]
+    """Bytes in use over time, for each device."""
+
+    @property
+    def makespan(self) -> float:
+        return max((event.stop for event in self.events), default=0.0)
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """Most bytes in use at any time, for each device."""
+        return tuple(max((level.bytes for level in levels), default=0) for levels in self.memory)
+
+    def of(self, device: int, lane: Lane = Lane.compute) -> Iterator[Event]:
+        return (event for event in self.events if event.device == device and event.lane is lane)
+
+    def busy(self, span: Span | None = None) -> tuple[float, ...]:
+        """Return, for each device, the share of `span` (default: the whole timeline) in which it computes."""
+        span = span or Span(0.0, self.makespan)
+        return tuple(self.busy_share(device, span) for device in range(self.devices))
+
+    def bubbles(self, span: Span | None = None) -> tuple[float, ...]:
+        return tuple(1.0 - share for share in self.busy(span))
+
+    def busy_share(self, device: int, span: Span) -> float:
+        if span.seconds <= 0:
+            return 1.0
+        inside = (min(one.stop, span.stop) - max(one.start, span.start) for one in self.of(device))
+        return sum(seconds for seconds in inside if seconds > 0) / span.seconds
+
+    def steady(self) -> Span:
+        """Return the span from when every device has begun until one has no Forward left, between filling and
+        draining.
+
+        The span is empty if the window is too short.
+        """
+        begun, feeding = 0.0, self.makespan
+        for device in range(self.devices):
+            forwards = [one for one in self.of(device) if isinstance(one.action, Forward | Evaluate)]
+            if forwards:
+                begun = max(begun, forwards[0].start)
+                feeding = min(feeding, forwards[-1].stop)
+        return Span(begun, max(begun, feeding))
+
+    def between_steps(self, device: int, job: str, first: int, last: int) -> Span:
+        """Return the span from the end of a job's Step `first` to the end of its Step `last`: whole periods
+        of a repeating pattern."""
+        ends = {
+            event.action.step: event.stop
+            for event in self.of(device)
+            if isinstance(event.action, Step) and event.action.job == job
+        }
+        return Span(ends[first], ends[last])
+
+
+def levels(changes: Iterable[Level], at_start: int) -> tuple[Level, ...]:
+    """Return running sums of changes in bytes; at equal times, freed bytes are subtracted before allocated
+    bytes are added."""
+    ordered = sorted(changes, key=lambda change: (change.time, change.bytes))
+    sums = at_start + np.cumsum([change.bytes for change in ordered], dtype=np.int64)
+    return (
+        Level(0.0, at_start),
+        *(Level(one.time, int(total)) for one, total in zip(ordered, sums, strict=True)),
+    )
 
 
 def simulate(program: Program, prices: Prices, cluster: PricedCluster) -> Timeline:
@@ -44,29 +152,21 @@ def simulate(program: Program, prices: Prices, cluster: PricedCluster) -> Timeli
     assert len(cluster.devices) >= len(program.devices), "the cluster has fewer devices than the program"
     run = _Simulation(program, prices, cluster)
     run.go()
-    stuck = [lanes.compute[0].action for lanes in run.lanes if lanes.compute]
+    stuck = [lanes.compute[0][0] for lanes in run.lanes if lanes.compute]
     assert not stuck, f"the simulation ended before {stuck[0]}: was the program checked?"
     memory = tuple(levels(lanes.changes, run.at_start(number)) for number, lanes in enumerate(run.lanes))
     return Timeline(len(program.devices), tuple(run.events), memory)
-
-
-@dataclass(frozen=True, slots=True)
-class _Queued:
-    """An action of the compute or the load lane; each of the two lanes waits for the other."""
-
-    action: Action
-    after: int
-    """For compute, the number of Loads that must have ended. For a Load, the number of compute actions that
-    must have begun."""
 
 
 @dataclass(slots=True)
 class _Lanes:
     """The remaining actions of each lane of one device, and the state that the lanes wait for."""
 
-    compute: deque[_Queued] = field(default_factory=deque)
+    compute: deque[tuple[Action, int]] = field(default_factory=deque)
+    """Actions, each with the number of Loads that must have ended before it."""
     sends: deque[Send] = field(default_factory=deque)
-    loads: deque[_Queued] = field(default_factory=deque)
+    loads: deque[tuple[Load, int]] = field(default_factory=deque)
+    """Loads, each with the number of compute actions that must have begun before it."""
     begun: int = 0
     """Number of compute actions that have begun."""
     loaded: int = 0
@@ -76,7 +176,7 @@ class _Lanes:
     receiving: bool = False
     loading: bool = False
     arrived: set[Arrival] = field(default_factory=set)
-    made: set[Arrival] = field(default_factory=set)
+    results: set[Arrival] = field(default_factory=set)
     """Results computed here and still to be sent."""
     decisions: set[Told] = field(default_factory=set)
     """Reduces and Steps of other devices that have been reported to this one."""
@@ -92,7 +192,7 @@ class _Flow:
     device: int
     action: Load
     start: float
-    left: float
+    remaining_bytes: float
     rate: float = 0.0
     since: float = 0.0
     version: int = 0
@@ -101,7 +201,6 @@ class _Flow:
 class _Simulation:
     def __init__(self, program: Program, prices: Prices, cluster: PricedCluster) -> None:
         self.program, self.prices, self.cluster = program, prices, cluster
-        self.pairs = {(pair.sender, pair.receiver): pair.link for pair in cluster.pairs}
         self.lanes = [_lanes(actions) for actions in program.devices]
         self.homes = [program.homes(program.replica(device)) for device in range(len(program.devices))]
         self.tellers = Tellers(program)
@@ -149,9 +248,9 @@ class _Simulation:
 
     def _compute(self, device: int) -> None:
         lanes = self.lanes[device]
-        if lanes.computing or not lanes.compute or not self._ready(lanes, lanes.compute[0], device):
+        if lanes.computing or not lanes.compute or not self._ready(lanes, *lanes.compute[0], device):
             return
-        action = lanes.compute.popleft().action
+        action, _ = lanes.compute.popleft()
         lanes.computing = True
         lanes.begun += 1
         start = self.now
@@ -159,15 +258,15 @@ class _Simulation:
         self._at(start + self._seconds(action), lambda: self._computed(device, action, start))
         self._load(device)
 
-    def _ready(self, lanes: _Lanes, queued: _Queued, device: int) -> bool:
-        if lanes.loaded < queued.after:
+    def _ready(self, lanes: _Lanes, action: Action, loads: int, device: int) -> bool:
+        if lanes.loaded < loads:
             return False
-        if isinstance(queued.action, Reduce | Step):
-            return lanes.decisions.issuperset(self.tellers.of(queued.action, device))
-        if not isinstance(queued.action, Forward | Backward | Evaluate):
+        if isinstance(action, Reduce | Step):
+            return lanes.decisions.issuperset(self.tellers.of(action, device))
+        if not isinstance(action, Forward | Backward | Evaluate):
             return True
-        wanted = self._arrival(queued.action, device)
-        return wanted is None or wanted in lanes.arrived
+        arrival = self._arrival(action, device)
+        return arrival is None or arrival in lanes.arrived
 
     def _arrival(self, action: Forward | Backward | Evaluate, device: int) -> Arrival | None:
         """Return the input that must have arrived from another device, or None."""
@@ -179,8 +278,7 @@ class _Simulation:
 
     def _tell(self, action: Reduce | Step, device: int) -> None:
         for listener in self.tellers.hear(action, device):
-            link = self.pairs.get((device, listener), self.cluster.link)
-            arrival = self.now + link.seconds(self._message_bytes(action, device))
+            arrival = self.now + self.cluster.link.seconds(self._message_bytes(action, device))
             self._at(arrival, partial(self._heard, Told(device, action), listener))
 
     def _message_bytes(self, action: Reduce | Step, device: int) -> int:
@@ -204,8 +302,8 @@ class _Simulation:
         return 0.0
 
     def _begin(self, device: int, action: Action) -> None:
-        if isinstance(action, Forward | Backward | Evaluate) and (made := self._product(action, device)):
-            self._hold(device, self._size(made))
+        if isinstance(action, Forward | Backward | Evaluate) and (result := self._product(action, device)):
+            self._hold(device, self._size(result))
         match action:
             case Forward(number, stage) | Evaluate(number, stage):
                 self._hold(device, self.prices.passes[number][stage].kept_bytes)
@@ -229,8 +327,8 @@ class _Simulation:
             self._hold(device, -self.prices.passes[action.microbatch][action.stage].working_bytes)
         if isinstance(action, Backward) and (wanted := self._arrival(action, device)) is not None:
             self._hold(device, -self._size(wanted))
-        if isinstance(action, Forward | Backward | Evaluate) and (made := self._product(action, device)):
-            self.lanes[device].made.add(made)
+        if isinstance(action, Forward | Backward | Evaluate) and (result := self._product(action, device)):
+            self.lanes[device].results.add(result)
         self._wake(device)
 
     def _product(self, action: Forward | Backward | Evaluate, device: int) -> Arrival | None:
@@ -249,7 +347,7 @@ class _Simulation:
             return
         action = lanes.sends[0]
         sent: Arrival = (action.microbatch, action.stage, action.what)
-        if sent not in lanes.made:
+        if sent not in lanes.results:
             return
         taker = self.lanes[action.peer]
         if taker.receiving:
@@ -260,14 +358,14 @@ class _Simulation:
         lanes.sending = taker.receiving = True
         start = self.now
         self._hold(action.peer, self._size(sent))
-        link = self.pairs.get((device, action.peer), self.cluster.link)
-        self._at(start + link.seconds(self._size(sent)), lambda: self._delivered(device, action, start))
+        seconds = self.cluster.link.seconds(self._size(sent))
+        self._at(start + seconds, lambda: self._delivered(device, action, start))
 
     def _delivered(self, device: int, action: Send, start: float) -> None:
         lanes, taker = self.lanes[device], self.lanes[action.peer]
         lanes.sending = taker.receiving = False
         sent: Arrival = (action.microbatch, action.stage, action.what)
-        lanes.made.remove(sent)
+        lanes.results.remove(sent)
         taker.arrived.add(sent)
         self._hold(device, -self._size(sent))
         self._note(device, Lane.send, action, start)
@@ -293,10 +391,9 @@ class _Simulation:
 
     def _load(self, device: int) -> None:
         lanes = self.lanes[device]
-        if lanes.loading or not lanes.loads or lanes.begun < lanes.loads[0].after:
+        if lanes.loading or not lanes.loads or lanes.begun < lanes.loads[0][1]:
             return
-        action = lanes.loads.popleft().action
-        assert isinstance(action, Load)
+        action, _ = lanes.loads.popleft()
         lanes.loading = True
         size = self._weight(action.stage)
         self._hold(device, size)
@@ -314,14 +411,15 @@ class _Simulation:
         flows = self.flows[root]
         moving = flows[:1] if self.cluster.queued else flows
         for flow in flows:
-            flow.left -= flow.rate * (self.now - flow.since) if flow.left and self.now > flow.since else 0.0
+            if flow.remaining_bytes and self.now > flow.since:
+                flow.remaining_bytes -= flow.rate * (self.now - flow.since)
             flow.since = self.now
             flow.version += 1
             flow.rate = 0.0
         for flow in moving:
             bandwidth = self.cluster.devices[flow.device].host.bandwidth
             flow.rate = min(bandwidth, self.cluster.roots[root] / len(moving))
-            self._at(self.now + max(0.0, flow.left) / flow.rate, self._landing(flow, root))
+            self._at(self.now + max(0.0, flow.remaining_bytes) / flow.rate, self._landing(flow, root))
 
     def _landing(self, flow: _Flow, root: int) -> Callable[[], None]:
         version = flow.version
@@ -352,10 +450,10 @@ def _lanes(actions: tuple[Action, ...]) -> _Lanes:
             case Recv():
                 pass  # it happens when its Send does
             case Load(stage):
-                lanes.loads.append(_Queued(action, len(lanes.compute)))
+                lanes.loads.append((action, len(lanes.compute)))
                 brought[stage] = len(lanes.loads)
             case Forward() | Backward() | Evaluate() | Evict():
-                lanes.compute.append(_Queued(action, brought.get(action.stage, 0)))
+                lanes.compute.append((action, brought.get(action.stage, 0)))
             case Reduce() | Step() | Save():
-                lanes.compute.append(_Queued(action, 0))
+                lanes.compute.append((action, 0))
     return lanes

@@ -14,7 +14,7 @@ from weftune.plan.cost.estimate import (
     square_seconds,
 )
 from weftune.plan.cost.time import Line
-from weftune.plan.pack.group import JobLengths, group
+from weftune.plan.pack.merge import JobLengths, group
 from weftune.plan.studies.bucket import arrange
 from weftune.plan.studies.fit import ClusterCase, Placement
 from weftune.plan.studies.fuse import Fusion, fuse

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 
-from weftune.plan.pack.pack import pack
+from weftune.plan.pack.instance import pack
 
 FLOOR = 64
 """Smallest chunk size: smaller chunks leave a device idle, and read earlier keys and values too often."""

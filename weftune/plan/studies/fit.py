@@ -21,7 +21,7 @@ from weftune.plan.cost.layers import LayerCost, StageCost, stage_cost
 from weftune.plan.cost.memory import FUSED_SLACK_BYTES, SLACK_BYTES, MemoryModel, gib, longest
 from weftune.plan.layout.choose import MAX_TOKENS
 from weftune.plan.layout.partition import StageLimit, balance, stage_bytes
-from weftune.plan.program.recompute import NOTHING, Recompute
+from weftune.plan.program.program import NOTHING, Recompute
 
 
 @dataclass(frozen=True, slots=True)

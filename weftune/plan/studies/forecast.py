@@ -9,8 +9,7 @@ from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.outlook.forecast import Forecast
 from weftune.plan.pack.merge import Merged
 from weftune.plan.program.program import Program
-from weftune.plan.program.simulate import simulate
-from weftune.plan.program.timeline import Timeline
+from weftune.plan.program.simulate import Timeline, simulate
 from weftune.plan.studies.fit import ClusterCase, Placement
 from weftune.plan.studies.ordering import passes_in
 from weftune.plan.studies.priced import PricedWork, lay

@@ -10,8 +10,13 @@ from weftune.plan.program.program import Action, Backward, Forward
 from weftune.plan.studies.fit import Placement
 from weftune.plan.studies.priced import PricedWork
 from weftune.plan.studies.scheme import SchemeOrder
-from weftune.plan.window.orders import Passes, alternating_passes, gpipe_passes, multi_job_passes
-from weftune.plan.window.template import eager_passes
+from weftune.plan.window.orders import (
+    Passes,
+    alternating_passes,
+    eager_passes,
+    gpipe_passes,
+    multi_job_passes,
+)
 
 
 def passes_in(order: SchemeOrder, laid: PricedWork, layout: Placement) -> Passes:

@@ -47,19 +47,8 @@ class Closed:
 
 
 @dataclass(slots=True)
-class _Batches:
-    """Batches of one stage, in all replicas together."""
-
-    left: Counter[tuple[str, int]]
-    """Maps (job, step) to the number of samples whose backward is still to come."""
-    open: set[tuple[str, int]]
-    """Batches that are not closed yet."""
-
-
-@dataclass(slots=True)
 class _Device:
     stage: int
-    batches: _Batches
     ready_forward: deque[int] = field(default_factory=deque)
     ready_backward: deque[int] = field(default_factory=deque)
     in_flight: int = 0
@@ -68,13 +57,13 @@ class _Device:
     actions: list[Action] = field(default_factory=list)
 
 
-def rows_left(microbatches: Iterable[MicrobatchPlan]) -> Counter[tuple[str, int]]:
-    """Return (job, step) → number of samples that are still to be trained."""
-    left: Counter[tuple[str, int]] = Counter()
+def batch_samples(microbatches: Iterable[MicrobatchPlan]) -> Counter[tuple[str, int]]:
+    """Return (job, step) → number of samples in these microbatches."""
+    samples: Counter[tuple[str, int]] = Counter()
     for microbatch in microbatches:
         for segment in microbatch.segments:
-            left[segment.job, segment.step] += len(segment.samples)
-    return left
+            samples[segment.job, segment.step] += len(segment.samples)
+    return samples
 
 
 class Dispatch:
@@ -90,9 +79,12 @@ class Dispatch:
     ) -> None:
         self.microbatches, self.prices, self.rules = microbatches, prices, rules
         self.last = len(rules.flights) - 1
-        left = rows_left(microbatches)
-        batches = [_Batches(left.copy(), set(left)) for _ in rules.flights]
-        self.devices = [_Device(stage, one) for _ in launches for stage, one in enumerate(batches)]
+        samples = batch_samples(microbatches)
+        self._remaining = [samples.copy() for _ in rules.flights]
+        """For each stage, the samples of each batch whose backward is still to come, in all replicas."""
+        self._open = [set(samples) for _ in rules.flights]
+        """For each stage, the batches that are not closed yet."""
+        self.devices = [_Device(stage) for _ in launches for stage in range(len(rules.flights))]
         self.jobs = [frozenset(one.jobs) for one in microbatches]
         self.before = [
             frozenset((segment.job, segment.step - 1) for segment in one.segments) for one in microbatches
@@ -104,10 +96,10 @@ class Dispatch:
         """Stages on which a launch had to wait for memory."""
         self.log: list[Began | Closed] = []
         """Events on all devices, in the order in which they happened."""
-        self._batches = batches
         everyone = set(range(len(self.devices)))
         self._near = [
-            _neighbours(device, self.last) if len(launches) == 1 else everyone for device in everyone
+            {max(0, device - 1), device, min(self.last, device + 1)} if len(launches) == 1 else everyone
+            for device in everyone
         ]
         """Devices that may be able to continue when a device has ended something; replicas share what opens
         and closes."""
@@ -151,21 +143,21 @@ class Dispatch:
     def _choose(self, one: _Device) -> Forward | Backward | None:
         if one.ready_backward and not self.rules.forward_first[one.stage]:
             return Backward(one.ready_backward.popleft(), one.stage)
-        place = self._launchable(one)
-        if place is not None:
-            number = one.ready_forward[place]
-            del one.ready_forward[place]
+        number = self._launchable(one)
+        if number is not None:
+            one.ready_forward.remove(number)
             return Forward(number, one.stage)
         return Backward(one.ready_backward.popleft(), one.stage) if one.ready_backward else None
 
     def _launchable(self, one: _Device) -> int | None:
-        """Return the position of the first ready microbatch that may start now, or None."""
+        """Return the first ready microbatch that may start now, or None."""
         if one.in_flight >= self.rules.flights[one.stage]:
             return None
         blocked: set[str] = set()
-        for place, number in enumerate(one.ready_forward):
-            if one.batches.open.isdisjoint(self.before[number]) and blocked.isdisjoint(self.jobs[number]):
-                return place if self._fits(one, number) else None
+        for number in one.ready_forward:
+            closed = self._open[one.stage].isdisjoint(self.before[number])
+            if closed and blocked.isdisjoint(self.jobs[number]):
+                return number if self._fits(one, number) else None
             blocked |= self.jobs[number]
         return None
 
@@ -191,8 +183,8 @@ class Dispatch:
         one.kept -= self.prices.passes[action.microbatch][one.stage].kept_bytes
         for segment in self.microbatches[action.microbatch].segments:
             key = segment.job, segment.step
-            one.batches.left[key] -= len(segment.samples)
-            if not one.batches.left[key]:
+            self._remaining[one.stage][key] -= len(segment.samples)
+            if not self._remaining[one.stage][key]:
                 closed = Closed(one.stage, *key)
                 if self.rules.lag:
                     heapq.heappush(self._ends, (now + self.rules.lag, next(self._number), device, closed))
@@ -202,9 +194,5 @@ class Dispatch:
             self.devices[device - 1].ready_backward.append(action.microbatch)
 
     def _close(self, closed: Closed) -> None:
-        self._batches[closed.stage].open.remove((closed.job, closed.step))
+        self._open[closed.stage].remove((closed.job, closed.step))
         self.log.append(closed)
-
-
-def _neighbours(stage: int, last: int) -> set[int]:
-    return {max(0, stage - 1), stage, min(last, stage + 1)}

@@ -1,7 +1,10 @@
-"""Orders for a pipeline of one stage per device: GPipe, 1F1B, and the multi-job 1F1B of mLoRA.
+"""Orders for a pipeline of one stage per device: GPipe, 1F1B, the multi-job 1F1B of mLoRA, and MuxTune's
+template.
 
-The first two follow from the list of microbatches alone. In the last, every device takes what is ready, as
-predicted from the prices, so that microbatches of independent jobs fill each other's waits.
+The first two follow from the list of microbatches alone. In the multi-job order, every device takes what is
+ready, as predicted from the prices, so that microbatches of independent jobs fill each other's waits. The
+template (3.4.1) runs the slowest bucket first, each bucket in one piece, with eager launches. Under its
+premises the last stage never waits between its first forward and its last backward (appendix A).
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from weftune.plan.program.check import check
-from weftune.plan.program.prices import Prices
+from weftune.plan.program.prices import PassPrice, Prices
 from weftune.plan.program.program import (
     Action,
     Backward,
@@ -25,10 +28,12 @@ from weftune.plan.program.program import (
     Send,
     Step,
 )
-from weftune.plan.window.dispatch import Dispatch, DispatchRules, rows_left
+from weftune.plan.window.dispatch import Dispatch, DispatchRules, batch_samples
 
 Passes = list[list[Action]]
 """Passes of each device in order, before Steps, Sends and Recvs are inserted."""
+EVEN = 1e-9
+"""Relative difference below which times count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,8 @@ class Work:
     capacity: int
     microbatches: tuple[MicrobatchPlan, ...]
     batches: tuple[GlobalBatch, ...]
+    by_replica: tuple[tuple[int, ...], ...] = ()
+    """Numbers of the microbatches of each replica in their preferred order, if there are several replicas."""
 
     @property
     def filled(self) -> list[int]:
@@ -75,8 +82,7 @@ def alternating_passes(work: Work, stages: int) -> Passes:
     If a microbatch needs a Step that has not run yet, the backwards that lead to it go first. With one job
     that drains the pipeline after every batch; where the bubble lemma holds it never does.
     """
-    left = rows_left(work.microbatches)
-    return [_alternate(work, stage, stages - stage, left.copy()) for stage in range(stages)]
+    return [_alternate(work, stage, stages - stage) for stage in range(stages)]
 
 
 def multi_job_passes(work: Work, stages: int, prices: Prices, spare: int = 0) -> Passes:
@@ -133,27 +139,17 @@ def assemble(
     return program
 
 
-def evaluated(numbers: Iterable[int], stage: int, homes: Sequence[int]) -> list[Action]:
-    """Return one stage's forwards of held-out microbatches, with the Sends and Recvs between neighbours.
-
-    `homes` is the device of every stage.
-    """
-    return list(transported((Evaluate(number, stage) for number in numbers), homes))
-
-
 def placed(work: Work, passes: Iterable[Action], device: int, homes: Sequence[int]) -> list[Action]:
     """Return one device's actions: its passes with the Steps, Reduces, Sends and Recvs that belong to them.
 
     `homes` is the device of every stage.
     """
-    stages = Counter(homes)
-    if len(stages) > 1:
-        return list(transported(_reduced(work, passes, device, stages[device]), homes))
-    return list(transported(_stepped(work, passes, stages[device]), homes))
+    return list(transported(_with_steps(work, passes, device, Counter(homes)), homes))
 
 
-def _alternate(work: Work, stage: int, most: int, left: Counter[tuple[str, int]]) -> list[Action]:
-    """Return the 1F1B order of one stage. `left` has the samples of each batch still to be trained."""
+def _alternate(work: Work, stage: int, max_in_flight: int) -> list[Action]:
+    """Return the 1F1B order of one stage."""
+    remaining = batch_samples(work.microbatches)
     waiting = work.filled[::-1]
     flying: list[int] = []
     actions: list[Action] = []
@@ -161,61 +157,49 @@ def _alternate(work: Work, stage: int, most: int, left: Counter[tuple[str, int]]
 
     def blocked(number: int) -> bool:
         segments = work.microbatches[number].segments
-        return any(left[segment.job, segment.step - 1] > 0 for segment in segments)
+        return any(remaining[segment.job, segment.step - 1] > 0 for segment in segments)
 
     while waiting or back < len(flying):
-        if waiting and len(flying) - back < most and not blocked(waiting[-1]):
+        if waiting and len(flying) - back < max_in_flight and not blocked(waiting[-1]):
             flying.append(waiting.pop())
             actions.append(Forward(flying[-1], stage))
             continue
         assert back < len(flying), "a microbatch waits for a batch that comes after it"
         actions.append(Backward(flying[back], stage))
         for segment in work.microbatches[flying[back]].segments:
-            left[segment.job, segment.step] -= len(segment.samples)
+            remaining[segment.job, segment.step] -= len(segment.samples)
         back += 1
     return actions
 
 
-def _stepped(work: Work, actions: Iterable[Action], stages: int) -> Iterable[Action]:
-    """Yield the actions of a device with `stages` stages, with a job's Step right after the last Backward of
-    its batch."""
-    left = {key: stages * rows for key, rows in rows_left(work.microbatches).items()}
-    for action in actions:
-        yield action
-        if isinstance(action, Backward):
-            for segment in work.microbatches[action.microbatch].segments:
-                key = segment.job, segment.step
-                left[key] -= len(segment.samples)
-                if not left[key]:
-                    yield Step(*key)
+def _with_steps(work: Work, actions: Iterable[Action], device: int, homes: Counter[int]) -> Iterable[Action]:
+    """Yield the actions of a device with a job's Step right after the last Backward of its batch. `homes`
+    maps each device to its number of stages.
 
-
-def _reduced(work: Work, actions: Iterable[Action], device: int, stages: int) -> Iterable[Action]:
-    """Yield the actions of a device with `stages` stages, with a job's Reduce right after the last Backward
-    of its batch, and on the first device its Step too.
-
-    On the others the Step comes as late as possible, before the job's next Forward or at the end: until then
-    the first device's decision is on its way, and no device waits for it.
+    Among several devices a Reduce follows that Backward, and on all but the first device the Step comes as
+    late as possible, before the job's next Forward or at the end: until then the first device's decision is
+    on its way, and no device waits for it.
     """
-    left = {key: stages * rows for key, rows in rows_left(work.microbatches).items()}
-    due: dict[str, Step] = {}
+    remaining = {key: homes[device] * count for key, count in batch_samples(work.microbatches).items()}
+    pending: dict[str, Step] = {}
     for action in actions:
         if isinstance(action, Forward):
             for job in work.microbatches[action.microbatch].jobs:
-                if job in due:
-                    yield due.pop(job)
+                if job in pending:
+                    yield pending.pop(job)
         yield action
         if isinstance(action, Backward):
             for segment in work.microbatches[action.microbatch].segments:
                 key = segment.job, segment.step
-                left[key] -= len(segment.samples)
-                if not left[key]:
-                    yield Reduce(*key)
-                    due[segment.job] = Step(*key)
-            if device == 0:
-                yield from due.values()
-                due.clear()
-    yield from due.values()
+                remaining[key] -= len(segment.samples)
+                if not remaining[key]:
+                    if len(homes) > 1:
+                        yield Reduce(*key)
+                    pending[segment.job] = Step(*key)
+            if device == 0 or len(homes) == 1:
+                yield from pending.values()
+                pending.clear()
+    yield from pending.values()
 
 
 def transported(actions: Iterable[Action], homes: Sequence[int]) -> Iterable[Action]:
@@ -237,3 +221,76 @@ def transported(actions: Iterable[Action], homes: Sequence[int]) -> Iterable[Act
                     yield Send(number, stage - 1, "gradient", homes[stage - 1])
             case _:
                 yield action
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """A bucket's microbatches, all alike, and what one of them costs on every stage."""
+
+    microbatches: tuple[int, ...]
+    passes: tuple[PassPrice, ...]
+
+    @property
+    def latency(self) -> float:
+        """Seconds of one microbatch on the first stage, by which buckets are balanced."""
+        return self.passes[0].forward + self.passes[0].backward
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineTemplate:
+    program: Program
+    order: tuple[int, ...]
+    """Queues in the order in which they run."""
+    broken: tuple[str, ...]
+    """Premises of the theorem that do not hold, one sentence each. If empty, the last stage never waits."""
+
+
+def template(work: Work, queues: Sequence[Queue], room: Sequence[int] = ()) -> PipelineTemplate:
+    """Return the template's order for `queues`, which together hold all microbatches of `work`.
+
+    `room` is the bytes that microbatches in flight may keep on each stage; without it memory is unlimited.
+    """
+    assert queues, "there is a bucket to run"
+    order = sorted(range(len(queues)), key=lambda index: -queues[index].latency)
+    sorted_queues = [queues[index] for index in order]
+    launches = [number for queue in sorted_queues for number in queue.microbatches]
+    assert sorted(launches) == work.filled, "the queues do not hold every microbatch once"
+    dispatch = _dispatch(work, launches, queue_prices(work, queues), room)
+    program = assemble(work, dispatch.run())
+    scarce = [f"stage {stage} has no memory for an earlier launch" for stage in sorted(dispatch.delayed)]
+    return PipelineTemplate(program, tuple(order), (*_broken(work, sorted_queues), *scarce))
+
+
+def eager_passes(work: Work, prices: Prices, room: Sequence[int]) -> Passes:
+    """Return the template's passes for microbatches that are not alike, already sorted by slowest bucket."""
+    return _dispatch(work, work.filled, prices, room).run()
+
+
+def _dispatch(work: Work, launches: Sequence[int], prices: Prices, room: Sequence[int]) -> Dispatch:
+    stages = len(prices.passes[0])
+    rules = DispatchRules(
+        flights=(len(launches),) * stages, forward_first=(False,) * stages, room=tuple(room)
+    )
+    return Dispatch(work.microbatches, [launches], prices, rules)
+
+
+def queue_prices(work: Work, queues: Sequence[Queue]) -> Prices:
+    by_number = {number: queue.passes for queue in queues for number in queue.microbatches}
+    idle = (PassPrice(0.0, 0.0),) * len(queues[0].passes)
+    return Prices(tuple(by_number.get(number, idle) for number in range(len(work.microbatches))))
+
+
+def _broken(work: Work, queues: Sequence[Queue]) -> list[str]:
+    """Return the theorem's premises on time that `queues`, in the order in which they run, do not meet."""
+    broken: list[str] = []
+    for number, queue in enumerate(queues, 1):
+        if any(abs(one.forward - one.backward) > EVEN * one.forward for one in queue.passes):
+            broken.append(f"the forward and the backward of bucket {number} take different times")
+        paces = [one.forward for one in queue.passes]
+        if max(paces) - min(paces) > EVEN * max(paces):
+            broken.append(f"bucket {number} takes different times on different stages")
+    steps = Counter(batch.job for batch in work.batches)
+    again = [job for job, count in steps.items() if count > 1]
+    if again:
+        broken.append(f"{again[0]} has several global batches, and each waits for the Step before it")
+    return broken

@@ -1,4 +1,4 @@
-"""The next window of a pipeline: the same courses as on one device, cut, grouped and ordered for its stages.
+"""The next window of a pipeline: the same batches as on one device, cut, grouped and ordered for its stages.
 
 Jobs form groups whose rounds take turns, so that other groups fill the time in which a job's batch waits for
 its Step. A window ends with the round in which a job evaluates, since what follows depends on the outcome.
@@ -6,35 +6,43 @@ its Step. A window ends with the round in which a job evaluates, since what foll
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate
 
-from weftune.plan.cost.time import Line
-from weftune.plan.pack.group import JobLengths, group
-from weftune.plan.pack.merge import BatchSample, MergeRules, merge
+from weftune.plan.pack.merge import BatchSample, JobLengths, MergeRules, group, merge
 from weftune.plan.pack.segments import QUICK, pack_segments
 from weftune.plan.program.check import check
-from weftune.plan.program.prices import Link, PassPrice, Prices, free_cluster
+from weftune.plan.program.prices import PassPrice, Prices, free_cluster
 from weftune.plan.program.program import (
+    NOTHING,
     Action,
+    Evaluate,
     GlobalBatch,
     MicrobatchPlan,
     PlacedSample,
     Program,
+    Recompute,
     Save,
     SegmentPlan,
     Step,
     kept_together,
 )
-from weftune.plan.program.recompute import NOTHING, Recompute
 from weftune.plan.program.simulate import simulate
-from weftune.plan.program.timeline import Timeline
-from weftune.plan.window.orders import Work, evaluated, gpipe, multi_job, one_forward_one_backward
-from weftune.plan.window.replicas import ReplicaWork, Rounds, deal, deal_looks, replicated
+from weftune.plan.window.orders import (
+    Queue,
+    Work,
+    gpipe,
+    multi_job,
+    one_forward_one_backward,
+    template,
+    transported,
+)
+from weftune.plan.window.pace import StagePace, pace_prices
+from weftune.plan.window.replicas import Rounds, deal, deal_evaluation, replicated
 from weftune.plan.window.rounds import JobWindow
-from weftune.plan.window.template import Queue, template
 
 Groups = tuple[tuple[str, ...], ...]
 MOST_SPLITS = 4
@@ -53,29 +61,8 @@ class PipelineOrder(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class StagePace:
-    """Time of a microbatch on one stage, by its rows, and of a Step."""
-
-    forward: Line
-    backward: Line
-    step: float = 0.0
-    """Seconds of one job's Step."""
-    spread: tuple[float, ...] = ()
-    """Times of passes as multiples of what the lines predict, in the order in which they ran."""
-
-
-BACKWARD_GUESS = 1.5
-"""Time of a backward relative to a forward, until one has been measured."""
-
-
-def guessed_pace(layers: int) -> StagePace:
-    """Return the pace of a stage of `layers` layers before anything was measured: proportions only."""
-    return StagePace(Line(0.0, float(layers)), Line(0.0, BACKWARD_GUESS * layers))
-
-
-@dataclass(frozen=True, slots=True)
 class PipelineRules:
-    """Inputs of the planner of a pipeline's windows, besides the courses."""
+    """Inputs of the planner of a pipeline's windows, besides the jobs."""
 
     capacity: int
     paces: tuple[StagePace, ...]
@@ -101,117 +88,74 @@ class PipelineRules:
         return self.stages + (self.replicas > 1)
 
 
-def plan_pipeline(courses: Sequence[JobWindow], rules: PipelineRules) -> Program:
-    """Plan a window that trains the courses' batches up to the first evaluation, and check it."""
-    step = {course.job: course.step for course in courses}
-    beginners = [course for course in courses if course.begins]
-    looking = [course for course in beginners if course.evaluates_at(course.step)]
+def plan_pipeline(windows: Sequence[JobWindow], rules: PipelineRules) -> Program:
+    """Plan a window that trains the jobs' batches up to the first evaluation, and check it."""
+    step = {window.job: window.step for window in windows}
+    beginners = [window for window in windows if window.begins]
+    evaluating = [window for window in beginners if window.evaluates_at(window.step)]
     # A job that evaluates as it begins needs the outcome before its first batch; no job trains meanwhile.
-    batches = [] if looking else _batches(courses)
-    program = _trained(batches, courses, rules) if batches else _empty(rules)
-    after = step | {batch.job: batch.step for batch in batches}
+    batches = [] if evaluating else _batches(windows)
+    if batches:
+        program = _trained(batches, windows, rules)
+    else:
+        lists = ((),) * (rules.stages * rules.replicas)
+        program = Program(rules.capacity, (), (), lists, tuple(range(rules.stages)), replicas=rules.replicas)
     last = {batch.job: batch.step for batch in batches}
-    due = looking or [course for course in courses if course.evaluates_at(last.get(course.job, -1))]
-    program = _with_evaluation(program, [_look(course, after[course.job]) for course in due], rules)
+    evaluated = evaluating or [one for one in windows if one.evaluates_at(last.get(one.job, -1))]
+    held_out = [SegmentPlan(one.job, (step | last)[one.job], one.evaluation) for one in evaluated]
+    program = _with_evaluation(program, held_out, rules)
     # A job that waits meanwhile begins in the next window, and must not save at the same step in both.
-    program = _with_saves(program, courses, looking or beginners)
+    program = _with_saves(program, windows, evaluating or beginners)
     program = replace(program, recompute=rules.recompute)
     check(program, step)
     return program
 
 
-@dataclass(frozen=True, slots=True)
-class LoadPace:
-    """Bytes of the stages that are loaded from the host, and the speed of the links."""
-
-    stage_bytes: tuple[int, ...]
-    bandwidth: float
-    """Bytes per second of each device's link."""
-
-
-def timeline_foreseen(
-    program: Program, paces: Sequence[StagePace], loads: LoadPace | None = None
-) -> Timeline:
-    """Return the timeline that the simulator predicts for a window, ignoring links between devices."""
-    return timeline_priced(program, pace_prices(program.microbatches, paces), loads)
-
-
-def timeline_priced(
-    program: Program, prices: Prices, loads: LoadPace | None = None, link: Link | None = None
-) -> Timeline:
-    """Return the simulated timeline of a window. Without a `link` between devices, sending takes no time."""
-    cluster = free_cluster(len(program.devices))
-    cluster = cluster if link is None else replace(cluster, link=link)
-    if loads is not None:
-        prices = replace(prices, weight_bytes=loads.stage_bytes)
-        host = Link(loads.bandwidth)
-        cluster = replace(cluster, devices=tuple(replace(one, host=host) for one in cluster.devices))
-    return simulate(program, prices, cluster)
-
-
-def _look(course: JobWindow, step: int) -> SegmentPlan:
-    return SegmentPlan(course.job, step, course.evaluation)
-
-
-def _batches(courses: Sequence[JobWindow]) -> list[GlobalBatch]:
+def _batches(windows: Sequence[JobWindow]) -> list[GlobalBatch]:
     """Return the batches round by round, up to and including the first round in which a job evaluates."""
     found: list[GlobalBatch] = []
-    for turn in range(max((len(course.batches) for course in courses), default=0)):
-        moving = [course for course in courses if turn < len(course.batches)]
-        found += [course.batches[turn] for course in moving]
-        if any(course.evaluates_at(course.batches[turn].step) for course in moving):
+    for turn in range(max((len(window.batches) for window in windows), default=0)):
+        moving = [window for window in windows if turn < len(window.batches)]
+        found += [window.batches[turn] for window in moving]
+        if any(window.evaluates_at(window.batches[turn].step) for window in moving):
             break
     return found
-
-
-def _empty(rules: PipelineRules) -> Program:
-    lists = ((),) * (rules.stages * rules.replicas)
-    return Program(rules.capacity, (), (), lists, tuple(range(rules.stages)), replicas=rules.replicas)
 
 
 # -- training -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    program: Program
-    seconds: float
-
-
-def _trained(batches: Sequence[GlobalBatch], courses: Sequence[JobWindow], rules: PipelineRules) -> Program:
+def _trained(batches: Sequence[GlobalBatch], windows: Sequence[JobWindow], rules: PipelineRules) -> Program:
     """Return the program that is fastest in the simulator among a few that differ in how finely rounds are
     cut and in the order in which they run."""
     longest = max(_tokens(together) for batch in batches for together in kept_together(batch.samples))
     # Among equals the first is taken: with spare microbatches it waits less for links and slow passes.
     orders = [PipelineOrder.multi_job, PipelineOrder.alternating] if rules.order is None else [rules.order]
-    best: _Candidate | None = None
+    best: Program | None = None
+    best_seconds = math.inf
     for splits in range(1, MOST_SPLITS + 1):
         room = max(longest, -(-rules.capacity // splits))
-        groups = _groups(batches, [course.job for course in courses], room, rules)
-        dealt = _dealt(batches, groups, room, rules)
-        prices = pace_prices(dealt.work.microbatches, rules.paces)
+        groups = _groups(batches, [window.job for window in windows], room, rules)
+        work = _dealt(batches, groups, room, rules)
+        prices = pace_prices(work.microbatches, rules.paces)
         if rules.replicas > 1:
-            fastest = _of_replicas(dealt, prices, rules)
+            found = [
+                replicated(work, rules.stages, prices, rules.spare, patient) for patient in (True, False)
+            ]
+            seconds = [_seconds(one, prices) for one in found]
+            # The patient order hides links that the prices omit, unless waiting itself costs time.
+            fastest = 0 if seconds[0] <= PATIENCE * seconds[1] else 1
         else:
-            found = [_ordered(order, dealt.work, prices, groups, rules) for order in orders]
-            candidates = [_Candidate(one, _seconds(one, prices)) for one in found]
-            fastest = min(candidates, key=lambda one: one.seconds)
-        if best is not None and fastest.seconds >= best.seconds:
+            found = [_ordered(order, work, prices, groups, rules) for order in orders]
+            seconds = [_seconds(one, prices) for one in found]
+            fastest = seconds.index(min(seconds))
+        if seconds[fastest] >= best_seconds:
             break
-        best = fastest
+        best, best_seconds = found[fastest], seconds[fastest]
         if room == longest:
             break
     assert best is not None
-    return best.program
-
-
-def _of_replicas(dealt: ReplicaWork, prices: Prices, rules: PipelineRules) -> _Candidate:
-    """Return the patient order, which hides links that the prices omit, unless waiting itself costs time."""
-    found = [
-        replicated(dealt, rules.stages, prices, rules.spare, patient=patient) for patient in (True, False)
-    ]
-    patient, prompt = (_Candidate(one, _seconds(one, prices)) for one in found)
-    return patient if patient.seconds <= PATIENCE * prompt.seconds else prompt
+    return best
 
 
 def _seconds(program: Program, prices: Prices) -> float:
@@ -235,7 +179,7 @@ def _groups(
     return group(lengths, capacity, rules.distance).groups
 
 
-def _dealt(batches: Sequence[GlobalBatch], groups: Groups, room: int, rules: PipelineRules) -> ReplicaWork:
+def _dealt(batches: Sequence[GlobalBatch], groups: Groups, room: int, rules: PipelineRules) -> Work:
     """Return microbatches that the jobs of a group share, laid out for each replica by itself so that a job's
     batches are far enough apart."""
     # A bucket of the template runs in one piece, so no sample may go into another group's round. With
@@ -248,11 +192,11 @@ def _dealt(batches: Sequence[GlobalBatch], groups: Groups, room: int, rules: Pip
     ]
     starts = accumulate((len(one) for one in laid), initial=0)
     numbers = tuple(
-        tuple(start + place for place, held in enumerate(one) if held)
+        tuple(start + index for index, held in enumerate(one) if held)
         for start, one in zip(starts, laid, strict=False)
     )
     microbatches = _microbatches([held for one in laid for held in one], batches)
-    return ReplicaWork(Work(rules.capacity, microbatches, tuple(batches)), numbers)
+    return Work(rules.capacity, microbatches, tuple(batches), numbers)
 
 
 def _rounds(batches: Sequence[GlobalBatch], groups: Groups) -> Rounds:
@@ -297,19 +241,6 @@ def _microbatches(
     return tuple(microbatches)
 
 
-def pace_prices(microbatches: Sequence[MicrobatchPlan], paces: Sequence[StagePace]) -> Prices:
-    return Prices(
-        tuple(
-            tuple(
-                PassPrice(pace.forward(one.rows), pace.backward(one.rows), kept_bytes=one.rows)
-                for pace in paces
-            )
-            for one in microbatches
-        ),
-        step=sum(pace.step for pace in paces) / len(paces),
-    )
-
-
 def _ordered(
     order: PipelineOrder, work: Work, prices: Prices, groups: Groups, rules: PipelineRules
 ) -> Program:
@@ -331,17 +262,16 @@ def _queues(work: Work, prices: Prices, groups: Groups, stages: int) -> list[Que
     held: dict[int, list[int]] = {}
     for number in work.filled:
         held.setdefault(home[work.microbatches[number].jobs[0]], []).append(number)
+
+    def mean(numbers: Sequence[int], stage: int) -> PassPrice:
+        passes = [prices.passes[number][stage] for number in numbers]
+        forward, backward = sum(one.forward for one in passes), sum(one.backward for one in passes)
+        return PassPrice(forward / len(passes), backward / len(passes))
+
     return [
-        Queue(tuple(numbers), tuple(_mean(numbers, prices, stage) for stage in range(stages)))
+        Queue(tuple(numbers), tuple(mean(numbers, stage) for stage in range(stages)))
         for numbers in held.values()
     ]
-
-
-def _mean(numbers: Sequence[int], prices: Prices, stage: int) -> PassPrice:
-    passes = [prices.passes[number][stage] for number in numbers]
-    return PassPrice(
-        sum(one.forward for one in passes) / len(passes), sum(one.backward for one in passes) / len(passes)
-    )
 
 
 # -- evaluation and checkpoints --------------------------------------------------------------------------
@@ -351,13 +281,16 @@ def _with_evaluation(program: Program, held_out: Sequence[SegmentPlan], rules: P
     """Add the evaluation after all training: forwards through all stages, shared by the replicas."""
     packed = pack_segments(held_out, _evaluation_room(held_out, rules))
     before = len(program.microbatches)
-    shares = deal_looks(packed, rules.replicas)
-    numbers = [[before + place for place in own] for own in shares]
+    shares = deal_evaluation(packed, rules.replicas)
+    passes = [[before + index for index in own] for own in shares]
     return replace(
         program,
         microbatches=(*program.microbatches, *packed),
         devices=tuple(
-            (*actions, *evaluated(numbers[replica], stage, program.homes(replica)))
+            (
+                *actions,
+                *transported((Evaluate(one, stage) for one in passes[replica]), program.homes(replica)),
+            )
             for device, actions in enumerate(program.devices)
             for replica, stage in [divmod(device, rules.stages)]
         ),
@@ -373,11 +306,11 @@ def _evaluation_room(held_out: Sequence[SegmentPlan], rules: PipelineRules) -> i
     return min(rules.capacity, max(longest, even))
 
 
-def _with_saves(program: Program, courses: Sequence[JobWindow], beginners: Sequence[JobWindow]) -> Program:
+def _with_saves(program: Program, windows: Sequence[JobWindow], beginners: Sequence[JobWindow]) -> Program:
     """Add a Save right after its Step. A job that begins is saved at its current step, before anything else.
     Only one replica's devices save, since the others hold the same."""
-    at = {course.job: course.save_at for course in courses}
-    begin = [Save(course.job, course.step) for course in beginners if course.step in course.save_at]
+    at = {window.job: window.save_at for window in windows}
+    begin = [Save(window.job, window.step) for window in beginners if window.step in window.save_at]
 
     def saved(actions: Sequence[Action]) -> tuple[Action, ...]:
         found: list[Action] = [*begin]

@@ -8,28 +8,16 @@ to have finished, and no replica waits for another.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from weftune.plan.pack.merge import BatchSample
 from weftune.plan.program.check import check
 from weftune.plan.program.prices import Prices
 from weftune.plan.program.program import Action, Backward, Forward, MicrobatchPlan, Program, Reduce, Step
-from weftune.plan.window.dispatch import Began, Closed, Dispatch, rows_left
+from weftune.plan.window.dispatch import Began, Closed, Dispatch, batch_samples
 from weftune.plan.window.orders import Work, multi_job_rules, transported
 
 Rounds = list[list[BatchSample]]
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaWork:
-    """Work, and the microbatches of each replica in their preferred order."""
-
-    work: Work
-    numbers: tuple[tuple[int, ...], ...]
-
-    @property
-    def replicas(self) -> int:
-        return len(self.numbers)
 
 
 def deal(rounds: Sequence[Sequence[BatchSample]], replicas: int) -> list[Rounds]:
@@ -39,62 +27,51 @@ def deal(rounds: Sequence[Sequence[BatchSample]], replicas: int) -> list[Rounds]
     dealt: list[Rounds] = [[] for _ in range(replicas)]
     for samples in rounds:
         home: dict[int, int] = {}
-        for place in sorted(range(len(samples)), key=lambda place: -samples[place].length):
-            home[place] = least = tokens.index(min(tokens))
-            tokens[least] += samples[place].length
+        for index in sorted(range(len(samples)), key=lambda index: -samples[index].length):
+            home[index] = least = tokens.index(min(tokens))
+            tokens[least] += samples[index].length
         for replica, own in enumerate(dealt):
-            part = [one for place, one in enumerate(samples) if home[place] == replica]
+            part = [one for index, one in enumerate(samples) if home[index] == replica]
             own += [part] if part else []
     return dealt
 
 
-def deal_looks(microbatches: Sequence[MicrobatchPlan], replicas: int) -> list[list[int]]:
+def deal_evaluation(microbatches: Sequence[MicrobatchPlan], replicas: int) -> list[list[int]]:
     """Return the evaluation microbatches that each replica runs, dealt by the rule of `deal`."""
     rows = [0] * replicas
     dealt: list[list[int]] = [[] for _ in range(replicas)]
-    for place in sorted(range(len(microbatches)), key=lambda place: -microbatches[place].rows):
+    for index in sorted(range(len(microbatches)), key=lambda index: -microbatches[index].rows):
         least = rows.index(min(rows))
-        rows[least] += microbatches[place].rows
-        dealt[least].append(place)
+        rows[least] += microbatches[index].rows
+        dealt[least].append(index)
     return [sorted(own) for own in dealt]
 
 
-def replicated(
-    dealt: ReplicaWork, stages: int, prices: Prices, spare: int = 0, patient: bool = False
-) -> Program:
+def replicated(work: Work, stages: int, prices: Prices, spare: int = 0, patient: bool = False) -> Program:
     """Return the multi-job order for all replicas together, with the Reduces and Steps that they need.
 
     With `patient`, replicas let a pass go by before they add up each other's shares, so that slow links are
     hidden.
     """
-    work = dealt.work
-    lag = _mean_forward(dealt, prices) if patient else 0.0
+    forwards = [one.forward for number in work.filled for one in prices.passes[number]]
+    lag = sum(forwards) / len(forwards) if patient else 0.0
     rules = replace(multi_job_rules(stages, spare), lag=lag)
-    dispatch = Dispatch(work.microbatches, dealt.numbers, prices, rules)
+    dispatch = Dispatch(work.microbatches, work.by_replica, prices, rules)
     dispatch.run()
-    lists = _Meeting(dealt, stages).lists_of(dispatch.log)
+    lists = _Meeting(work, stages).lists_of(dispatch.log)
     program = Program(
         capacity=work.capacity,
         microbatches=work.microbatches,
         batches=work.batches,
         devices=tuple(
-            tuple(transported(actions, _homes(device // stages, stages)))
+            tuple(transported(actions, range(device - device % stages, device - device % stages + stages)))
             for device, actions in enumerate(lists)
         ),
         stages=tuple(range(stages)),
-        replicas=dealt.replicas,
+        replicas=len(work.by_replica),
     )
     check(program)
     return program
-
-
-def _mean_forward(dealt: ReplicaWork, prices: Prices) -> float:
-    passes = [one.forward for number in dealt.work.filled for one in prices.passes[number]]
-    return sum(passes) / len(passes)
-
-
-def _homes(replica: int, stages: int) -> range:
-    return range(replica * stages, (replica + 1) * stages)
 
 
 class _Meeting:
@@ -103,14 +80,14 @@ class _Meeting:
     Nothing can wait forever: whatever an action waits for happened at an earlier moment of the log.
     """
 
-    def __init__(self, dealt: ReplicaWork, stages: int) -> None:
-        self.microbatches, self.stages = dealt.work.microbatches, stages
-        self.lists: list[list[Action]] = [[] for _ in range(dealt.replicas * stages)]
-        shares = [rows_left(self.microbatches[number] for number in own) for own in dealt.numbers]
+    def __init__(self, work: Work, stages: int) -> None:
+        self.microbatches, self.stages = work.microbatches, stages
+        self.lists: list[list[Action]] = [[] for _ in range(len(work.by_replica) * stages)]
+        shares = [batch_samples(self.microbatches[number] for number in own) for own in work.by_replica]
         self.shares = [frozenset(share) for share in shares]
         """Batches of which each replica trains at least one sample."""
-        self.left = [shares[device // stages].copy() for device in range(len(self.lists))]
-        self.due: list[dict[str, Step]] = [{} for _ in self.lists]
+        self.remaining = [shares[device // stages].copy() for device in range(len(self.lists))]
+        self.pending: list[dict[str, Step]] = [{} for _ in self.lists]
         """Steps that each device has yet to execute, job → Step; they come as late as possible."""
 
     def lists_of(self, log: Iterable[Began | Closed]) -> list[list[Action]]:
@@ -122,41 +99,37 @@ class _Meeting:
                     self._backward(device, action)
                 case Closed(stage, job, step):
                     self._close(stage, job, step)
-        for device, due in enumerate(self.due):
-            self.lists[device] += due.values()
+        for device, pending in enumerate(self.pending):
+            self.lists[device] += pending.values()
         return self.lists
 
     def _forward(self, device: int, action: Forward) -> None:
         for segment in self.microbatches[action.microbatch].segments:
             if action.stage == 0:
-                self._without(segment.job, segment.step)
+                # Replicas that train nothing of this batch make the last Step once the others have begun.
+                for other in range(len(self.lists)):
+                    if (segment.job, segment.step) not in self.shares[other // self.stages]:
+                        self._step(other, segment.job)
             self._step(device, segment.job)
         self.lists[device].append(action)
-
-    def _without(self, job: str, step: int) -> None:
-        """Add the job's last Step on replicas that train nothing of this batch, once the others have
-        begun."""
-        for device in range(len(self.lists)):
-            if (job, step) not in self.shares[device // self.stages]:
-                self._step(device, job)
 
     def _backward(self, device: int, action: Backward) -> None:
         """Add a Backward; right after the last one of a batch here, hand out this device's share."""
         self.lists[device].append(action)
         for segment in self.microbatches[action.microbatch].segments:
             key = segment.job, segment.step
-            self.left[device][key] -= len(segment.samples)
-            if not self.left[device][key]:
+            self.remaining[device][key] -= len(segment.samples)
+            if not self.remaining[device][key]:
                 self.lists[device].append(Reduce(*key, "gradient"))
 
     def _close(self, stage: int, job: str, step: int) -> None:
         """Add the Reduce that sums the shares, once all replicas have reached the end of a batch."""
         for device in range(stage, len(self.lists), self.stages):
             self.lists[device].append(Reduce(job, step))
-            self.due[device][job] = Step(job, step)
+            self.pending[device][job] = Step(job, step)
         if stage == 0:
             self._step(0, job)
 
     def _step(self, device: int, job: str) -> None:
-        if (step := self.due[device].pop(job, None)) is not None:
+        if (step := self.pending[device].pop(job, None)) is not None:
             self.lists[device].append(step)

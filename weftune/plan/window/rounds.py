@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weftune.plan.pack.segments import pack_segments
-from weftune.plan.program.check import check
-from weftune.plan.program.check_slots import check_slots
+from weftune.plan.program.check import check, check_slots
 from weftune.plan.program.layout import Layout, OnWorker
 from weftune.plan.program.program import (
+    NOTHING,
     Action,
     Backward,
     Evaluate,
@@ -20,12 +20,12 @@ from weftune.plan.program.program import (
     MicrobatchPlan,
     PlacedSample,
     Program,
+    Recompute,
     Reduce,
     Save,
     SegmentPlan,
     Step,
 )
-from weftune.plan.program.recompute import NOTHING, Recompute
 from weftune.plan.window.orders import transported
 
 
@@ -66,36 +66,50 @@ class Round:
     saves: tuple[Save, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LaidRounds:
-    """Courses laid out in rounds: what is done, regardless of the order in which devices do it."""
+class _LaidRounds:
+    """Jobs' windows laid out in rounds: what is done, regardless of the order in which devices do it.
 
-    microbatches: tuple[MicrobatchPlan, ...]
-    rounds: tuple[Round, ...]
+    With a `ladder`, training passes keep to few sizes, as captured graphs require. With several `groups`, a
+    job shares microbatches with others of its group, and the Steps of a group follow its last one: what they
+    wait for is transferred during the passes of another group.
+    """
 
-
-class _Window:
-    """A collector of microbatches and rounds."""
-
-    def __init__(self, capacity: int, ladder: bool, groups: Sequence[frozenset[str]]) -> None:
-        self.capacity = capacity
-        self.groups = groups
-        self.ladder = ladder
+    def __init__(self, windows: Sequence[JobWindow], capacity: int, ladder: bool, groups: int) -> None:
+        self.capacity, self.ladder = capacity, ladder
+        tokens = {window.job: sum(batch.tokens for batch in window.batches) for window in windows}
+        self.groups = even_groups(tokens, groups) if groups > 1 else []
         self.microbatches: list[MicrobatchPlan] = []
         self.rounds: list[Round] = []
+        step = {window.job: window.step for window in windows}
+        self._add([], [window for window in windows if window.begins], step)
+        for turn in range(max((len(window.batches) for window in windows), default=0)):
+            moving = [window for window in windows if turn < len(window.batches)]
+            step |= {window.job: window.batches[turn].step for window in moving}
+            self._add([window.batches[turn] for window in moving], moving, step)
 
-    def add(self, batches: Sequence[GlobalBatch], courses: Sequence[JobWindow], step: dict[str, int]) -> None:
-        """Add a round of these batches, after which the courses are at `step`."""
+    def _add(
+        self, batches: Sequence[GlobalBatch], windows: Sequence[JobWindow], step: dict[str, int]
+    ) -> None:
+        """Add a round of these batches, after which the jobs are at `step`."""
         trained = self._train(batches)
-        evaluated = self._evaluate(courses, step)
-        saves = tuple(Save(c.job, step[c.job]) for c in courses if step[c.job] in c.save_at)
+        segments = [
+            SegmentPlan(one.job, step[one.job], one.evaluation)
+            for one in windows
+            if one.evaluates_at(step[one.job])
+        ]
+        evaluated = tuple(map(self._number, pack_segments(segments, self.capacity)))
+        saves = tuple(Save(one.job, step[one.job]) for one in windows if step[one.job] in one.save_at)
         self.rounds.append(Round(trained, evaluated, saves))
 
     def _train(self, batches: Sequence[GlobalBatch]) -> tuple[Trained, ...]:
         if len(self.groups) < 2:
             return self._train_group(batches)
         parts = [[batch for batch in batches if batch.job in group] for group in self.groups]
-        return tuple(one for part in parts if part for one in _steps_last(self._train_group(part)))
+        found: list[Trained] = []
+        for group in (self._train_group(part) for part in parts if part):
+            found += [replace(one, steps=()) for one in group]
+            found[-1] = replace(group[-1], steps=tuple(step for one in group for step in one.steps))
+        return tuple(found)
 
     def _train_group(self, batches: Sequence[GlobalBatch]) -> tuple[Trained, ...]:
         segments = [SegmentPlan(batch.job, batch.step, batch.samples) for batch in batches]
@@ -104,23 +118,11 @@ class _Window:
         steps: list[list[Step]] = [[] for _ in packed]
         for batch in batches:
             steps[last[batch.job]].append(Step(batch.job, batch.step))
-        return tuple(Trained(self._number(one), tuple(due)) for one, due in zip(packed, steps, strict=True))
-
-    def _evaluate(self, courses: Iterable[JobWindow], step: dict[str, int]) -> tuple[int, ...]:
-        due = [c for c in courses if c.evaluation and step[c.job] in c.evaluate_at]
-        packed = pack_segments((SegmentPlan(c.job, step[c.job], c.evaluation) for c in due), self.capacity)
-        return tuple(self._number(microbatch) for microbatch in packed)
+        return tuple(Trained(self._number(one), tuple(own)) for one, own in zip(packed, steps, strict=True))
 
     def _number(self, microbatch: MicrobatchPlan) -> int:
         self.microbatches.append(microbatch)
         return len(self.microbatches) - 1
-
-
-def _steps_last(group: Sequence[Trained]) -> Iterator[Trained]:
-    """Yield the microbatches with all Steps after the last one."""
-    *others, last = group
-    yield from (replace(one, steps=()) for one in others)
-    yield replace(last, steps=tuple(step for one in group for step in one.steps))
 
 
 def even_groups(tokens: Mapping[str, int], count: int) -> list[frozenset[str]]:
@@ -136,38 +138,14 @@ def even_groups(tokens: Mapping[str, int], count: int) -> list[frozenset[str]]:
     return [frozenset(group) for group in groups]
 
 
-def _groups(courses: Sequence[JobWindow], count: int) -> list[frozenset[str]]:
-    tokens = {course.job: sum(batch.tokens for batch in course.batches) for course in courses}
-    return even_groups(tokens, count)
-
-
-def lay_rounds(
-    courses: Sequence[JobWindow], capacity: int, ladder: bool = False, groups: int = 1
-) -> LaidRounds:
-    """Lay out every course's batches, round by round; samples of different jobs share microbatches.
-
-    With a `ladder`, training passes keep to few sizes, as captured graphs require. With several `groups`, a
-    job shares microbatches with others of its group, and the Steps of a group follow its last one: what they
-    wait for is transferred during the passes of another group.
-    """
-    window = _Window(capacity, ladder, _groups(courses, groups) if groups > 1 else ())
-    step = {course.job: course.step for course in courses}
-    window.add([], [course for course in courses if course.begins], step)
-    for turn in range(max((len(course.batches) for course in courses), default=0)):
-        moving = [course for course in courses if turn < len(course.batches)]
-        step |= {course.job: course.batches[turn].step for course in moving}
-        window.add([course.batches[turn] for course in moving], moving, step)
-    return LaidRounds(tuple(window.microbatches), tuple(window.rounds))
-
-
 def plan_rounds(
-    courses: Sequence[JobWindow],
+    windows: Sequence[JobWindow],
     layout: Layout,
     capacity: int,
     ladder: bool = False,
     recompute: Recompute = NOTHING,
 ) -> Program:
-    """Plan a window that trains every course's batches round by round: a stage serves all microbatches of a
+    """Plan a window that trains every job's batches round by round: a stage serves all microbatches of a
     round before the next takes its turn, so that one Load serves them all.
 
     Microbatches, and the order in which each stage sees them, are the same in every layout, so losses have
@@ -175,15 +153,15 @@ def plan_rounds(
     depends on the outcome, which only the first worker knows. Every worker begins and ends with the stages in
     its slots that it needs first. The result is checked before it is returned.
     """
-    done = {course.job: course.step for course in courses}
-    courses = _until_an_evaluation(courses) if layout.workers > 1 else courses
-    laid = lay_rounds(courses, capacity, ladder, layout.job_groups)
+    done = {window.job: window.step for window in windows}
+    windows = _until_an_evaluation(windows) if layout.workers > 1 else windows
+    laid = _LaidRounds(windows, capacity, ladder, layout.job_groups)
     room = _evaluation_rows(laid, layout, capacity)
     runs = [_together(one.evaluated, laid, room) for one in laid.rounds]
     program = Program(
         capacity,
-        laid.microbatches,
-        all_batches(courses),
+        tuple(laid.microbatches),
+        tuple(batch for window in windows for batch in window.batches),
         devices=tuple(_listed(laid, runs, layout.on(worker)) for worker in range(layout.workers)),
         stages=layout.homes,
         recompute=recompute,
@@ -194,34 +172,34 @@ def plan_rounds(
     return program
 
 
-def _until_an_evaluation(courses: Sequence[JobWindow]) -> list[JobWindow]:
-    """Return the courses up to the first evaluation. A job that evaluates as it begins needs the outcome
+def _until_an_evaluation(windows: Sequence[JobWindow]) -> list[JobWindow]:
+    """Return the windows up to the first evaluation. A job that evaluates as it begins needs the outcome
     before its first batch; no job trains meanwhile."""
-    if waiting := [course for course in courses if course.begins and course.evaluates_at(course.step)]:
-        return [replace(course, batches=()) for course in waiting]
+    if waiting := [window for window in windows if window.begins and window.evaluates_at(window.step)]:
+        return [replace(window, batches=()) for window in waiting]
     rounds = [
         turn
-        for course in courses
-        for turn, batch in enumerate(course.batches, start=1)
-        if course.evaluates_at(batch.step)
+        for window in windows
+        for turn, batch in enumerate(window.batches, start=1)
+        if window.evaluates_at(batch.step)
     ]
     if not rounds:
-        return [*courses]
-    return [replace(course, batches=course.batches[: min(rounds)]) for course in courses]
+        return [*windows]
+    return [replace(window, batches=window.batches[: min(rounds)]) for window in windows]
 
 
-def _evaluation_rows(laid: LaidRounds, layout: Layout, capacity: int) -> int:
+def _evaluation_rows(laid: _LaidRounds, layout: Layout, capacity: int) -> int:
     """Return the rows of an evaluation that may be in flight at once: as many as the inputs that training
     holds, less those of its current microbatch."""
     rounds = (sum(laid.microbatches[one.microbatch].rows for one in each.trained) for each in laid.rounds)
     largest = max(rounds, default=0)
     if layout.offloads:
-        held = layout.on(0).held_inputs
-        return held.rounds * largest + (held.microbatches - 1) * capacity
+        part = layout.on(0)
+        return part.held_rounds * largest + (part.held_microbatches - 1) * capacity
     return len(layout.stages) // layout.workers * max(capacity, largest)
 
 
-def _together(numbers: Sequence[int], laid: LaidRounds, room: int) -> list[list[int]]:
+def _together(numbers: Sequence[int], laid: _LaidRounds, room: int) -> list[list[int]]:
     """Split microbatches into runs of at most `room` rows. Each run but the first loads every stage again."""
     runs: list[list[int]] = []
     taken = room
@@ -235,85 +213,66 @@ def _together(numbers: Sequence[int], laid: LaidRounds, room: int) -> list[list[
     return runs
 
 
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """One stage at work, until another takes its turn."""
-
-    stage: int
-    actions: tuple[Action, ...]
-    """Passes of the stage, and the Steps among them."""
-
-
-def _listed(laid: LaidRounds, runs: Sequence[Sequence[Sequence[int]]], part: OnWorker) -> tuple[Action, ...]:
+def _listed(laid: _LaidRounds, runs: Sequence[Sequence[Sequence[int]]], part: OnWorker) -> tuple[Action, ...]:
     """Return one worker's actions; `runs` are the microbatches that each round evaluates."""
     visits = [list(_visits(one, run, part)) for one, run in zip(laid.rounds, runs, strict=True)]
-    actions = list(_with_moves(laid.rounds, visits, part))
+    moved = moves([stage for each in visits for stage, _ in each], part)
+    actions: list[Action] = []
+    for one, each in zip(laid.rounds, visits, strict=True):
+        for _, passes in each:
+            actions += [*passes, *next(moved)]
+        actions += one.saves
     ordered = actions if part.worker == 0 else _steps_late(actions, laid)
     return tuple(transported(ordered, part.layout.homes))
 
 
-def _visits(one: Round, runs: Sequence[Sequence[int]], part: OnWorker) -> Iterator[Visit]:
-    """Yield the visits forward and back through the worker's own stages, where the last stage of all runs
-    each backward right after its forward; then the evaluation runs."""
+def _visits(one: Round, runs: Sequence[Sequence[int]], part: OnWorker) -> Iterator[tuple[int, list[Action]]]:
+    """Yield each stage at work until another takes its turn, with its passes and the Steps among them:
+    forward and back through the worker's own stages, where the last stage of all runs each backward right
+    after its forward; then the evaluation runs."""
     last, numbers = len(part.stages) - 1, [trained.microbatch for trained in one.trained]
     if numbers:
         for stage in (stage for stage in part.own if stage < last):
-            yield Visit(stage, tuple(Forward(number, stage) for number in numbers))
+            yield stage, [Forward(number, stage) for number in numbers]
         for stage in reversed(part.own):
             actions: list[Action] = []
             for trained in one.trained:
                 actions += [Forward(trained.microbatch, stage)] if stage == last else []
                 actions += [Backward(trained.microbatch, stage)]
-                actions += _steps(trained, part) if stage == part.own[0] else []
-            yield Visit(stage, tuple(actions))
+                if stage == part.own[0]:
+                    # Several workers agree on every Step by a Reduce.
+                    agreed = trained.steps if part.layout.workers > 1 else ()
+                    actions += [*(Reduce(step.job, step.step) for step in agreed), *trained.steps]
+            yield stage, actions
     for run in runs:
         for stage in part.own:
-            yield Visit(stage, tuple(Evaluate(number, stage) for number in run))
+            yield stage, [Evaluate(number, stage) for number in run]
 
 
-def _steps(trained: Trained, part: OnWorker) -> Iterator[Action]:
-    """Yield the Steps. Several workers agree on every Step by a Reduce."""
-    if part.layout.workers > 1:
-        yield from (Reduce(step.job, step.step) for step in trained.steps)
-    yield from trained.steps
-
-
-def _with_moves(
-    rounds: Sequence[Round], visits: Sequence[Sequence[Visit]], part: OnWorker
-) -> Iterator[Action]:
-    """Yield the actions of every round's visits, the moves after each visit, and the round's Saves."""
-    moved = moves([visit for each in visits for visit in each], part)
-    for one, each in zip(rounds, visits, strict=True):
-        for visit in each:
-            yield from visit.actions
-            yield from next(moved)
-        yield from one.saves
-
-
-def moves(visits: Sequence[Visit], part: OnWorker) -> Iterator[tuple[Action, ...]]:
-    """Return the actions after each visit: if another stage needs the slot next, it is loaded there at
-    once."""
+def moves(stages: Sequence[int], part: OnWorker) -> Iterator[tuple[Action, ...]]:
+    """Return the actions after the turn of each stage: if another stage needs the slot next, it is loaded
+    there at once."""
     streamed = set(part.streamed)
     needed = {part.slot(stage): stage for stage in part.waiting}
     found: list[tuple[Action, ...]] = []
-    for visit in reversed(visits):
+    for stage in reversed(stages):
         found.append(())
-        if visit.stage in streamed:
-            slot = part.slot(visit.stage)
-            if needed[slot] != visit.stage:
-                found[-1] = Evict(visit.stage), Load(needed[slot])
-            needed[slot] = visit.stage
+        if stage in streamed:
+            slot = part.slot(stage)
+            if needed[slot] != stage:
+                found[-1] = Evict(stage), Load(needed[slot])
+            needed[slot] = stage
     return reversed(found)
 
 
-def _steps_late(actions: Iterable[Action], laid: LaidRounds) -> Iterator[Action]:
+def _steps_late(actions: Iterable[Action], laid: _LaidRounds) -> Iterator[Action]:
     """Yield the actions with each Step as late as possible: until then the first worker's decision is in
     transit."""
-    due: dict[str, Step] = {}
+    pending: dict[str, Step] = {}
     for action in actions:
         match action:
             case Step(job):
-                due[job] = action
+                pending[job] = action
                 continue
             case Forward(number) | Evaluate(number):
                 needed: Iterable[str] = laid.microbatches[number].jobs
@@ -321,10 +280,6 @@ def _steps_late(actions: Iterable[Action], laid: LaidRounds) -> Iterator[Action]
                 needed = (job,)
             case _:
                 needed = ()
-        yield from [due.pop(job) for job in needed if job in due]
+        yield from [pending.pop(job) for job in needed if job in pending]
         yield action
-    yield from due.values()
-
-
-def all_batches(courses: Iterable[JobWindow]) -> tuple[GlobalBatch, ...]:
-    return tuple(batch for course in courses for batch in course.batches)
+    yield from pending.values()

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from weftune.plan.pack.segments import rung
 from weftune.plan.program.layout import Layout
-from weftune.plan.program.program import Forward, Program
-from weftune.plan.program.recompute import NOTHING, Recompute
-from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, StagePace, plan_pipeline
+from weftune.plan.program.program import NOTHING, Forward, Program, Recompute
+from weftune.plan.window.pace import StagePace
+from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
 from weftune.plan.window.rounds import JobWindow, plan_rounds
 
 
@@ -26,14 +26,14 @@ class Pacing:
 
 
 def plan_window(
-    courses: Sequence[JobWindow],
+    windows: Sequence[JobWindow],
     layout: Layout,
     capacity: int,
     ladder: bool = False,
     recompute: Recompute = NOTHING,
     pacing: Pacing | None = None,
 ) -> Program:
-    """Plan a window that trains the courses' batches in a layout, with at most `capacity` tokens per
+    """Plan a window that trains the jobs' batches in a layout, with at most `capacity` tokens per
     microbatch.
 
     With a `ladder`, training passes keep to few sizes, as captured passes require. With `pacing`, stages that
@@ -41,13 +41,13 @@ def plan_window(
     round go through one stage after another. The result is checked before it is returned.
     """
     if pacing is None:
-        return plan_rounds(courses, layout, capacity, ladder, recompute)
+        return plan_rounds(windows, layout, capacity, ladder, recompute)
     assert layout.pipelined, "only the stages of a pipeline have paces of their own"
     assert len(pacing.paces) == len(layout.stages), "a pace for every stage"
     rules = PipelineRules(
         capacity, pacing.paces, pacing.order, recompute, spare=pacing.spare, replicas=layout.replicas
     )
-    program = plan_pipeline(courses, rules)
+    program = plan_pipeline(windows, rules)
     return _on_ladder(program, capacity) if ladder else program
 
 

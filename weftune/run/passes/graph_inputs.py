@@ -13,7 +13,7 @@ from weftune.adapters.banks import Banks
 from weftune.base.attention import Pack
 from weftune.core.batch import IGNORED, Microbatch, copy_to
 from weftune.ops.lora.rows import Rows
-from weftune.plan.program.recompute import Recompute
+from weftune.plan.program.program import Recompute
 from weftune.run.passes.gathered import GatheredJob, Gathering, gathered_jobs
 from weftune.run.passes.rows import LaidMicrobatch, Membership, bucket, longest_bucket
 

@@ -23,8 +23,7 @@ from weftune.adapters.banks import Banks
 from weftune.base.model import Base
 from weftune.core.deterministic import are_kernels_deterministic
 from weftune.ops.lora.routes import Route
-from weftune.plan.program.program import Program
-from weftune.plan.program.recompute import NOTHING
+from weftune.plan.program.program import NOTHING, Program
 from weftune.run.measure.timers import DeviceClock, DeviceSpan, Moment
 from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, key_of
 from weftune.run.passes.graph_pool import captured

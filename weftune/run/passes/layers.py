@@ -28,7 +28,7 @@ from weftune.base.stages import Elsewhere, decoder_of
 from weftune.ops.norm import rms_norm, rms_norm_onto, skip_rms_norm
 from weftune.ops.rotary import HeadNorms, rotary_split
 from weftune.ops.swiglu import geglu, swiglu
-from weftune.plan.program.recompute import Recompute
+from weftune.plan.program.program import Recompute
 
 Linear = Callable[[Tensor, Tensor | None], Tensor]
 """(x, residual or None) → residual + the outputs of a group of sites."""

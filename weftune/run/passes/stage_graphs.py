@@ -23,8 +23,7 @@ from torch import Tensor
 from weftune.adapters.banks import Banks
 from weftune.base.model import Base
 from weftune.ops.lora.routes import Route
-from weftune.plan.program.program import Forward, Program
-from weftune.plan.program.recompute import NOTHING
+from weftune.plan.program.program import NOTHING, Forward, Program
 from weftune.run.measure.memory import is_out_of_memory
 from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, key_of
 from weftune.run.passes.graph_pool import Pool

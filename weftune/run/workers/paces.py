@@ -11,9 +11,8 @@ import numpy as np
 
 from weftune.plan.cost.time import Line
 from weftune.plan.program.program import Backward, Evaluate, Forward, Program, Step
-from weftune.plan.program.timeline import Timeline
-from weftune.plan.window.pipeline import LoadPace, StagePace, timeline_foreseen
-from weftune.plan.window.varied import timelines_varied
+from weftune.plan.program.simulate import Timeline
+from weftune.plan.window.pace import LoadPace, StagePace, timeline_foreseen, timelines_varied
 from weftune.run.workers.agreed import TimedAction, WorkerReport
 
 REMEMBERED = 200

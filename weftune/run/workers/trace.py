@@ -22,7 +22,7 @@ from weftune.plan.program.program import (
     Send,
     Step,
 )
-from weftune.plan.program.timeline import Event, Lane, Timeline
+from weftune.plan.program.simulate import Event, Lane, Timeline
 from weftune.run.workers.agreed import WorkerReport
 
 KEPT = 200_000

@@ -1,0 +1,180 @@
+"""Paces of stages and windows, and what they predict: the timeline of a window and the number of its rounds.
+
+A window has no more rounds than are predicted to end soon, since jobs join, leave and are interrupted between
+windows. The prediction uses the pace that the run has recorded, and before that what is known of the device.
+It never uses the clock, so that a resumed run plans the same windows as an uninterrupted one.
+
+Workers wait for one another: time lost by a slow pass is not regained by a quick one, so even times alone
+predict too few bubbles. Timelines are therefore also predicted with passes that vary as earlier passes did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, cycle, repeat
+from random import Random
+
+from weftune.core.shapes import ModelShape
+from weftune.errors import PlanError
+from weftune.plan.cost.cluster import this_machine
+from weftune.plan.cost.estimate import Speed, sheet_speed
+from weftune.plan.cost.learned import EVALUATION_PART
+from weftune.plan.cost.time import CostModel, Line, PassWork
+from weftune.plan.program.prices import Link, PassPrice, Prices, free_cluster
+from weftune.plan.program.program import Backward, Compute, MicrobatchPlan, Program
+from weftune.plan.program.simulate import Timeline, simulate
+from weftune.plan.window.rounds import JobWindow
+
+WINDOW_SECONDS = 10.0
+"""Maximum predicted seconds of a window, unless a single round takes longer."""
+ROW_FLOPS = 4
+"""FLOPs per parameter and row: two each for forward and backward."""
+DRAWS = 4
+"""Number of timelines per window: their results differ little, and each costs as much as a plan's own."""
+BACKWARD_GUESS = 1.5
+"""Time of a backward relative to a forward, until one has been measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagePace:
+    """Time of a microbatch on one stage, by its rows, and of a Step."""
+
+    forward: Line
+    backward: Line
+    step: float = 0.0
+    """Seconds of one job's Step."""
+    spread: tuple[float, ...] = ()
+    """Times of passes as multiples of what the lines predict, in the order in which they ran."""
+
+
+def guessed_pace(layers: int) -> StagePace:
+    """Return the pace of a stage of `layers` layers before anything was measured: proportions only."""
+    return StagePace(Line(0.0, float(layers)), Line(0.0, BACKWARD_GUESS * layers))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPace:
+    """Bytes of the stages that are loaded from the host, and the speed of the links."""
+
+    stage_bytes: tuple[int, ...]
+    bandwidth: float
+    """Bytes per second of each device's link."""
+
+
+def timeline_foreseen(
+    program: Program, paces: Sequence[StagePace], loads: LoadPace | None = None
+) -> Timeline:
+    """Return the timeline that the simulator predicts for a window, ignoring links between devices."""
+    return timeline_priced(program, pace_prices(program.microbatches, paces), loads)
+
+
+def timeline_priced(
+    program: Program, prices: Prices, loads: LoadPace | None = None, link: Link | None = None
+) -> Timeline:
+    """Return the simulated timeline of a window. Without a `link` between devices, sending takes no time."""
+    cluster = free_cluster(len(program.devices))
+    cluster = cluster if link is None else replace(cluster, link=link)
+    if loads is not None:
+        prices = replace(prices, weight_bytes=loads.stage_bytes)
+        host = Link(loads.bandwidth)
+        cluster = replace(cluster, devices=tuple(replace(one, host=host) for one in cluster.devices))
+    return simulate(program, prices, cluster)
+
+
+def pace_prices(microbatches: Sequence[MicrobatchPlan], paces: Sequence[StagePace]) -> Prices:
+    return Prices(
+        tuple(
+            tuple(
+                PassPrice(pace.forward(one.rows), pace.backward(one.rows), kept_bytes=one.rows)
+                for pace in paces
+            )
+            for one in microbatches
+        ),
+        step=sum(pace.step for pace in paces) / len(paces),
+    )
+
+
+def timelines_varied(
+    program: Program, paces: Sequence[StagePace], loads: LoadPace | None = None, draws: int = DRAWS
+) -> list[Timeline]:
+    """Return timelines with randomly varied passes. The result is always the same: the seed is fixed."""
+    prices, drawn = pace_prices(program.microbatches, paces), Random(0)
+    return [timeline_priced(program, _varied(program, prices, paces, drawn), loads) for _ in range(draws)]
+
+
+def _varied(program: Program, prices: Prices, paces: Sequence[StagePace], drawn: Random) -> Prices:
+    passes = [list(row) for row in prices.passes]
+    moment = drawn.random()
+    for actions in program.devices:
+        factors = [_factors(pace.spread, moment) for pace in paces]
+        for action in actions:
+            if isinstance(action, Compute):
+                price, factor = passes[action.microbatch][action.stage], next(factors[action.stage])
+                passes[action.microbatch][action.stage] = (
+                    replace(price, backward=price.backward * factor)
+                    if isinstance(action, Backward)
+                    else replace(price, forward=price.forward * factor)
+                )
+    return replace(prices, passes=tuple(tuple(row) for row in passes))
+
+
+def _factors(spread: Sequence[float], moment: float) -> Iterator[float]:
+    """Return the factors in the order in which they were recorded, from the same moment on for all stages:
+    slow passes come in a row, and what slows one stage may slow another."""
+    if not spread:
+        return repeat(1.0)
+    start = int(moment * len(spread))
+    return cycle([*spread[start:], *spread[:start]])
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPace:
+    """Predicted time of a round of a window; zeros if nothing is known."""
+
+    row_seconds: float = 0.0
+    """Seconds per row that is trained."""
+    round_seconds: float = 0.0
+    """Minimum seconds of a round, however few rows it has: if stages take turns, all of them are loaded."""
+
+
+def shortened(windows: Sequence[JobWindow], pace: WindowPace) -> list[JobWindow]:
+    """Return the windows with as many of their rounds as fit in WINDOW_SECONDS, but at least one."""
+    rounds = rounds_within(windows, pace)
+    return [replace(window, batches=window.batches[:rounds]) for window in windows]
+
+
+def rounds_within(windows: Sequence[JobWindow], pace: WindowPace) -> int:
+    """Return how many rounds fit in WINDOW_SECONDS, but at least one."""
+    longest = max((len(window.batches) for window in windows), default=0)
+    ends = accumulate(_round_seconds(windows, turn, pace) for turn in range(longest))
+    return max(1, sum(end <= WINDOW_SECONDS for end in ends))
+
+
+def _round_seconds(windows: Sequence[JobWindow], turn: int, pace: WindowPace) -> float:
+    moving = [(window, window.batches[turn]) for window in windows if turn < len(window.batches)]
+    rows = sum(batch.tokens for _, batch in moving)
+    evaluating = [window for window, batch in moving if window.evaluates_at(batch.step)]
+    evaluated = sum(placed.length for window in evaluating for placed in window.evaluation)
+    return max(pace.round_seconds, pace.row_seconds * (rows + EVALUATION_PART * evaluated))
+
+
+def first_pace(cost: CostModel, shape: ModelShape, on_gpu: bool, max_tokens: int) -> WindowPace:
+    """Return the pace before the run has measured anything: from a profile, for a pass that one sample fills,
+    or from the data sheet."""
+    if cost.measured:
+        full = PassWork(
+            tokens=max_tokens, squares=max_tokens**2, samples=1, supervised=max_tokens, adapted=0, segments=1
+        )
+        return WindowPace(cost.pass_seconds(full) / max_tokens)
+    speed = speed_by_sheet(on_gpu)
+    return WindowPace(ROW_FLOPS * shape.active_parameters / speed.flops if speed else 0.0)
+
+
+def speed_by_sheet(on_gpu: bool) -> Speed | None:
+    """Return the speed of this machine's devices from their data sheet. None if no data sheet is known."""
+    try:
+        sheet = this_machine().devices[0]
+    except PlanError:
+        return None
+    return sheet_speed(sheet) if sheet.is_gpu == on_gpu else None
