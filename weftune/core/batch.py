@@ -27,8 +27,7 @@ class Segment:
     start: int
     stop: int
     adapter: str | None = OWN
-    """The job whose adapter the rows pass through, if they are scored by another job's adapter. None selects
-    the base alone."""
+    """The job whose adapter scores the rows, if not their own job's. None selects the base alone."""
     before: int = 0
     """Number of rows that the adapter puts before samples. They are not tokens of the job's data."""
 
@@ -76,8 +75,7 @@ class Microbatch:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device. A copy to a GPU is pinned first, so that the host does not wait for the
-    device."""
+    """Copy a tensor to a device, pinned first for a GPU, so that the host does not wait."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -23,8 +23,7 @@ from enum import StrEnum
 from pathlib import Path
 
 COMMAND_STARTED = "WEFTUNE_COMMAND_STARTED"
-"""Environment variable of processes that a command starts: when the command was started, in seconds since
-1970."""
+"""Environment variable with the start of the command, in seconds since 1970, for processes it starts."""
 LONGEST_START = 3600.0
 """A process that has existed for longer before its first line ran is a misread clock of the system."""
 
@@ -181,8 +180,7 @@ def command_seconds() -> float:
 
 
 def process_seconds() -> float:
-    """Return the age of this process in seconds, or its processor time if the system does not report its
-    age."""
+    """Return the age of this process in seconds, or else its processor time."""
     try:
         # The name of the process, in parentheses, may hold spaces.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

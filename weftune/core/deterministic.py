@@ -62,8 +62,7 @@ def set_workspace() -> None:
 
 
 def _sentence(refusal: str) -> str | None:
-    """Return a sentence that says what to do about torch's refusal, or None if the error is of another
-    kind."""
+    """Return what to do about torch's refusal, or None if the error is of another kind."""
     if found := REFUSED.match(refusal):
         return (
             f"torch {torch.__version__} has no deterministic form of {found[1]}, which this run needs; leave "

@@ -176,8 +176,7 @@ def refuse_full_folder(target: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Return `WEFTUNE_CACHE` if it is set, else `weftune` in the user's cache folder. The folder is not
-    created."""
+    """Return `WEFTUNE_CACHE`, or else `weftune` in the user's cache folder, without creating it."""
     chosen = os.environ.get("WEFTUNE_CACHE")
     if chosen:
         return Path(chosen).expanduser()
@@ -216,8 +215,7 @@ class UnknownFormat(OutputError):
 
 
 def refuse_unknown_format(found: Any, path: Path) -> None:
-    """Raise UnknownFormat if this Weftune cannot read the format. `found` is the format field of the file at
-    `path`; None if it has none."""
+    """Raise UnknownFormat if this Weftune cannot read `found`, the format field of the file at `path`."""
     version = BEFORE if found is None else found
     if isinstance(version, int) and not isinstance(version, bool) and BEFORE <= version <= FORMAT:
         return

@@ -36,8 +36,7 @@ from weftune.errors import Mistake, UserError
 
 MAX_BYTES = 256 * 2**20
 SECONDS = 2.0
-"""Limit of processor time per call, in seconds: ordinary calls take milliseconds. It does not depend on the
-machine's load."""
+"""Limit of processor time per call, in seconds, whatever the load; ordinary calls take milliseconds."""
 WALL_SECONDS = 60.0
 """Limit of wall time per call, in seconds, on systems that cannot count processor time (Windows)."""
 LENGTH_BYTES = 8
@@ -113,8 +112,7 @@ class _LimitedProcess:
         return reply["value"]
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """Return the process; start a new one if it has ended, or belongs to the parent that this process was
-        forked from."""
+        """Return the process; start one if it has ended, or belongs to the parent of this fork."""
         if self._running is None or self._owner != os.getpid() or self._running.poll() is not None:
             paths = [str(Path(__file__).parents[2]), *(path for path in sys.path if path)]
             self._running = subprocess.Popen(
@@ -197,8 +195,7 @@ def _answer(payload: bytes) -> bytes:
 
 
 def allow_seconds(seconds: float) -> None:
-    """Allow that much processor time from now on. The signal has no handler, so the system ends the
-    process."""
+    """Allow that much processor time from now on; then the system ends the process."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
@@ -232,8 +229,7 @@ def _tried(expression: str, names: tuple[str, ...]) -> str | None:
 
 
 def match_all(expression: str, names: Sequence[str]) -> list[bool]:
-    """Return for each name whether it matches as a whole. Empty if the expression does not compile, which is
-    reported elsewhere."""
+    """Return for each name whether it matches as a whole; empty if the expression does not compile."""
     try:
         compiled = re.compile(expression)
     except (re.error, RecursionError, OverflowError):

@@ -12,16 +12,13 @@ EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 TEXT_TOWER = "model.language_model"
 """The module path of the text tower in a model that sees images too."""
 EMBED_SCALE = "embed_scale"
-"""Name, below the path of an embedding, of the factor its rows are multiplied by when read; 1 in most
-families."""
+"""Name, below the path of an embedding, of the factor that its rows are multiplied by when read."""
 LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""Bytes of logits that the head holds at a time: small enough for the caches of a CPU, or enough rows to fill
-a GPU."""
+"""Bytes of logits at a time: few enough for the caches of a CPU, or enough rows to fill a GPU."""
 
 
 def logit_rows(device: str, vocabulary: int) -> int:
-    """Return the number of supervised rows that go through the head at a time on a kind of device. Logits are
-    float32."""
+    """Return the number of supervised rows that go through the head at a time, with float32 logits."""
     return max(1, LOGIT_BYTES.get(device, LOGIT_BYTES["cpu"]) // (4 * vocabulary))
 
 
@@ -45,8 +42,7 @@ class SiteShape:
         return max(1, self.experts) * self.in_features * self.out_features
 
     def resting(self, parameters: int) -> int:
-        """Return how many of `parameters`, spread over all matrices, belong to matrices that a token does not
-        pass."""
+        """Return how many of `parameters`, spread over all matrices, a token does not pass."""
         return parameters * (self.experts - self.active) // self.experts if self.experts else 0
 
     @property
@@ -80,8 +76,7 @@ class ModelShape:
     vocabulary: int
     parameters: int
     bytes_per_value: int
-    """Bytes per value of activations and adapters, and of the base's weights unless `site_bytes_per_value` is
-    set."""
+    """Bytes per value of activations, adapters and, unless `site_bytes_per_value` is set, weights."""
     sites: tuple[SiteShape, ...]
     context: int
     """The longest sample that the base has positions for."""
@@ -105,8 +100,7 @@ class ModelShape:
 
     @property
     def weight_bytes_per_value(self) -> float:
-        """Bytes per value of the sites' weights. Adapters, activations, embedding and head use
-        `bytes_per_value`."""
+        """Bytes per value of the sites' weights, unlike those of adapters, activations and head."""
         return self.bytes_per_value if self.site_bytes_per_value is None else self.site_bytes_per_value
 
     @property
@@ -118,8 +112,7 @@ class ModelShape:
 
     @property
     def matrix_bytes(self) -> int:
-        """Bytes of the largest matrix that is computed for a product; 0 if weights are multiplied as
-        stored."""
+        """Bytes of the largest matrix computed for a product; 0 if weights are multiplied as stored."""
         if self.site_bytes_per_value is None or self.multiplied_as_stored:
             return 0
         return self.bytes_per_value * max(site.in_features * site.out_features for site in self.sites)
@@ -190,8 +183,7 @@ class JobShape:
         return self.means * self.trainable_in(held)
 
     def trainable_in(self, held: LayerRange) -> int:
-        """Return the number of adapter parameters in a stage; those outside the layers count for every
-        stage."""
+        """Return the adapter parameters in a stage; those outside the layers count for every stage."""
         if not self.by_layer:
             return math.ceil(self.trainable * (held.stop - held.start) / held.of)
         return self.trainable - sum(self.by_layer) + sum(self.by_layer[held.start : held.stop])

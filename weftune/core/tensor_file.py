@@ -98,8 +98,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _header(ordered: list[tuple[str, Tensor]], metadata: Mapping[str, str] | None) -> bytes:
-    """Return the header: its length in eight bytes, then the offsets of every tensor, padded to eight
-    bytes."""
+    """Return the header: its length in eight bytes, then the tensors' offsets, padded to eight bytes."""
     for name, tensor in ordered:
         assert tensor.is_contiguous(), f"{name} is not contiguous"
     listed = tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered)

@@ -163,8 +163,7 @@ class FrozenWeight(Protocol):
         """An empty tensor [0, K] of the matrix's dtype, on its device."""
 
     def matrix(self) -> Tensor:
-        """Return the matrix [N, K] that passes multiply by. It is computed at every call and kept no longer
-        than a product."""
+        """Return the matrix [N, K], computed at every call and kept no longer than a product."""
 
     def write(self, out_NK: Tensor) -> None:
         """Write the matrix to `out_NK`."""

@@ -22,16 +22,14 @@ from weftune.data.workers import worker_count, workers_answer, workers_here
 from weftune.errors import DataError, Mistake
 
 VERSION = 2
-"""Cache version. Raise it when the same rows produce different samples, so that older caches are not
-reused."""
+"""Cache version. Raise it when the same rows produce different samples."""
 SHOWN = 20
 LOCATIONS_SHOWN = 3
 REASONS_KEPT = 5
 ROWS_AT_ONCE = 128
 CHARACTERS_AT_ONCE = 1_000_000
 CHUNKS_HERE = 4
-"""Chunks of a table that are tokenised before worker processes are started: a small table is finished by
-then."""
+"""Chunks that are tokenised before worker processes are started; a small table is finished by then."""
 
 
 def store_key(table: Table, format: Format, rules: Rules) -> str:
@@ -146,8 +144,7 @@ class _Alike:
 
 
 class _BadRows:
-    """The first bad rows with their sentences, a sentence for all that share a common reason, and a count of
-    the rest."""
+    """The first bad rows, one entry for all that share a common reason, and a count of the rest."""
 
     def __init__(self) -> None:
         self._found: list[_Alike] = []
@@ -224,8 +221,7 @@ def _tokenised(
 
 
 def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """Yield chunks that are bounded in rows and, roughly, in characters, so that memory stays small for any
-    rows."""
+    """Yield chunks that are bounded in rows and, roughly, in characters, so that memory stays small."""
     chunk: list[Row] = []
     size = 0
     for row in rows:

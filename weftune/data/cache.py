@@ -26,8 +26,7 @@ from weftune.core.files import sync_folder
 from weftune.errors import OutputError
 
 ARRAYS = {"tokens": "<i4", "mask": "|b1", "lengths": "<i4", "supervised": "<i4", "rows": "<u8"}
-"""Maps each file to its dtype: tokens and mask end to end; length, supervised tokens and row hash per
-sample."""
+"""Maps each file to its dtype: tokens and mask end to end, the others one value per sample."""
 META = "store.json"
 PIECE = 2**20
 FORGOTTEN_AFTER = 24 * 3600
@@ -58,8 +57,7 @@ class Tally:
                 setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
     def notes(self, label: str | None, longest: int) -> list[str]:
-        """Return sentences for the report about all counts above 0. A label names the table if there are
-        several."""
+        """Return a sentence for the report about each count above 0; `label` names one of several tables."""
         count = f"of {self.rows} rows" + (f" of {label}" if label is not None else "")
         notes = []
         if self.skipped:

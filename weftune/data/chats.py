@@ -112,8 +112,7 @@ def _span_within(text: str, turn: Rendered, ends: Collection[str]) -> tuple[int,
 
 
 def forms(chat: Chat) -> Iterator[Chat]:
-    """Yield the forms of a chat. The unchanged chat comes first: it gives the text that `apply_chat_template`
-    prints at inference."""
+    """Yield the forms of a chat, first the unchanged one, which `apply_chat_template` prints at inference."""
     yield chat
     useful = [
         change
@@ -133,8 +132,7 @@ def _system_for_developer(message: Message) -> Message:
 
 
 def _empty_for_null(message: Message) -> Message:
-    """Replace null content, which is allowed beside tool calls, by an empty text: many templates cannot
-    concatenate null."""
+    """Replace null content, allowed beside tool calls: many templates cannot concatenate null."""
     return message if message.get("content") is not None else {**message, "content": ""}
 
 
@@ -165,8 +163,7 @@ class PrintCheck:
         """Shapes of chats whose parts are all printed."""
 
     def refuse_dropped(self, chat: Chat, text: str) -> None:
-        """Raise CommonBadRow if the template drops a part of the chat. `text` is what it printed for this
-        chat."""
+        """Raise CommonBadRow if the template drops a part of the chat, for which it printed `text`."""
         start = 0
         # Chats are tried up to each assistant message and as a whole: many templates refuse another end.
         stops = {at + 1 for at, message in enumerate(chat.messages) if message["role"] == "assistant"}

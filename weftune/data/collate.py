@@ -29,14 +29,12 @@ class Part:
     offset: int
     """Number of tokens of the job's global batch before this sample, before packing."""
     before: int = 0
-    """Number of rows that its adapter puts before it. They have no tokens, and the last predicts the first
-    token."""
+    """Rows without tokens that its adapter puts before it; the last predicts the first token."""
     first_position: int = 0
 
 
 def collate(parts: Sequence[Part]) -> Microbatch:
-    """Return the samples as one microbatch. Operations are vectorised, since a microbatch may have a thousand
-    samples."""
+    """Return the samples as one microbatch, vectorised, since there may be a thousand of them."""
     assert parts, "a microbatch holds at least one sample"
     found = [part.samples.tokens_and_mask(part.index) for part in parts]
     tokens = [_behind(part.before, own) for part, (own, _) in zip(parts, found, strict=True)]

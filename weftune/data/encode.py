@@ -66,8 +66,7 @@ class Encoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the tokenizer. It is computed once, since a large vocabulary takes a good part of a
-        second."""
+        """Hash of the tokenizer, computed once, since a large vocabulary takes a good part of a second."""
         state = json.loads(self._backend.to_str())
         # Truncation and padding depend on the last call of the tokenizer and are not part of its identity.
         state["truncation"] = state["padding"] = None
@@ -81,8 +80,7 @@ class Encoder:
         return [np.array(part.ids, dtype=np.int32) for part in parts]
 
     def continuations(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """Return the tokens of users' texts, each tokenised as a continuation: without the leading space that
-        some tokenizers add."""
+        """Return the tokens of users' texts as continuations: without a leading space that is added."""
         if not self._prefixes:
             return self.texts(texts)
         return [part.tokens for part in self._continue(texts, parse=False)]
@@ -179,8 +177,7 @@ def _encoded(tokens: list[int], offsets: list[tuple[int, int]]) -> Encoded:
 
 
 def hide_control(value: Any, control: re.Pattern[str]) -> tuple[Any, dict[str, str]]:
-    """Return the value with every control token replaced by a private-use character, and a map from each such
-    character to its control token."""
+    """Return the value with control tokens replaced by private-use characters, and character → token."""
     used = set(json.dumps(value, ensure_ascii=False, default=str))
     free = (chr(code) for code in PRIVATE if chr(code) not in used)
     stand_ins: dict[str, str] = {}

@@ -364,8 +364,7 @@ def _part(part: object, name: str) -> str:
 
 
 def _clean_call(call: object, name: str) -> Mapping[str, Any]:
-    """Return the call with its arguments parsed: OpenAI writes them as JSON text, and chat templates print an
-    object."""
+    """Return the call with its arguments parsed, since chat templates print an object."""
     if not isinstance(call, Mapping):
         raise BadRow(f"`{name}` must be an object, not {kind_name(call)}")
     function = call.get("function")

@@ -17,8 +17,7 @@ from weftune.data.row import TOO_DEEP, Row, as_row, is_deep_json
 from weftune.errors import DataError, Mistake
 
 LONGEST_ROW = 16 * 2**20
-"""Maximum size of a row in bytes or characters: no sample is as long, and reading a row takes many times its
-size."""
+"""Maximum size of a row in bytes or characters; reading a row takes many times its size."""
 PIECE = 2**20
 SPACE = " \t\r\n"
 LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s,:\[\]{}"]+')
@@ -107,8 +106,7 @@ def _reason(problem: json.JSONDecodeError) -> str:
 
 
 def read_json(path: Path, label: str) -> Iterator[Row]:
-    """Yield the rows of an array of objects; a `.json` file that starts with an object is read as JSON
-    Lines."""
+    """Yield the rows of an array of objects; a file that starts with an object is read as JSON Lines."""
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         head = file.read(PIECE).lstrip()
     return read_array(path, label) if head.startswith("[") else read_lines(path, label)

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE = 256
 HARMLESS_BYTES = 64 * 2**20
 MOST_TIMES = 500
-"""Maximum expansion factor. Ordinary files become about ten times larger, and a hundred times if every row
-has the same prompt."""
+"""Maximum expansion factor: about 10 is ordinary, 100 if every row has the same prompt."""
 SECONDS = 4.0
 SECONDS_PER_BYTE = 1e-7
 VALUE_BYTES = 16
@@ -84,8 +83,7 @@ def count_bytes(path: str, max_bytes: int) -> int:
 
 
 def _bound(path: Path) -> int:
-    """Return an upper bound of the unpacked bytes from the sizes that the file states: each value as long as
-    its whole column."""
+    """Return an upper bound of the unpacked bytes: each value as long as its column is stated to be."""
     import pyarrow
     import pyarrow.parquet
 

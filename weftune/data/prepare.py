@@ -127,8 +127,7 @@ def prepare(
     context: int | None = None,
     progress: Progress | None = None,
 ) -> Prepared:
-    """Return the samples of one job; `tokenizer` may be an `Encoder` around one. For several jobs see
-    `SharedData`."""
+    """Return the samples of one job; `tokenizer` may be an `Encoder`. For several jobs see `SharedData`."""
     return SharedData(tokenizer, cache, context).prepare(data, evaluation, progress)
 
 
@@ -181,8 +180,7 @@ def _check(data: DataSpec, evaluation: EvalSpec | None) -> None:
 
 
 def data_identity(data: DataSpec, evaluation: EvalSpec | None) -> Hashable:
-    """Return a key that is equal for jobs for which `prepare` gives the same result. The evaluation interval
-    is not part of it."""
+    """Return a key that is equal for jobs for which `prepare` gives the same result."""
     plain = [getattr(data, item.name) for item in fields(DataSpec) if item.name not in ("rows", "columns")]
     held_out = None if evaluation is None else (evaluation.path, evaluation.fraction)
     rows = None if data.rows is None else id(data.rows)

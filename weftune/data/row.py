@@ -18,8 +18,7 @@ class BadRow(Exception):
 
 
 class CommonBadRow(BadRow):
-    """A row is unusable for a reason that many rows of a file tend to share; they are reported once, with
-    their number."""
+    """A row is unusable for a reason that many rows tend to share; they are reported once."""
 
     def __init__(self, sentence: str, *, kind: str, remedy: str, needed_tokens: int = 0) -> None:
         super().__init__(sentence)
@@ -60,8 +59,7 @@ class Table:
 
 
 MAX_DEPTH = 64
-"""Maximum nesting depth of lists and objects: ordinary rows are less deep, and the code that walks through
-rows recurses."""
+"""Maximum nesting depth of lists and objects, since the code that walks through rows recurses."""
 TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 
 
@@ -78,8 +76,7 @@ def is_deep(value: object, levels: int = MAX_DEPTH) -> bool:
 
 
 def is_deep_json(text: str, value: object) -> bool:
-    """Return whether a value parsed from `text` is too deep. Most texts have too few brackets, so their value
-    is not inspected."""
+    """Return whether a value parsed from `text` is too deep; few texts have enough brackets to be."""
     return text.count("[") + text.count("{") > MAX_DEPTH and is_deep(value)
 
 

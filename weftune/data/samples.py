@@ -139,8 +139,7 @@ class SampleOrder:
 
 
 def _circles(weights: NDArray[np.floating], seed: int) -> tuple[tuple[NDArray[np.int64], int], ...]:
-    """Return, for each weight with a fractional part, its samples in a seeded circle and the number shown per
-    epoch."""
+    """Return a seeded circle of samples and their number per epoch for each fractional weight."""
     circles = []
     for number, weight in enumerate(np.unique(weights)):
         part = float(weight) - float(np.floor(weight))
@@ -152,6 +151,5 @@ def _circles(weights: NDArray[np.floating], seed: int) -> tuple[tuple[NDArray[np
 
 
 def _permutation(count: int, *key: int) -> NDArray[np.int64]:
-    """Return a permutation from sorted raw bits, which are the same in every version of numpy; its shuffle
-    does not guarantee that."""
+    """Return a permutation from sorted raw bits, which are the same in every version of numpy."""
     return np.argsort(np.random.PCG64(list(key)).random_raw(count), kind="stable")

@@ -16,8 +16,7 @@ TrainOn = Literal["assistant", "all", "completion"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One file, folder or Hub id of a mixture. A `weight` of 2 shows its samples twice per epoch, 0.5 half of
-    them."""
+    """One file, folder or Hub id of a mixture; a `weight` of 2 shows its samples twice per epoch."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 

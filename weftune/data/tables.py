@@ -26,8 +26,7 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def read_csv(path: Path, label: str, delimiter: str = ",") -> Iterator[Row]:
-    """Yield the rows of a CSV file, whose first line names the columns. A row's location is the line on which
-    it starts."""
+    """Yield the rows of a CSV file; the location of a row is the line on which it starts."""
     # The csv module keeps this limit for the whole process, and its default of 128 KiB is too small.
     csv.field_size_limit(LONGEST_LINE)
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
@@ -179,8 +178,7 @@ def _open_files(files: list[Path], label: str) -> Table:
 
 
 def _files_of(folder: Path, split: str | None, label: str) -> list[Path]:
-    """Return the data files of a folder; with a split, only those named after it (`train.jsonl`,
-    `train-00000.parquet`)."""
+    """Return the data files of a folder; with a split, those named after it (`train-00000.parquet`)."""
     files = sorted(file for file in folder.iterdir() if file.suffix.lower() in READERS)
     if split is not None:
         files = [file for file in files if re.split(r"[-_.]", file.name)[0] == split]

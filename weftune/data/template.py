@@ -30,17 +30,14 @@ from weftune.errors import DataError, Mistake
 
 CHATML = "chatml"
 LONGEST_PRINT = 16_000_000
-"""Maximum number of characters. A template can print without end, and a row that long is not a usable
-sample."""
+"""Maximum number of characters: a row that long is not a usable sample."""
 TODAY = datetime(2024, 7, 26)
-"""Date that templates print, so that samples are the same every day; Llama's template falls back to this
-date."""
+"""Date that templates print, so that samples are the same every day; also the default of Llama's."""
 KEY = "data.chat_template"
 
 
 def template_source(tokenizer: Any, chosen: str | None, *, tools: bool = False) -> str | None:
-    """Return the Jinja text: the built-in `chatml`, a file, or the tokenizer's own template; None if there is
-    none."""
+    """Return the Jinja text of the built-in `chatml`, a file or the tokenizer; None if there is none."""
     if chosen == CHATML:
         return _chatml(tokenizer)
     if chosen is not None:
@@ -85,8 +82,7 @@ class Template:
     def renderings(
         self, chats: Sequence[Chat], ends: Collection[str] | None
     ) -> list[tuple[Rendered, ...] | BadRow]:
-        """Return the renderings of whole rows with their supervised spans. Without `ends`, everything is
-        supervised."""
+        """Return the renderings of whole rows; without `ends`, everything is supervised."""
         rows = _run(render_rows, self.source, self._special, list(chats), ends) if chats else []
         return [
             bad_row(row) if isinstance(row, dict) else tuple(map(Rendered.from_json, row)) for row in rows
@@ -94,8 +90,7 @@ class Template:
 
 
 _STOPPED: dict[str, str] = {}
-"""Maps each template that reached a limit to the reason: many jobs can share one, and it is waited for only
-once."""
+"""Maps each template that reached a limit to the reason, so that it is waited for only once."""
 
 
 @lru_cache(maxsize=8)
@@ -197,8 +192,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Generation(jinja2.ext.Extension):
-    """The `{% generation %}` tag, which marks the assistant's text in some templates; the text is printed and
-    the mark ignored."""
+    """The `{% generation %}` tag, which marks the assistant's text in some templates; it is ignored."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -253,8 +247,7 @@ def render_one(
 def render_rows(
     source: str, special: str, chats: Sequence[Chat], ends: Collection[str] | None
 ) -> list[list[dict[str, Any]] | dict[str, Any]]:
-    """Return a list of renderings for each row, or the reason for a failure under `bad`. Without `ends`,
-    everything is supervised."""
+    """Return the renderings of each row, or the reason under `bad`; without `ends` all is supervised."""
     template, check = compiled(source, special), print_check(source, special)
     replies: list[list[dict[str, Any]] | dict[str, Any]] = []
     for chat in chats:

@@ -72,8 +72,7 @@ class Tokeniser:
         return kept
 
     def _unsupervised(self, samples: Sequence[Sample]) -> BadRow:
-        """Return why a row has nothing to train on: it is cut before its first supervised token, or has
-        none."""
+        """Return why a row has nothing to train on: it is cut too early, or has no supervised token."""
         reached = [int(sample.mask[1:].argmax()) + 2 for sample in samples if sample.mask[1:].any()]
         if not reached:
             return BadRow("the row has no supervised token")

@@ -65,8 +65,7 @@ class Workers:
                 self._threads.submit(self._asked, known, None)
 
     def each(self, work: Work, shared: Any, items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        """Yield every item, in order, with its result of `work`; computed in this thread if a worker
-        failed."""
+        """Yield every item, in order, with its result of `work`, computed here if a worker failed."""
         known = _pickled((work.__module__, work.__qualname__, shared))
         waiting: deque[tuple[Any, Future[Any]]] = deque()
         try:

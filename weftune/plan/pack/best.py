@@ -92,8 +92,7 @@ def pack_best(
 def pack_many(
     cases: Sequence[Instance], leave_room: bool = False, limits: Limits = LIMITS, pool: Executor | None = None
 ) -> list[Packing]:
-    """Return one packing per global batch. With a `pool`, several are packed at a time, to the same
-    result."""
+    """Return one packing per global batch; with a `pool`, several are packed at a time."""
     one = partial(pack_instance, leave_room=leave_room, limits=limits)
     if pool is None:
         return [one(case) for case in cases]

@@ -149,8 +149,7 @@ class _Line:
             self.ends[one.job, one.batch] = len(self.microbatches) - 1
 
     def lay(self, microbatches: Sequence[Microbatch]) -> None:
-        """Lay out a whole round: at each position the first microbatch that may run there, so that few no-ops
-        are needed."""
+        """Lay out a round, at each position the first microbatch that may run, so that no-ops are few."""
         remaining = list(microbatches)
         while remaining:
             number = len(self.microbatches)

@@ -120,8 +120,7 @@ def _kicked(case: Instance, bins: Bins, random: Random) -> Bins:
 
 
 def _packed_anew(case: Instance, pool: list[int], random: Random) -> Bins:
-    """Build each bin around the longest sample left, filled first from some of the others and then from
-    all."""
+    """Build each bin around the longest sample left, filled first from some of the others, then all."""
     pool = sorted(pool, key=lambda index: (-case.lengths[index], index))
     bins: Bins = []
     while pool:
@@ -181,8 +180,7 @@ class _Sums:
 
 
 def _fullest_of_jobs(case: Instance, pool: Sequence[int], room: int) -> list[int]:
-    """Return the fullest choice if each job is padded: dynamic programming over the multiples of rows that
-    each job gets."""
+    """Return the fullest choice if jobs are padded, by dynamic programming over their multiples of rows."""
     units = room // case.multiple
     jobs: dict[int, list[int]] = {}
     for index in pool:

@@ -342,8 +342,7 @@ def _all(program: Program) -> Iterator[Action]:
 
 
 def _check_transport(program: Program) -> None:
-    """Check that every device reaches its end and that nothing remains in transit, by advancing each as far
-    as possible."""
+    """Check that every device reaches its end and nothing remains in transit, by advancing each."""
     walk = _Walk(program)
     while walk.advance():
         pass

@@ -96,8 +96,7 @@ class Layout:
 
     @property
     def job_groups(self) -> int:
-        """Number of groups of jobs that take turns in a round: passes of one group hide the Steps from host
-        memory of another."""
+        """Groups of jobs that take turns in a round, to hide each other's Steps from host memory."""
         return 2 if self.optimizer_offloaded else 1
 
     @property
@@ -151,8 +150,7 @@ class OnWorker:
         return self.streamed[: self.slots]
 
     def slot(self, stage: int) -> int:
-        """Return the fixed slot of a stage, so that its weights have one address; neighbours never share
-        it."""
+        """Return the fixed slot of a stage, so that its weights have one address; neighbours differ."""
         return self.streamed.index(stage) % self.slots
 
     def held(self, stage: int) -> LayerRange:
@@ -167,8 +165,7 @@ class OnWorker:
 
     @property
     def held_rounds(self) -> int:
-        """Number of rounds whose rows are on the device at the peak: one per stage if inputs are kept
-        there."""
+        """Rounds whose rows are on the device at the peak: one per stage if inputs are kept there."""
         return OFFLOADED_ROUNDS if self.layout.offloads else len(self.own)
 
     @property

@@ -228,8 +228,7 @@ class Program:
     """Device of each stage, in the first replica."""
     recompute: Recompute = NOTHING
     chunk: int = 0
-    """Rows per chunk if samples are cut into chunks, else 0: a batch's `samples` are then parts of
-    samples."""
+    """Rows per chunk if samples are cut into chunks, else 0; then `samples` are parts of samples."""
     replicas: int = 1
     """Number of copies of all stages, each on its own devices; every microbatch runs in one of them."""
 

@@ -126,8 +126,7 @@ class Timeline:
         return Span(begun, max(begun, feeding))
 
     def between_steps(self, device: int, job: str, first: int, last: int) -> Span:
-        """Return the span from the end of a job's Step `first` to the end of its Step `last`: whole periods
-        of a repeating pattern."""
+        """Return the span from the end of a job's Step `first` to the end of its Step `last`."""
         ends = {
             event.action.step: event.stop
             for event in self.of(device)
@@ -137,8 +136,7 @@ class Timeline:
 
 
 def levels(changes: Iterable[Level], at_start: int) -> tuple[Level, ...]:
-    """Return running sums of changes in bytes; at equal times, freed bytes are subtracted before allocated
-    bytes are added."""
+    """Return running sums of changes in bytes; at equal times, frees come before allocations."""
     ordered = sorted(changes, key=lambda change: (change.time, change.bytes))
     sums = at_start + np.cumsum([change.bytes for change in ordered], dtype=np.int64)
     return (

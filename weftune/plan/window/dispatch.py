@@ -25,8 +25,7 @@ class DispatchRules:
     room: tuple[int, ...] = ()
     """Bytes that microbatches in flight may keep on each stage. Empty if memory does not matter."""
     lag: float = 0.0
-    """Seconds from a batch's last Backward on a stage until it is closed there, while replicas exchange their
-    shares."""
+    """Seconds from a batch's last Backward until it is closed, while replicas exchange their shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +100,7 @@ class Dispatch:
             {max(0, device - 1), device, min(self.last, device + 1)} if len(launches) == 1 else everyone
             for device in everyone
         ]
-        """Devices that may be able to continue when a device has ended something; replicas share what opens
-        and closes."""
+        """Devices that may be able to continue when a device has ended something."""
         self._ends: list[tuple[float, int, int, Forward | Backward | Closed]] = []
         self._number = count()
 

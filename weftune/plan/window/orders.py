@@ -65,8 +65,7 @@ def multi_job(work: Work, stages: int, prices: Prices, spare: int = 0) -> Progra
 
 
 def gpipe_passes(work: Work, stages: int) -> Passes:
-    """Return all forwards of a round, then all its backwards. A round ends when a job begins another
-    batch."""
+    """Return all forwards of a round, then its backwards. A round ends when a job begins another batch."""
     lists: Passes = [[] for _ in range(stages)]
     for number in rounds(work):
         for stage, actions in enumerate(lists):
@@ -203,8 +202,7 @@ def _with_steps(work: Work, actions: Iterable[Action], device: int, homes: Count
 
 
 def transported(actions: Iterable[Action], homes: Sequence[int]) -> Iterable[Action]:
-    """Yield the actions with Recvs right before data of another device is used, and Sends once data for it is
-    computed."""
+    """Yield the actions with Recvs right before data of another device is used, and Sends after it."""
     for action in actions:
         match action:
             case Forward(number, stage) | Evaluate(number, stage):

@@ -126,8 +126,7 @@ class _LaidRounds:
 
 
 def even_groups(tokens: Mapping[str, int], count: int) -> list[frozenset[str]]:
-    """Divide jobs into at most `count` groups of about equal tokens: the largest first, to the smallest
-    group."""
+    """Divide jobs into at most `count` groups of about equal tokens, the largest jobs first."""
     groups: list[set[str]] = [set() for _ in range(max(1, min(count, len(tokens))))]
     sums = [0] * len(groups)
     for job in sorted(tokens, key=lambda job: -tokens[job]):
@@ -250,8 +249,7 @@ def _visits(one: Round, runs: Sequence[Sequence[int]], part: OnWorker) -> Iterat
 
 
 def moves(stages: Sequence[int], part: OnWorker) -> Iterator[tuple[Action, ...]]:
-    """Return the actions after the turn of each stage: if another stage needs the slot next, it is loaded
-    there at once."""
+    """Return the actions after the turn of each stage: the next stage for its slot is loaded at once."""
     streamed = set(part.streamed)
     needed = {part.slot(stage): stage for stage in part.waiting}
     found: list[tuple[Action, ...]] = []
@@ -266,8 +264,7 @@ def moves(stages: Sequence[int], part: OnWorker) -> Iterator[tuple[Action, ...]]
 
 
 def _steps_late(actions: Iterable[Action], laid: _LaidRounds) -> Iterator[Action]:
-    """Yield the actions with each Step as late as possible: until then the first worker's decision is in
-    transit."""
+    """Yield the actions with each Step as late as possible: the first worker's decision is in transit."""
     pending: dict[str, Step] = {}
     for action in actions:
         match action:
