@@ -25,7 +25,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -40,7 +40,6 @@ SECONDS = 2.0
 WALL_SECONDS = 60.0
 """Limit of wall time per call, in seconds, on systems that cannot count processor time (Windows)."""
 LENGTH_BYTES = 8
-PROGRAM = "import sys; sys.path[:] = {path!r}; from weftune.core.limited import serve; serve()"
 QUIET = {"OMP_NUM_THREADS": "1", "ARROW_IO_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
 """Environment variables that keep threads and allocators from reserving memory, which would use up the limit
 before any work is done."""
@@ -114,15 +113,7 @@ class _LimitedProcess:
     def _started(self) -> subprocess.Popen[bytes]:
         """Return the process; start one if it has ended, or belongs to the parent of this fork."""
         if self._running is None or self._owner != os.getpid() or self._running.poll() is not None:
-            paths = [str(Path(__file__).parents[2]), *(path for path in sys.path if path)]
-            self._running = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM.format(path=paths)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=os.environ | QUIET,
-            )
-            self._owner = os.getpid()
+            self._running, self._owner = start_server(__name__, QUIET), os.getpid()
         return self._running
 
     def _end(self) -> None:
@@ -148,6 +139,18 @@ def _reply_of(
         if watch is not None:
             watch.cancel()
     return None if reply is None else json.loads(reply)
+
+
+def start_server(module: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process that runs the function `serve` of a module, connected by pipes."""
+    paths = [str(Path(__file__).parents[2]), *(path for path in sys.path if path)]
+    return subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.path[:] = {paths!r}; from {module} import serve; serve()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | environment,
+    )
 
 
 def send_bytes(stream: IO[bytes], payload: bytes) -> None:

@@ -21,14 +21,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-from weftune.core.limited import receive_bytes, send_bytes
+from weftune.core.limited import receive_bytes, send_bytes, start_server
 
 FEWEST_CORES = 4
 MOST_WORKERS = 8
-PROGRAM = "import sys; sys.path[:] = {path!r}; from weftune.data.workers import serve; serve()"
 ALONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 """Environment variables that limit each worker to one core, since its libraries would use all."""
 
@@ -62,7 +60,7 @@ class Workers:
             known = _pickled((work.__module__, work.__qualname__, shared))
             for _ in range(self._count):
                 # None is not a valid item for any work: the reply is empty.
-                self._threads.submit(self._asked, known, None)
+                self._threads.submit(self._ask, known, None)
 
     def each(self, work: Work, shared: Any, items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """Yield every item, in order, with its result of `work`, computed here if a worker failed."""
@@ -70,17 +68,17 @@ class Workers:
         waiting: deque[tuple[Any, Future[Any]]] = deque()
         try:
             for item in items:
-                waiting.append((item, self._threads.submit(self._asked, known, item)))
+                waiting.append((item, self._threads.submit(self._ask, known, item)))
                 # Enough to keep all workers busy without holding more rows in memory.
                 if len(waiting) > 2 * self._count:
-                    yield _made(work, shared, *waiting.popleft())
+                    yield _result(work, shared, *waiting.popleft())
             while waiting:
-                yield _made(work, shared, *waiting.popleft())
+                yield _result(work, shared, *waiting.popleft())
         finally:
-            for _, made in waiting:
-                made.cancel()
+            for _, reply in waiting:
+                reply.cancel()
 
-    def _asked(self, known: bytes, item: Any) -> bytes:
+    def _ask(self, known: bytes, item: Any) -> bytes:
         payload = _pickled(item)
         if not (known and payload):
             return b""
@@ -105,7 +103,7 @@ def _pickled(value: Any) -> bytes:
         return b""
 
 
-def _made(work: Work, shared: Any, item: Any, reply: Future[bytes]) -> tuple[Any, Any]:
+def _result(work: Work, shared: Any, item: Any, reply: Future[bytes]) -> tuple[Any, Any]:
     found = reply.result()
     return item, pickle.loads(found) if found else work(shared, item)
 
@@ -113,7 +111,7 @@ def _made(work: Work, shared: Any, item: Any, reply: Future[bytes]) -> tuple[Any
 class _Worker:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._told = b""
+        self._sent = b""
         """Digest of the shared values last sent to the process."""
 
     def ask(self, known: bytes, payload: bytes) -> bytes:
@@ -123,24 +121,16 @@ class _Worker:
         assert process.stdout is not None
         digest = hashlib.blake2b(known).digest()
         try:
-            send_bytes(process.stdin, b"" if digest == self._told else known)
+            send_bytes(process.stdin, b"" if digest == self._sent else known)
             send_bytes(process.stdin, payload)
-            self._told = digest
+            self._sent = digest
             return receive_bytes(process.stdout) or b""
         except OSError:
             return b""
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
-            paths = [str(Path(__file__).parents[2]), *(path for path in sys.path if path)]
-            self._told = b""
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM.format(path=paths)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=os.environ | ALONE,
-            )
+            self._sent, self._process = b"", start_server(__name__, ALONE)
         return self._process
 
     def end(self) -> None:

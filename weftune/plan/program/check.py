@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from weftune.plan.program.layout import OnWorker
 from weftune.plan.program.program import (
@@ -324,7 +324,7 @@ def _check_chunks(program: Program) -> None:
     """Check the order of chunks: a forward reads the keys and values of earlier chunks, and their backwards
     need the gradients that its own backward leaves."""
     reached: dict[tuple[bool, int, str, int, int], int] = {}
-    for action in _all(program):
+    for action in chain.from_iterable(program.devices):
         if isinstance(action, Forward | Backward):
             forward = isinstance(action, Forward)
             for segment in program.microbatches[action.microbatch].segments:
@@ -334,11 +334,6 @@ def _check_chunks(program: Program) -> None:
                     ordered = before <= placed.offset if forward else before >= placed.offset
                     _require(ordered, "{} runs a chunk of sample {} out of order", action, placed.sample)
                     reached[key] = placed.offset
-
-
-def _all(program: Program) -> Iterator[Action]:
-    for actions in program.devices:
-        yield from actions
 
 
 def _check_transport(program: Program) -> None:
@@ -359,8 +354,8 @@ class _Walk:
         self.program = program
         self.reached = [0] * len(program.devices)
         self.under_way: dict[tuple[int, int], deque[Send]] = {}
-        self.made: set[Told] = set()
-        self.tellers = Tellers(program)
+        self.sent: set[StepMessage] = set()
+        self.messages = StepMessages(program)
 
     def advance(self) -> bool:
         """Advance every device as far as possible; return whether any advanced."""
@@ -378,9 +373,9 @@ class _Walk:
             case Recv():
                 return self._receives(device, action)
             case Reduce() | Step():
-                if not self.made.issuperset(self.tellers.of(action, device)):
+                if not self.sent.issuperset(self.messages.needed_by(action, device)):
                     return False
-                self.made.add(Told(device, action))
+                self.sent.add(StepMessage(device, action))
         return True
 
     def _receives(self, device: int, action: Recv) -> bool:
@@ -395,16 +390,16 @@ class _Walk:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StepMessage:
     """A message that a device has reached a Reduce or a Step."""
 
     device: int
     action: Reduce | Step
 
 
-class Tellers:
-    """Senders and receivers of messages in a Program whose devices hold one stage each, in one or more
-    replicas.
+class StepMessages:
+    """Messages by which the devices of a Program agree on steps: a device needs them before it executes a
+    Reduce or a Step. Devices hold one stage each, in one or more replicas.
 
     Gradients go from each replica's device to the devices of the same stage. Sums go up the first replica,
     stage by stage. The first device's decision goes to the first device of every replica, and down from
@@ -418,7 +413,7 @@ class Tellers:
             for actions in program.devices
         ]
 
-    def of(self, action: Reduce | Step, device: int) -> tuple[Told, ...]:
+    def needed_by(self, action: Reduce | Step, device: int) -> tuple[StepMessage, ...]:
         """Return the messages that `device` must have received before it can begin `action`."""
         program = self._program
         if not program.pipelined:
@@ -426,26 +421,23 @@ class Tellers:
         stage = device % program.width
         if isinstance(action, Step):
             before = 0 if stage == 0 else device - 1
-            return () if device == 0 else (Told(before, action),)
+            return () if device == 0 else (StepMessage(before, action),)
         if action.what == "gradient":
             return ()
         share = Reduce(action.job, action.step, "gradient")
         others = (one for one in program.group(device) if one != device and share in self._handed_out[one])
-        gradients = tuple(Told(one, share) for one in others)
+        gradients = tuple(StepMessage(one, share) for one in others)
         ends = program.replica(device) > 0 or stage + 1 == program.width
-        return gradients if ends else (*gradients, Told(device + 1, action))
+        return gradients if ends else (*gradients, StepMessage(device + 1, action))
 
-    def hear(self, action: Reduce | Step, device: int) -> tuple[int, ...]:
+    def receivers(self, action: Reduce | Step, device: int) -> tuple[int, ...]:
         """Return the devices that wait for this message from `device`."""
-        told = Told(device, action)
-        wanted: Reduce | Step = Reduce(action.job, action.step) if isinstance(action, Reduce) else action
-        return tuple(one for one in self._near(device) if told in self.of(wanted, one))
-
-    def _near(self, device: int) -> list[int]:
-        program = self._program
+        message, program = StepMessage(device, action), self._program
+        waiting: Reduce | Step = Reduce(action.job, action.step) if isinstance(action, Reduce) else action
         firsts = range(0, len(program.devices), program.width) if device == 0 else ()
         around = (one for one in (device - 1, device + 1) if 0 <= one < len(program.devices))
-        return sorted({*program.group(device), *firsts, *around} - {device})
+        near = sorted({*program.group(device), *firsts, *around} - {device})
+        return tuple(one for one in near if message in self.needed_by(waiting, one))
 
 
 def check_slots(program: Program, part: OnWorker) -> None:

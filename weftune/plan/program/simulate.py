@@ -20,7 +20,7 @@ from itertools import count
 
 import numpy as np
 
-from weftune.plan.program.check import Tellers, Told
+from weftune.plan.program.check import StepMessage, StepMessages
 from weftune.plan.program.prices import PricedCluster, Prices
 from weftune.plan.program.program import (
     Action,
@@ -176,7 +176,7 @@ class _Lanes:
     arrived: set[Arrival] = field(default_factory=set)
     results: set[Arrival] = field(default_factory=set)
     """Results computed here and still to be sent."""
-    decisions: set[Told] = field(default_factory=set)
+    decisions: set[StepMessage] = field(default_factory=set)
     """Reduces and Steps of other devices that have been reported to this one."""
     waiting: deque[int] = field(default_factory=deque)
     """Devices whose send lane waits for this device's receive lane."""
@@ -201,7 +201,7 @@ class _Simulation:
         self.program, self.prices, self.cluster = program, prices, cluster
         self.lanes = [_lanes(actions) for actions in program.devices]
         self.homes = [program.homes(program.replica(device)) for device in range(len(program.devices))]
-        self.tellers = Tellers(program)
+        self.messages = StepMessages(program)
         self.events: list[Event] = []
         self.flows: dict[int, list[_Flow]] = {}
         self.now = 0.0
@@ -260,7 +260,7 @@ class _Simulation:
         if lanes.loaded < loads:
             return False
         if isinstance(action, Reduce | Step):
-            return lanes.decisions.issuperset(self.tellers.of(action, device))
+            return lanes.decisions.issuperset(self.messages.needed_by(action, device))
         if not isinstance(action, Forward | Backward | Evaluate):
             return True
         arrival = self._arrival(action, device)
@@ -275,18 +275,14 @@ class _Simulation:
         return action.microbatch, action.stage, "gradient" if back else "activation"
 
     def _tell(self, action: Reduce | Step, device: int) -> None:
-        for listener in self.tellers.hear(action, device):
-            arrival = self.now + self.cluster.link.seconds(self._message_bytes(action, device))
-            self._at(arrival, partial(self._heard, Told(device, action), listener))
+        sends_gradient = isinstance(action, Reduce) and action.what == "gradient"
+        sizes = self.prices.adapter_bytes.get(action.job, ()) if sends_gradient else ()
+        seconds = self.cluster.link.seconds(sizes[device % self.program.width] if sizes else 0)
+        for receiver in self.messages.receivers(action, device):
+            self._at(self.now + seconds, partial(self._told, StepMessage(device, action), receiver))
 
-    def _message_bytes(self, action: Reduce | Step, device: int) -> int:
-        if not isinstance(action, Reduce) or action.what == "norm":
-            return 0
-        sizes = self.prices.adapter_bytes.get(action.job, ())
-        return sizes[device % self.program.width] if sizes else 0
-
-    def _heard(self, told: Told, device: int) -> None:
-        self.lanes[device].decisions.add(told)
+    def _told(self, message: StepMessage, device: int) -> None:
+        self.lanes[device].decisions.add(message)
         self._compute(device)
 
     def _seconds(self, action: Action) -> float:
@@ -417,20 +413,15 @@ class _Simulation:
         for flow in moving:
             bandwidth = self.cluster.devices[flow.device].host.bandwidth
             flow.rate = min(bandwidth, self.cluster.roots[root] / len(moving))
-            self._at(self.now + max(0.0, flow.remaining_bytes) / flow.rate, self._landing(flow, root))
+            end = self.now + max(0.0, flow.remaining_bytes) / flow.rate
+            self._at(end, partial(self._loaded, flow, root, flow.version))
 
-    def _landing(self, flow: _Flow, root: int) -> Callable[[], None]:
-        version = flow.version
-
-        def land() -> None:
-            if flow.version == version:
-                self.flows[root].remove(flow)
-                self._share(root)
-                self._loaded(flow)
-
-        return land
-
-    def _loaded(self, flow: _Flow) -> None:
+    def _loaded(self, flow: _Flow, root: int, version: int) -> None:
+        """End a Load, unless its rate has changed since its end was predicted."""
+        if flow.version != version:
+            return
+        self.flows[root].remove(flow)
+        self._share(root)
         lanes = self.lanes[flow.device]
         lanes.loading = False
         lanes.loaded += 1
