@@ -12,7 +12,7 @@ import pytest
 
 from tests.base.folders import model_folder
 from tests.data.test_swelling import repeated_text
-from tests.data.test_template_limits import HOSTILE as TEMPLATES
+from tests.data.test_template import HOSTILE as TEMPLATES
 
 ROOT = Path(__file__).parents[2]
 CHAT = {"messages": [{"role": "user", "content": "w10"}, {"role": "assistant", "content": "w20"}]}
