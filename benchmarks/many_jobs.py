@@ -42,8 +42,9 @@ from weftune.bench.timing import Hardware
 from weftune.jobs.spec.read import read_run
 from weftune.jobs.store.status import State
 from weftune.jobs.store.store import Store
+from weftune.plan.cost.time import StateTime
 from weftune.report.terminal import LiveView
-from weftune.run.events import Event, Passed, StepsMade
+from weftune.run.events import Event, Passed
 from weftune.trainer.engine import Engine
 from weftune.trainer.journal import Journal
 from weftune.trainer.loop import Callback, Loop
@@ -106,8 +107,9 @@ class TimedLoop(Loop):
     arithmetic_seconds = 0.0
 
     def _handle(self, event: Event, callback: Callback | None) -> None:
-        if isinstance(event, Passed | StepsMade):
-            self.arithmetic_seconds += event.time.seconds
+        if isinstance(event, Passed | StateTime):
+            timed = event.time if isinstance(event, Passed) else event
+            self.arithmetic_seconds += timed.seconds
         super()._handle(event, callback)
 
 

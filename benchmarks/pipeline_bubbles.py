@@ -49,7 +49,7 @@ from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
 from weftune.run.workers.agreed import WorkerReport
 from weftune.run.workers.driver import Driver, open_pipeline
-from weftune.run.workers.groups import connect, place_here
+from weftune.run.workers.groups import connect, position_here
 from weftune.run.workers.messages import Staff
 from weftune.run.workers.paces import Paces
 from weftune.run.workers.trace import timeline_of
@@ -166,9 +166,9 @@ def measure(setting: Setting) -> tuple[Cut, list[Found]]:
 
 @contextmanager
 def opened(spec: BaseSpec, held: Sequence[LayerRange], folder: Path, setting: Setting) -> Iterator[Driver]:
-    hardware = place_here()
-    assert hardware is not None
-    staff = Staff(connect(hardware, CPU))
+    position = position_here()
+    assert position is not None
+    staff = Staff(connect(position, CPU))
     yield open_pipeline(
         staff, spec, CPU, in_stages(held), lambda job: folder / "checkpoints" / job, setting.delay
     )
@@ -362,9 +362,9 @@ def others(setting: Setting) -> Iterator[None]:
 def be_worker(variables: dict[str, str], threads: int) -> None:
     os.environ.update(variables)
     torch.set_num_threads(threads)
-    hardware = place_here()
-    assert hardware is not None
-    serve(connect(hardware, CPU), CPU)
+    position = position_here()
+    assert position is not None
+    serve(connect(position, CPU), CPU)
     torch.distributed.destroy_process_group()
 
 

@@ -44,7 +44,7 @@ from weftune.run.assemble import streamed_executor
 from weftune.run.executor import Executor
 from weftune.run.measure.link import HostLink
 from weftune.run.measure.memory import CPU_SHARE, budget_bytes
-from weftune.run.measure.waited import Waited
+from weftune.run.measure.timers import Waited
 
 SPREAD = 0.02
 
@@ -70,7 +70,8 @@ class Streamed:
         return self.executor.weights.waited
 
     def forget_waits(self) -> None:
-        self.executor.weights.waited = Waited()
+        self.waited.total()
+        self.waited.seconds, self.waited.copied_bytes = 0.0, 0
 
     @property
     def loaded_bytes(self) -> int:

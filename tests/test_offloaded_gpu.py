@@ -22,7 +22,7 @@ from weftune.plan.program.layout import one_device
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
 from weftune.run.events import Failed
-from weftune.run.stream import adapter_steps, offloaded_optimizer
+from weftune.run.stream import adapter_steps
 from weftune.run.training import checkpoint
 from weftune.run.training.state import new_training
 
@@ -117,8 +117,7 @@ def test_every_vector_has_the_bits_of_state_on_the_device_however_long_steps_lin
     base, want, piece, monkeypatch
 ):
     """Whoever came too early would take NaN along."""
-    for module in (adapter_steps, offloaded_optimizer):
-        monkeypatch.setattr(module, "PIECE", piece)
+    monkeypatch.setattr(adapter_steps, "PIECE", piece)
     for make, poisoned in ((update, False), (lingering, True)):
         executor = executor_of(base, graphs=False, make=make)
         if poisoned:
@@ -148,9 +147,8 @@ def test_captured_passes_read_what_steps_have_written(base):
 
 
 def test_of_a_parameter_six_bytes_are_on_the_device_and_twelve_page_locked_on_the_host(base, monkeypatch):
-    for module in (adapter_steps, offloaded_optimizer):
-        # Small enough that the first job's buffers are as large as they get.
-        monkeypatch.setattr(module, "PIECE", SMALL_PIECE)
+    # Small enough that the first job's buffers are as large as they get.
+    monkeypatch.setattr(adapter_steps, "PIECE", SMALL_PIECE)
     taken = []
     for offloaded in (False, True):
         executor = executor_of(base, offloaded, graphs=False)

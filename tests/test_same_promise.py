@@ -42,7 +42,7 @@ from weftune.plan.cost.profile import (
 )
 from weftune.plan.layout.choose import PROCESS_BYTES, choose
 from weftune.plan.outlook.promise import first_window
-from weftune.run.workers.groups import WorkerPlace
+from weftune.run.workers.groups import WorkerPosition
 from weftune.trainer.job import make_ready
 from weftune.trainer.machine import machine_here
 from weftune.trainer.train import trainer_for
@@ -171,11 +171,11 @@ def asked_alone(case: Case, file) -> dict[str, Any]:
         job.name: make_ready(job, place, tokenizer, shape, profile_folder().parent / "tokens")
         for place, job in enumerate(run.jobs)
     }
-    place = WorkerPlace(0, case.workers, 0, case.workers, ring=ring)
+    place = WorkerPosition(0, case.workers, 0, case.workers, ring=ring)
     options = Options(
         memory=case.memory,
         gpu_memory=case.gpu_memory,
-        staff=SimpleNamespace(wires=SimpleNamespace(place=place)),
+        staff=SimpleNamespace(wires=SimpleNamespace(position=place)),
     )
     shapes = [job.shape for job in ready.values()]
     choice = choose(shape, shapes, machine_here(options, run.base, CPU, shape))

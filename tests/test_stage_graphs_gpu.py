@@ -14,9 +14,8 @@ from weftune.plan.window.window import plan_window
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graphs import CapturedPasses
 from weftune.run.passes.plain import PlainPasses
-from weftune.run.passes.rows import RowsHere, StageVisit, lay
+from weftune.run.passes.rows import StageVisit, lay
 from weftune.run.resident_adapters import ResidentAdapters
-from weftune.run.training.roster import Roster
 from weftune.trainer.job import lay_out
 
 pytestmark = [
@@ -37,32 +36,32 @@ def went_round(captured):
     stages = [AdaptedBase(load_stage(spec, device, one)) for one in held]
     passes, rosters = [], []
     for number, adapted in enumerate(stages):
-        plain = PlainPasses(adapted, {number: adapted.base})
         assert adapted.capturable
-        passes.append(CapturedPasses(plain) if captured else plain)
-        rosters.append(Roster())
-        adapters = ResidentAdapters(adapted, rosters[-1])
+        kind = CapturedPasses if captured else PlainPasses
+        passes.append(kind(adapted, {number: adapted.base}))
+        adapters = ResidentAdapters(adapted)
+        rosters.append(adapters.roster)
         for index in range(2):
             adapters.attach(aboard.training(adapted.base, ready(stages[0].base, f"job{index}", index)))
     jobs = [ready(stages[0].base, f"job{index}", index) for index in range(2)]
     by_name = {job.name: job for job in jobs}
     courses = [job.course(0, 3, False) for job in jobs]
     plans = plan_window(courses, one_device(), 256, ladder=True).microbatches[:IN_FLIGHT]
-    rows = [RowsHere(lay(lay_out(plan, False, by_name), plan.rows, device)) for plan in plans]
+    rows = [aboard.in_flight(lay(lay_out(plan, False, by_name), plan.rows, device)) for plan in plans]
     found = []
     stream = stages[0].stream
     with torch.cuda.stream(stream):
         for _ in range(3):
             between, last = [], []
             for number, here in enumerate(rows):
-                between.append(passes[0].forward(StageVisit(number, 0), here, None, True).h_TD)
+                between.append(passes[0].forward(StageVisit(number, 0), here, None, True))
             for number, here in enumerate(rows):
                 made = passes[1].forward(StageVisit(number, 1), here, between[number], True)
-                last.append(made.h_TD.clone())
+                last.append(made.clone())
             for number, here in enumerate(rows):
                 dh_TD = torch.ones_like(last[number]) * (number + 1)
                 back = passes[1].backward(StageVisit(number, 1), here, between[number], dh_TD)
-                passes[0].backward(StageVisit(number, 0), here, None, back.dgiven_TD)
+                passes[0].backward(StageVisit(number, 0), here, None, back)
             found += last
         gradients = [one.gradient.clone() for roster in rosters for one in roster.trainings.values()]
     torch.cuda.synchronize()

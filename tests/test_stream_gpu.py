@@ -25,7 +25,7 @@ from weftune.plan.program.layout import Layout, StageLayers, one_device
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.run.executor import rows_at_once
-from weftune.run.measure.waited import Waited
+from weftune.run.measure.timers import Waited
 from weftune.run.passes.rows import StageVisit
 from weftune.run.stream import adapter_steps
 from weftune.run.stream.activations import KeptActivations, OffloadedActivations
@@ -146,7 +146,7 @@ def test_offloaded_inputs_leave_the_memory_of_the_gpu():
     for rows in (0, 1 << 16):
         cut = replace(a_layer_each(2, travels=False), offloaded_rows=rows)
         streamed = load_streamed(SPEC, device, cut)
-        inputs = OffloadedActivations(streamed, Waited) if rows else KeptActivations(range(LAYERS))
+        inputs = OffloadedActivations(streamed, Waited()) if rows else KeptActivations(range(LAYERS))
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -235,7 +235,7 @@ def test_a_file_that_fails_under_way_is_told_by_the_main_thread(stored, tmp_path
     streamer = streamed_executor(load_streamed(spec, torch.device("cuda", 0), cut, mapped=True)).weights
     for path in folder.glob("*.safetensors"):
         os.truncate(path, 1000)
-    streamer.settle()
+    streamer.begin_window()
     with pytest.raises(BaseModelError, match="has changed while weights are read from it"):
         streamer.use(0)
 
@@ -252,14 +252,15 @@ def poison(executor):
     """NaN where weights of jobs are, from the moment that their Step is asked for until it is made."""
     begin = executor.adapters.steps.begin
 
-    def begun(*asked):
-        begin(*asked)
+    def begun(requests, norm_J, arrived):
+        run = begin(requests, norm_J, arrived)
         torch.cuda.synchronize()
-        for one in asked[1]:
+        for one in requests:
             one.training.state.weights.fill_(torch.nan)
             for room in executor.adapters.travel.travellers[one.training.job].weights.values():
                 room.fill_(torch.nan)
         torch.cuda.synchronize()
+        return run
 
     executor.adapters.steps.begin = begun
 

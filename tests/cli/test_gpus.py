@@ -10,7 +10,7 @@ import torch
 from tests.outputs import jobs_folder
 from weftune.cli.train import train
 from weftune.errors import PlanError, UserError
-from weftune.run.measure.devices import devices_asked
+from weftune.run.measure.memory import devices_asked
 
 TWO_JOBS = [{"name": "a", "steps": 3}, {"name": "b", "steps": 2}]
 

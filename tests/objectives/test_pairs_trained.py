@@ -21,7 +21,7 @@ from weftune.plan.program.layout import one_device
 from weftune.plan.program.program import SegmentPlan, in_groups
 from weftune.plan.window.window import plan_window
 from weftune.run.events import Stepped
-from weftune.run.passes.rows import RowsHere, StageVisit, lay
+from weftune.run.passes.rows import StageVisit, lay
 from weftune.trainer.job import lay_out
 
 STEPS, CAPACITY = 3, 44
@@ -34,7 +34,7 @@ def scored(executor, batch, jobs, adapter):
         microbatch = lay_out(plan, False, jobs)
         segments = tuple(replace(segment, adapter=adapter) for segment in microbatch.segments)
         laid = lay(replace(microbatch, segments=segments), microbatch.rows, bench.CPU)
-        h_TD = executor.passes.evaluate(StageVisit(-1, 0), RowsHere(laid), None)
+        h_TD = executor.passes.evaluate(StageVisit(-1, 0), aboard.in_flight(laid), None)
         executor.scorer.refer(h_TD, laid)
 
 

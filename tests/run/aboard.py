@@ -12,11 +12,12 @@ from weftune.base.model import Base
 from weftune.core.files import cache_folder
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import one_device
-from weftune.plan.program.program import Program
+from weftune.plan.program.program import MicrobatchPlan, Program
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
 from weftune.run.events import Event
 from weftune.run.executor import Executor
+from weftune.run.passes.rows import InFlight, LaidMicrobatch, TimedPass
 from weftune.run.training.state import Training, new_training
 from weftune.trainer.job import PreparedJob, lay_out, make_ready
 
@@ -46,3 +47,8 @@ def program(jobs: Sequence[PreparedJob], rounds: int, capacity: int = 64, begins
 def events(made: Executor, planned: Program, jobs: Sequence[PreparedJob]) -> Iterator[Event]:
     by_name = {job.name: job for job in jobs}
     return made.run(planned, lambda plan, held_out: lay_out(plan, held_out, by_name), lambda: False)
+
+
+def in_flight(laid: LaidMicrobatch) -> InFlight:
+    """A microbatch at the first of its visits."""
+    return InFlight(laid, TimedPass(MicrobatchPlan(()), training=True))

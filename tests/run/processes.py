@@ -95,11 +95,11 @@ def _be_worker(
     import torch
     import torch.distributed as dist
 
-    from weftune.run.workers.groups import connect, place_here
+    from weftune.run.workers.groups import connect, position_here
 
     torch.set_num_threads(1)
     try:
-        place = place_here()
+        place = position_here()
         assert place is not None
         wires = connect(replace(place, replicas=replicas, ring=ring), torch.device("cpu"))
         connection.send_bytes(pickle.dumps(target(wires, *arguments)))

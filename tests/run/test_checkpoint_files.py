@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests import bench
 from tests.run import aboard
 from weftune.run.training import checkpoint
-from weftune.run.training.slices import finish, write_slice
+from weftune.run.training.checkpoint import finish, write_slice
 from weftune.run.training.snapshot import snapshot_of
 
 

@@ -185,11 +185,11 @@ def test_saved_inside_a_span_it_goes_on_to_the_same_mean(layout, tmp_path):
 def as_worker(wires, cuts):
     """Train the jobs on this worker; every job's mean as it is and as it should be, and its steps."""
     jobs = averaged(make_jobs(whole_base("llama", torch.float64)))
-    base = cut("llama", torch.float64, wires.place, cuts)
+    base = cut("llama", torch.float64, wires.position, cuts)
     executor, _, transport = on_worker(base, wires, cuts)
     for job in jobs:
         executor.attach(aboard.training(base, job))
-    program = pipeline_program(jobs, wires.place, PipelineOrder.alternating, rounds=3)
+    program = pipeline_program(jobs, wires.position, PipelineOrder.alternating, rounds=3)
     by_name = {job.name: job for job in jobs}
     microbatches = {
         n: lay_out(plan, False, by_name) for n, plan in enumerate(program.microbatches) if plan.segments
@@ -205,7 +205,7 @@ def as_worker(wires, cuts):
 
     executor.adapters.make = made
     list(executor.run(program, delivered(program, microbatches)))
-    transport.settle()
+    transport.flush()
     return {
         name: (training.mean, plain_mean(masters, name, 2, 3), training.progress.averaged)
         for name, training in executor.aboard.items()
@@ -229,12 +229,12 @@ def test_every_worker_keeps_the_mean_of_its_own_parameters(replicas, cuts):
 def driven(wires, folder, checkpoints, until):
     """The first worker of a pipeline, and those behind it: train a job to that step from its newest
     checkpoint, if there is one, and save it there."""
-    if wires.place.worker > 0:
+    if wires.position.worker > 0:
         serve(wires, bench.CPU)
         return
     staff = Staff(wires)
     spec = BaseSpec(model=str(folder / "model"), dtype="float64")
-    layout = in_stages(cut_layers(inspect(spec, bench.CPU), wires.place.workers))
+    layout = in_stages(cut_layers(inspect(spec, bench.CPU), wires.position.workers))
     pipeline = open_pipeline(staff, spec, bench.CPU, layout, lambda job: checkpoints)
     base = pipeline.base
     (job, *_) = averaged(make_jobs(whole_base("llama", torch.float64)))
@@ -243,7 +243,7 @@ def driven(wires, folder, checkpoints, until):
     checkpoint.restore(checkpoints, training)
     pipeline.attach(training)
     while training.progress.step < until:
-        rules = PipelineRules(CAPACITY, (PACE,) * wires.place.workers)
+        rules = PipelineRules(CAPACITY, (PACE,) * wires.position.workers)
         program = plan_pipeline([job.course(training.progress.step, 1, False)], rules)
         fetch = lambda plan, held_out: lay_out(plan, held_out, {job.name: job})  # noqa: E731
         list(pipeline.run(program, fetch, lambda: False))

@@ -25,12 +25,12 @@ from weftune.plan.program.program import Backward, Step
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
 from weftune.run.events import Evaluated, Failed, OutOfMemory, Stepped
-from weftune.run.stream import adapter_steps, offloaded_optimizer
-from weftune.run.stream.buffers import PieceLanes
+from weftune.run.stream import adapter_steps
+from weftune.run.stream.adapter_steps import PieceLanes
 from weftune.run.stream.offloaded_optimizer import OffloadedOptimizer
 from weftune.run.training import checkpoint
 from weftune.run.training.state import OpenBatch, new_training
-from weftune.run.training.steps import Due, NoStep
+from weftune.run.training.steps import StepRequest
 
 OFFLOADED = one_device(LAYERS, optimizer_offloaded=True)
 LAYOUTS = (one_device(LAYERS), OFFLOADED)
@@ -42,7 +42,7 @@ def executor_of(layout=OFFLOADED, make=update, dtype=torch.float32, family="llam
 
 
 def pieces_of(monkeypatch, size):
-    for module in (adapter_steps, offloaded_optimizer, ring):
+    for module in (adapter_steps, ring):
         monkeypatch.setattr(module, "PIECE", size)
 
 
@@ -196,7 +196,12 @@ def test_by_its_own_plan_steps_of_a_group_are_asked_for_while_the_other_passes(m
     forward = executor.passes.forward
 
     def noted(visit, rows, given_TD, keep):
-        passes.append((program.microbatches[visit.microbatch].jobs, set(executor.adapters._underway.left)))
+        passes.append(
+            (
+                program.microbatches[visit.microbatch].jobs,
+                {job for job, _ in executor.adapters.steps.all_pending()},
+            )
+        )
         return forward(visit, rows, given_TD, keep)
 
     def first(visit, rows, given_TD, keep):
@@ -259,11 +264,11 @@ def test_on_a_gpu_a_pass_waits_for_steps_of_its_own_jobs_once_and_what_comes_wai
     executor = executor_of(make=noting)
     adapters, jobs = executor.adapters, [one_job(executor.base), *make_jobs(executor.base)[1:2]]
     take_aboard(executor, jobs)
-    adapters.ring.lanes = PieceLanes(up, making, down)
+    adapters.steps.ring.lanes = PieceLanes(up, making, down)
     for training in executor.aboard.values():
         training.gradient.fill_(1.0)
         training.open = open_batch()
-    underway = adapters.step([Due(executor.aboard[name], 6) for name in "ab"])
+    underway = adapters.step([StepRequest(executor.aboard[name], 6) for name in "ab"])
     assert making.waited == ["passes"], "updates follow the passes that made the gradients"
     assert not adapters.use(0, [], returning=False)
     assert adapters.use(0, ["a"], returning=False)
@@ -311,8 +316,8 @@ def test_a_job_whose_weights_are_not_finite_after_its_step_fails_alone():
         training.gradient.fill_(1.0)
         training.open = open_batch()
     executor.aboard["b"].master[-1] = math.inf
-    made, failed = executor.adapters.step([Due(executor.aboard[name], 6) for name in "ab"]).outcomes()
-    assert failed == NoStep("its weights after step 1 are not finite")
+    made, failed = executor.adapters.step([StepRequest(executor.aboard[name], 6) for name in "ab"]).outcomes()
+    assert failed == "its weights after step 1 are not finite"
     assert made.grad_norm > 0
 
 
@@ -327,8 +332,8 @@ def test_a_job_that_goes_while_its_step_is_not_made_takes_all_of_it_along(when):
             generator = torch.Generator().manual_seed(job.spec.seed)
             training.gradient.copy_(torch.randn(training.gradient.shape, generator=generator))
             training.open = open_batch()
-    underway = executor.adapters.step([Due(executor.aboard[job.name], 6) for job in jobs])
-    other.adapters.step([Due(other.aboard[job.name], 6) for job in jobs]).outcomes()
+    underway = executor.adapters.step([StepRequest(executor.aboard[job.name], 6) for job in jobs])
+    other.adapters.step([StepRequest(other.aboard[job.name], 6) for job in jobs]).outcomes()
     if when == "killed":
         executor.kill("a")
         underway.outcomes()
@@ -352,12 +357,12 @@ def test_a_larger_job_that_comes_later_makes_the_buffers_grow_up_to_a_piece(monk
         small, *others = sorted(make_jobs(executor.base), key=lambda job: job.shape.trainable)
         take_aboard(executor, [small])
         if layout is OFFLOADED:
-            assert executor.adapters.ring.room == adapter_steps.aligned(small.shape.trainable) < 4096
+            assert executor.adapters.steps.ring.room == adapter_steps.aligned(small.shape.trainable) < 4096
         run(executor, plan(executor, [small], 1), [small])
         take_aboard(executor, others)
         if layout is OFFLOADED:
-            assert executor.adapters.ring.room == 4096
-            states = [buffer.state for buffer in executor.adapters.ring.buffers]
+            assert executor.adapters.steps.ring.room == 4096
+            states = [buffer.state for buffer in executor.adapters.steps.ring.buffers]
             held = sum(vector.nbytes for state in states for vector in state.vectors)
             sizes = [job.shape.trainable for job in (small, *others)]
             assert held <= ring.optimizer_ring_bytes(sizes, bytes_per_value=4)

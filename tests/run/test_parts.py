@@ -27,8 +27,8 @@ from weftune.run.stream.offloaded_optimizer import OffloadedOptimizer
 from weftune.run.stream.travelling_adapters import TravellingAdapters
 from weftune.run.stream.weights import ResidentWeights, StreamedWeights
 from weftune.run.workers.agreed import Agreed
-from weftune.run.workers.loaded import worker_executor
 from weftune.run.workers.transport import Transport
+from weftune.run.workers.worker import worker_executor
 from weftune.trainer.job import lay_out
 
 ROWS = 256
@@ -98,13 +98,13 @@ def as_worker(wires):
     found = []
     for travels, offloads in WAYS:
         cut = layout(travels, offloads, (1, 1))
-        part = cut.on(wires.place.worker)
+        part = cut.on(wires.position.worker)
         streamed = stream_model(
             deep("llama", torch.float64), BaseSpec(model="tiny"), bench.CPU, cut, part.worker
         )
         base = streamed.whole
-        transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device)
-        executor, agreed = worker_executor(streamed, part, transport, wires.place.worker)
+        transport = Transport(wires, base.shape.hidden, base.dtype, base.device)
+        executor, agreed = worker_executor(streamed, part, transport, wires.position.worker)
         jobs = evaluated_jobs(whole_base("llama", torch.float64))
         take_aboard(executor, jobs)
         by_name = {job.name: job for job in jobs}
@@ -116,7 +116,7 @@ def as_worker(wires):
             laid = {n: lay_out(plan, n in held_out, by_name) for n, plan in enumerate(program.microbatches)}
             events += executor.run(program, delivered(program, laid))
             evaluations += agreed.report.evaluations
-            transport.settle()
+            transport.flush()
             assert executor.activations.empty
         found.append((kinds(executor), events, views(executor.aboard), evaluations))
     return found

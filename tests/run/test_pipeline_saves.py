@@ -22,7 +22,7 @@ from weftune.plan.program.layout import in_stages
 from weftune.plan.window.pipeline import PipelineRules, plan_pipeline
 from weftune.run.events import Failed, SaveDue
 from weftune.run.training import checkpoint
-from weftune.run.training.slices import write_slice
+from weftune.run.training.checkpoint import write_slice
 from weftune.run.training.state import new_training
 from weftune.run.training.writer import Unsaved
 from weftune.run.workers.driver import Driver, open_pipeline
@@ -36,12 +36,12 @@ STEPS = 3
 def windows(wires, folder, on_event):
     """Trains two jobs in windows of one step each, all saved. On the first worker, after each window: the
     newest checkpoints, and what could not be saved."""
-    if wires.place.worker > 0:
+    if wires.position.worker > 0:
         serve(wires, bench.CPU)
         return None
     staff = Staff(wires)
     spec = BaseSpec(model=str(folder / "model"), dtype="float64")
-    layout = in_stages(cut_layers(inspect(spec, bench.CPU), wires.place.workers))
+    layout = in_stages(cut_layers(inspect(spec, bench.CPU), wires.position.workers))
     pipeline = open_pipeline(staff, spec, bench.CPU, layout, lambda job: folder / job)
     jobs = [
         aboard.ready(whole_base("llama", torch.float64), name, seed=seed, steps=STEPS + 1, save_every=1)
@@ -55,7 +55,7 @@ def windows(wires, folder, on_event):
     by_name, seen = {job.name: job for job in jobs}, []
     for step in range(STEPS):
         courses = [job.course(step, 1, step == 0) for job in jobs]
-        program = plan_pipeline(courses, PipelineRules(CAPACITY, (PACE,) * wires.place.workers))
+        program = plan_pipeline(courses, PipelineRules(CAPACITY, (PACE,) * wires.position.workers))
         fetch = lambda plan, held_out: lay_out(plan, held_out, by_name)  # noqa: E731
         for event in pipeline.run(program, fetch, lambda: False):
             assert not isinstance(event, Failed), event
@@ -116,7 +116,7 @@ def full_disk(folder, snapshot, worker):
 def failing_follower(wires, folder):
     """The last worker's disk does not take one slice. What the first worker hears of it."""
     with pytest.MonkeyPatch.context() as patch:
-        if wires.place.worker == 1:
+        if wires.position.worker == 1:
             patch.setattr(weftune.run.workers.worker, "write_slice", full_disk)
         return windows(wires, folder, lambda event: None)
 

@@ -77,7 +77,7 @@ def test_two_runs_give_the_same_bits():
 
 def poisoned_worker(wires, family, dtype, cuts, order, poison, cancelled):
     """As `as_worker`, with NaN in one replica only."""
-    mine = poison if wires.place.replica == 1 else None
+    mine = poison if wires.position.replica == 1 else None
     return as_worker(wires, family, dtype, cuts, order, mine, cancelled)
 
 
@@ -107,15 +107,15 @@ def prompted(base):
 
 def prompted_worker(wires):
     """Tokens that count as trained on this worker, of a job with virtual tokens."""
-    base = cut("llama", torch.float64, wires.place, CUT[1])
+    base = cut("llama", torch.float64, wires.position, CUT[1])
     executor, _, transport = on_worker(base, wires, CUT[1])
     job = prompted(base)
     executor.attach(aboard.training(base, job))
-    program = pipeline_program([job], wires.place, None)
-    own = dict(program.compute_in(wires.place.replica))
+    program = pipeline_program([job], wires.position, None)
+    own = dict(program.compute_in(wires.position.replica))
     laid = {action.microbatch: lay_out(plan, False, {"p": job}) for action, plan in own.items()}
     list(executor.run(program, delivered(program, laid)))
-    transport.settle()
+    transport.flush()
     return executor.aboard["p"].progress.trained_tokens
 
 
@@ -148,20 +148,20 @@ def even_jobs(base):
 
 def timed_window(wires, delay):
     """Seconds of a window on this worker, and how many of them it slept in passes."""
-    base = cut("llama", torch.float32, wires.place, CUT[1])
+    base = cut("llama", torch.float32, wires.position, CUT[1])
     executor, agreed, transport = on_worker(base, wires, CUT[1], delay)
     jobs = even_jobs(whole_base("llama", torch.float32))
     for job in jobs:
         executor.attach(aboard.training(base, job))
-    program = pipeline_program(jobs, wires.place, None, ROUNDS)
-    own = dict(program.compute_in(wires.place.replica))
+    program = pipeline_program(jobs, wires.position, None, ROUNDS)
+    own = dict(program.compute_in(wires.position.replica))
     by_name = {job.name: job for job in jobs}
     laid = {action.microbatch: lay_out(plan, False, by_name) for action, plan in own.items()}
     pauses = {number: PER_ROW * one.rows for number, one in laid.items()}
-    order = iter(one for one in program.devices[wires.place.worker] if isinstance(one, Forward))
+    order = iter(one for one in program.devices[wires.position.worker] if isinstance(one, Forward))
     base.model.base_model.register_forward_pre_hook(lambda *_: time.sleep(pauses[next(order).microbatch]))
     list(executor.run(program, delivered(program, laid)))
-    transport.settle()
+    transport.flush()
     times = agreed.report.times
     return times[-1].stop - times[0].start, sum(pauses.values())
 

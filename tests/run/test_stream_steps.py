@@ -67,10 +67,11 @@ def after_begin(executor, monkeypatch, do):
     """`do(training)` for every job whose Step has just been asked for."""
     begin = executor.adapters.steps.begin
 
-    def begun(*asked):
-        begin(*asked)
-        for one in asked[1]:
+    def begun(requests, norm_J, arrived):
+        run = begin(requests, norm_J, arrived)
+        for one in requests:
             do(one.training)
+        return run
 
     monkeypatch.setattr(executor.adapters.steps, "begin", begun)
 
@@ -163,12 +164,12 @@ def test_what_is_saved_and_looked_at_between_windows_is_made(monkeypatch):
     jobs = evaluated_jobs(executor.base)
     take_aboard(executor, jobs)
     run(executor, plan(executor, jobs, 1), jobs)
-    assert not executor.adapters.steps.all_left()
+    assert not executor.adapters.steps.all_pending()
     for job in jobs:
         training = executor.aboard[job.name]
         assert training.progress.step == 1
         assert torch.equal(training.state.weights, training.master)
-        for stage, part in executor.adapters.travel.travellers[job.name].by_stage.items():
+        for stage, part in executor.adapters.travel.travellers[job.name].parts.items():
             room = executor.adapters.travel.room(job.name, stage)
             assert room is None or torch.equal(room, training.master[part.start : part.stop])
 
@@ -187,8 +188,8 @@ def test_a_forward_finds_the_parts_of_its_stage_made_and_behind_it_those_of_the_
     take_aboard(executor, [job])
     forward = executor._forward
 
-    def noted(visit, window):
-        forward(visit, window)
+    def noted(visit):
+        forward(visit)
         behind.append((visit.stage, make.made))
 
     monkeypatch.setattr(executor, "_forward", noted)
@@ -216,13 +217,13 @@ def test_steps_of_all_jobs_are_asked_for_stage_by_stage_those_of_the_first_micro
     kinds = [type(action) for action in program.actions]
     second = program.actions[kinds.index(Forward, kinds.index(Step)) :]
     (first,) = program.microbatches[second[0].microbatch].jobs
-    ask, asked = executor.adapters.steps.ask, []
+    ask, asked = executor.adapters.steps.start, []
 
     def noted(pairs, writable):
         asked.extend(pairs)
         ask(pairs, writable)
 
-    monkeypatch.setattr(executor.adapters.steps, "ask", noted)
+    monkeypatch.setattr(executor.adapters.steps, "start", noted)
     assert len(told(run(executor, program, jobs))) == 4
     forth, at_the_end = asked[: 2 * LAYERS], asked[2 * LAYERS :]
     jobs = [first, *{"a", "b"} - {first}]
@@ -373,7 +374,7 @@ def test_a_job_can_be_killed_and_leave_while_its_step_is_being_made(name, at):
             assert executor.adapters.steps.unfinished("b", LAYERS - 1)
             killed = True
             executor.kill("a")
-            assert not executor.adapters.steps.all_left()
+            assert not executor.adapters.steps.all_pending()
 
     with before_passes(executor, kill):
         events = told(run(executor, plan(executor, jobs, 3), jobs))
@@ -410,7 +411,7 @@ def test_a_job_that_leaves_while_parts_are_left_takes_all_of_its_step_along(name
     run(other, plan(other, jobs, 1), jobs)
     for job in jobs:
         left, want = executor.detach(job.name), other.aboard[job.name]
-        assert not executor.adapters.steps.all_left()
+        assert not executor.adapters.steps.all_pending()
         for name in ("master", "exp_avg", "exp_avg_sq", "weights"):
             assert torch.equal(getattr(left.state, name), getattr(want.state, name)), (job.name, name)
 
@@ -440,7 +441,7 @@ def test_after_a_shortage_steps_under_way_are_made_and_reported():
         made = {event.job for event in events if isinstance(event, Stepped)}
         assert made == {job.name for job in jobs}
         assert {event.step for event in events if isinstance(event, Stepped)} == {1}
-        assert not executor.adapters.steps.all_left()
+        assert not executor.adapters.steps.all_pending()
         events += to_the_end(executor, jobs)
     steps = {
         job.name: [e.step for e in events if isinstance(e, Stepped) and e.job == job.name] for job in jobs
@@ -464,7 +465,7 @@ def test_a_shortage_in_the_middle_of_a_step_repeats_no_piece_of_it(at, halfway, 
     short, undisturbed = executors
     with pytest.raises(OutOfMemory):
         run(short, plan(short, jobs, 2), jobs)
-    assert not short.adapters.steps.all_left()
+    assert not short.adapters.steps.all_pending()
     for executor in executors:
         to_the_end(executor, jobs, rounds=1)
     assert makes[0].made == makes[1].made

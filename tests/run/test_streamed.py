@@ -127,7 +127,7 @@ def test_every_family_streams(family):
 
 def test_a_stage_that_has_left_cannot_be_used():
     executor = streamed("llama", torch.float32, CUTS["one slot"])
-    executor.weights.settle()
+    executor.weights.begin_window()
     assert executor.weights.there == {0}
     layer = executor.base.model.base_model.layers[0].self_attn.q_proj.weight
     assert bool(layer.isfinite().all())
@@ -180,7 +180,7 @@ def test_after_a_shortage_in_the_middle_of_a_round_the_next_window_finds_everyth
         if passes == 9:
             raise torch.OutOfMemoryError("no more")
 
-    hook = executor.stages[2].model.base_model.register_forward_pre_hook(short)
+    hook = executor.passes.stages[2].model.base_model.register_forward_pre_hook(short)
     with pytest.raises(OutOfMemory):
         run(executor, program, jobs)
     hook.remove()

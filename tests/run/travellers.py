@@ -11,12 +11,11 @@ from weftune.adapters.vector import ParameterShape, VectorLayout
 from weftune.ops.adamw import AdamState, update
 from weftune.plan.cost.ring import ring_bytes
 from weftune.plan.program.layout import Layout, StageLayers
-from weftune.run.stream.adapter_steps import TravellingSteps, TravellingStepsBegun
+from weftune.run.stream.adapter_steps import HostSteps
 from weftune.run.stream.adapters import AdapterPlaces
-from weftune.run.stream.weights import JointEvent
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import OpenBatch, Training
-from weftune.run.training.steps import Due, take_steps
+from weftune.run.training.steps import StepRequest, begin_steps
 
 WEIGHTS = {torch.float32: torch.bfloat16, torch.float64: torch.float64}
 """Dtype of masters → that of what passes read."""
@@ -52,29 +51,30 @@ def new(name, sizes=SIZES, outside="nowhere", seed=0, dtype=torch.float32, weigh
 def steps_for(stages=4, make=update, dtype=torch.bfloat16):
     """A stage a layer; every other one stays."""
     held = tuple(StageLayers(n, n + 1, resident=n % 2 == 0) for n in range(stages))
-    return TravellingSteps(AdapterPlaces(Layout(held, slots=(1,), travels=True).on(0), CPU, dtype), make)
+    travel = AdapterPlaces(Layout(held, slots=(1,), travels=True).on(0), CPU, dtype)
+    steps = HostSteps(CPU, make, travel.room)
+    steps.travel = travel
+    return steps
 
 
 def aboard(steps, *together):
     for training in together:
-        steps.travel.board(training)
-        steps.fit(training.job)
-    return [Due(training, supervised=6) for training in together]
+        steps.attach(training, steps.travel.board(training).parts)
+    return [StepRequest(training, supervised=6) for training in together]
 
 
 def hand_in(steps, training, gradient, loss=1.5):
     """The gradient comes to be where the stages are, and leaves as it does after a round."""
     travel, traveller = steps.travel, steps.travel.travellers[training.job]
-    for place, parts in traveller.parts.items():
-        for stage, part in parts.items():
-            stays = travel.there(stage)
-            if not stays:
-                travel.come(stage, steps.unfinished)
-            traveller.gradient[place][: part.size].copy_(gradient[part.start : part.stop])
-            travel.note_backward(stage, [training.job])
-            if not stays:
-                travel.measure(stage)
-                travel.go(stage)
+    for stage, part in traveller.parts.items():
+        stays = travel.there(stage)
+        if not stays:
+            travel.come(stage, steps.unfinished)
+        traveller.gradient[stage].copy_(gradient[part.start : part.stop])
+        travel.note_backward(stage, [training.job])
+        if not stays:
+            travel.measure(stage)
+            travel.go(stage)
     travel.take_gradients([training.job])
     open_batch(training, loss)
 
@@ -89,18 +89,22 @@ def drawn(training, seed, size=1.0):
 
 
 def begin(steps, together):
-    begun = TravellingStepsBegun(steps)
     norm_J = steps.travel.gradient_norms([one.training.job for one in together])
-    steps.begin(begun, together, norm_J, JointEvent)
+    run = steps.begin(together, norm_J, tuple)
     assert all(one.training.open is None for one in together)
-    return begun
+    return run
+
+
+def outcomes(steps, run):
+    steps.read(run)
+    return run.outcomes()
 
 
 def expected(training, gradient, loss=1.5):
     """What came of the same Step when it was made of the whole and waited for."""
     training.gradient.copy_(gradient)
     open_batch(training, loss)
-    (outcome,) = take_steps([Due(training, supervised=6)])
+    (outcome,) = begin_steps([StepRequest(training, supervised=6)]).outcomes()
     return outcome
 
 
@@ -127,7 +131,7 @@ class Short:
 
 def promised_bytes(steps, value):
     """What the plan counts for the buffers of whoever is aboard."""
-    together = [one.by_stage for one in steps.travel.travellers.values()]
+    together = [one.parts for one in steps.travel.travellers.values()]
     stages = {stage for by_stage in together for stage in by_stage}
     sizes = [[by_stage[stage].size for by_stage in together if stage in by_stage] for stage in stages]
     return max(ring_bytes(parts, value) for parts in sizes)

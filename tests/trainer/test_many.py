@@ -25,7 +25,7 @@ from weftune.plan.program.program import NOTHING, GlobalBatch, PlacedSample
 from weftune.plan.window.pace import WindowPace
 from weftune.plan.window.rounds import JobWindow
 from weftune.report import read
-from weftune.run.alone import NOTHING_TO_DO
+from weftune.run.parts import NOTHING_TO_DO
 from weftune.trainer import results, windows
 from weftune.trainer.windows import Ahead, Planned
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from weftune.jobs.spec.spec import RunSpec
     from weftune.plan.layout.stage_count import StageCount
-    from weftune.run.workers.groups import WorkerPlace
+    from weftune.run.workers.groups import WorkerPosition
     from weftune.trainer.options import Options
     from weftune.trainer.trainer import Result, Trainer
 
@@ -140,7 +140,7 @@ def _train_here(
         choice = _chosen(run, options)
         stages, shares = choice.stages, choice.shares if choice.shares > 1 else None
     if shares is not None:
-        from weftune.run.measure.devices import devices_asked
+        from weftune.run.measure.memory import devices_asked
 
         _train(run, options, max_steps, devices_asked(shares or None, options.device))
     elif stages * options.replicas > 1:
@@ -157,8 +157,7 @@ def _chosen(run: RunSpec, options: Options) -> StageCount:
     from weftune.plan.cost.profile import find_profile
     from weftune.plan.layout.choose import choose_workers
     from weftune.report.terminal import safe_output
-    from weftune.run.measure.devices import devices_here
-    from weftune.run.measure.memory import steady_budget_bytes
+    from weftune.run.measure.memory import devices_here, steady_budget_bytes
     from weftune.run.profile import key_here
 
     device, budget = device_named(options.device), options.memory
@@ -193,9 +192,9 @@ def _join(jobs: Path, output: Path | None, options: Options, max_steps: int | No
     """Run as one worker of a pipeline: the first one trains, the others follow its instructions."""
     from weftune.jobs.spec.read import read_run
     from weftune.launch.workers import joined
-    from weftune.run.workers.groups import attempt, place_here
+    from weftune.run.workers.groups import attempt, position_here
 
-    worker = place_here()
+    worker = position_here()
     assert worker is not None, "the environment names a worker"
     if options.gpus is not None:
         raise UserError(
@@ -229,7 +228,7 @@ def _train(run: RunSpec, options: Options, max_steps: int | None, devices: Seque
 
     workers = ""
     if options.staff is not None:
-        workers = f", in {_named(options.staff.wires.place)}"
+        workers = f", in {_named(options.staff.wires.position)}"
     else:
         options = replace(options, pipeline=None, gpus=None)
     if len(devices) > 1:
@@ -259,7 +258,7 @@ def _counted(run: RunSpec) -> str:
     return " and ".join(plural(count, noun) for count, noun in counts if count)
 
 
-def _named(worker: WorkerPlace) -> str:
+def _named(worker: WorkerPosition) -> str:
     """Return `2 stages`, `2 replicas` or `2 replicas of 2 stages`; `2 workers` if stages may take turns."""
     stages = f"{worker.stages} {'workers' if worker.ring else 'stages'}"
     replicas = f"{worker.replicas} replicas"
@@ -295,7 +294,7 @@ def _finish(console: Console, trainer: Trainer, results: Mapping[str, Result], c
         raise typer.Exit(SOME_FAILED)
 
 
-def with_replicas(worker: WorkerPlace, replicas: int) -> WorkerPlace:
+def with_replicas(worker: WorkerPosition, replicas: int) -> WorkerPosition:
     if worker.workers % replicas:
         raise UserError(
             f"--replicas {replicas}: {worker.workers} workers cannot be divided into {replicas} equal "

@@ -40,8 +40,7 @@ from weftune.plan.layout.split import DeviceShare, JobWork, job_seconds, share_j
 from weftune.plan.window.pace import speed_by_sheet
 from weftune.report.read import JobRecord
 from weftune.report.words import duration_text, plural
-from weftune.run.measure.devices import devices_here
-from weftune.run.measure.memory import steady_budget_bytes
+from weftune.run.measure.memory import devices_here, steady_budget_bytes
 from weftune.run.profile import key_here
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Progress

@@ -27,7 +27,8 @@ from weftune.launch.supervise import Supervised, Supervisor, Team
 from weftune.run.workers.groups import (
     LOOPBACK,
     Wires,
-    WorkerPlace,
+    WorkerPosition,
+    bind_interface,
     connect,
     loopback_store,
     own_gpus,
@@ -37,7 +38,6 @@ from weftune.run.workers.groups import (
 from weftune.run.workers.heartbeat import LOST, Heartbeat
 from weftune.run.workers.mailbox import PeerLost
 from weftune.run.workers.messages import Staff
-from weftune.run.workers.network import bind_interface
 from weftune.run.workers.topology import crossed_gpus
 from weftune.run.workers.worker import serve
 
@@ -45,7 +45,7 @@ from weftune.run.workers.worker import serve
 
 
 @contextmanager
-def joined(worker: WorkerPlace, device: str | None) -> Iterator[Staff | None]:
+def joined(worker: WorkerPosition, device: str | None) -> Iterator[Staff | None]:
     """Connect to the other workers. Yield them as the staff of the first worker; any other worker serves it
     first, and then None is yielded."""
     if worker.worker > 0:
@@ -88,7 +88,7 @@ def _leading(staff: Staff) -> Iterator[Staff]:
     staff.dismiss()
 
 
-def _connected(worker: WorkerPlace, device: str | None) -> tuple[Wires, torch.device]:
+def _connected(worker: WorkerPosition, device: str | None) -> tuple[Wires, torch.device]:
     from weftune.base.load import device_named
 
     found = device_named(device)

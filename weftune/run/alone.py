@@ -1,48 +1,40 @@
-"""The agreement of a single worker that has the whole base: it decides every Step by itself and reports
-everything."""
+"""The agreement of a single worker with the whole base: it decides every Step and reports everything."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
-from weftune.core.batch import Segment
 from weftune.plan.cost.time import PassTime, StateTime, work_of
 from weftune.plan.program.program import Action, Evaluate, MicrobatchPlan, Program, Recv, Reduce, Send, Step
-from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
-from weftune.run.measure.timers import DeviceSpan
-from weftune.run.measure.waited import Waited
-from weftune.run.parts import AdapterState, TimedPass
-from weftune.run.training.evaluation import Evaluations, EvaluationSums
-from weftune.run.training.roster import Roster
-from weftune.run.training.steps import Due, NoStep, StepsUnderway
-
-NOTHING_TO_DO = Program(capacity=0, microbatches=(), batches=(), devices=((),))
-
-
-@dataclass(slots=True)
-class _Asked:
-    """Steps whose outcomes have not been reported yet, and the passes before them."""
-
-    underway: StepsUnderway
-    settled: bool
-    timed: list[TimedPass]
+from weftune.run.events import Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, evaluation_event
+from weftune.run.measure.timers import DeviceSpan, Waited
+from weftune.run.parts import NOTHING_TO_DO, AdapterState
+from weftune.run.passes.rows import TimedPass
+from weftune.run.training.state import EvaluationSums
+from weftune.run.training.steps import StepRequest, StepsUnderway
 
 
 class Alone:
-    def __init__(self, roster: Roster, adapters: AdapterState, runs_behind: bool) -> None:
-        """`runs_behind` means that the device works asynchronously, so durations are read later, not right
-        after a pass."""
-        self._roster, self._adapters, self._runs_behind = roster, adapters, runs_behind
+    def __init__(self, adapters: AdapterState, runs_behind: bool) -> None:
+        """`runs_behind` means that the device works asynchronously, so durations are read later."""
+        self._adapters, self._roster, self._runs_behind = adapters, adapters.roster, runs_behind
         self._program = NOTHING_TO_DO
-        self._evaluations = Evaluations(NOTHING_TO_DO)
+        self._pending_evaluations: Counter[tuple[str, int]] = Counter()
+        """Maps a job and step to the number of microbatches of its evaluation that are still to come."""
+        self._evaluation_sums: dict[tuple[str, int], EvaluationSums] = {}
         self._timed: list[TimedPass] = []
         """Passes since the last Steps that have not been reported yet."""
-        self._asked: _Asked | None = None
-        self._made: set[str] = set()
+        self._underway: StepsUnderway | None = None
+        """Steps whose outcomes have not been reported yet."""
+        self._timed_before: list[TimedPass] = []
+        """Passes before those Steps."""
+        self._steps_settled = False
+        """Whether those Steps include no setup time."""
+        self._seen: set[str] = set()
         """Kinds of passes and Steps seen so far. The first of each kind includes setup time."""
 
     @property
@@ -51,7 +43,13 @@ class Alone:
 
     def begin_window(self, program: Program) -> None:
         self._program = program
-        self._evaluations = Evaluations(program)
+        self._evaluation_sums = {}
+        self._pending_evaluations = Counter(
+            (segment.job, segment.step)
+            for action, plan in program.compute()
+            if isinstance(action, Evaluate)
+            for segment in plan.segments
+        )
 
     def end_window(self, waited: Waited) -> None:
         pass
@@ -83,15 +81,16 @@ class Alone:
 
     def _again(self, kind: str) -> bool:
         """Return whether this kind was seen before."""
-        before = kind in self._made
-        self._made.add(kind)
+        before = kind in self._seen
+        self._seen.add(kind)
         return before
 
     def _report_passes(self, passes: Sequence[TimedPass]) -> Iterator[Event]:
         """Report passes whose end the device has reached."""
         for timed in passes:
+            met = {job: self._roster.trainings[job].layout.met for job in timed.plan.jobs}
             time = PassTime(
-                work=work_of(timed.plan, self._roster.met(timed.plan.jobs)),
+                work=work_of(timed.plan, met),
                 forward=sum(span.seconds() for span in timed.forward),
                 backward=sum(span.seconds() for span in timed.backward),
                 training=timed.training,
@@ -103,71 +102,69 @@ class Alone:
 
     def evaluate(self, stage: int, plan: MicrobatchPlan) -> Iterator[Event]:
         if self._adapters.needs_outcome_before(stage):
-            yield from self.settle()
+            yield from self.finish_steps()
         if stage + 1 == len(self._program.stages):
-            self._evaluations.begin(plan)
+            self._pending_evaluations.subtract((segment.job, segment.step) for segment in plan.segments)
 
-    def evaluated(self, segments: Sequence[Segment], sums: Sequence[EvaluationSums]) -> Iterator[Event]:
-        for segment, more in zip(segments, sums, strict=True):
-            if segment.job not in self._roster.dead:
-                yield from self._add(segment, more)
-
-    def _add(self, segment: Segment, more: EvaluationSums) -> Iterator[Event]:
-        key = (segment.job, segment.step)
-        found = self._evaluations.add(key, more)
-        if not math.isfinite(more.loss):
-            self._adapters.kill(segment.job)
-            yield Failed(segment.job, f"its evaluation loss at step {segment.step} is {more.loss}")
-        elif self._evaluations.left[key] == 0:
-            mean, accuracy = found.loss / found.tokens, found.correct / found.tokens
-            yield Evaluated(segment.job, segment.step, mean, found.tokens, accuracy)
+    def evaluated(self, sums: Sequence[EvaluationSums]) -> Iterator[Event]:
+        for more in sums:
+            if more.job in self._roster.dead:
+                continue
+            key = more.job, more.step
+            total = self._evaluation_sums[key] + more if key in self._evaluation_sums else more
+            self._evaluation_sums[key] = total
+            if not math.isfinite(total.loss):
+                self._adapters.kill(more.job)
+            elif self._pending_evaluations[key]:
+                continue
+            yield evaluation_event(total)
 
     # -- Steps -------------------------------------------------------------------------------------------
 
     def step(self, steps: Sequence[Step]) -> Iterator[Event]:
         """Make consecutive Steps together."""
         if self._adapters.needs_previous_outcome:
-            yield from self.settle()
-        alive = [step for step in steps if step.job not in self._roster.dead]
-        due = [
-            Due(self._roster.trainings[step.job], self._program.batch(step.job, step.step).supervised)
-            for step in alive
+            yield from self.finish_steps()
+        requests = [
+            StepRequest(self._roster.trainings[step.job], self._program.batch(step.job, step.step).supervised)
+            for step in steps
+            if step.job not in self._roster.dead
         ]
-        if not due:
+        if not requests:
             return
-        underway = self._adapters.step(due)
-        if self._asked is None:
-            self._asked = _Asked(underway, self._again("step"), [])
-        self._asked.timed += self._timed
+        underway = self._adapters.step(requests)
+        if self._underway is None:
+            self._underway, self._steps_settled = underway, self._again("step")
+        self._timed_before += self._timed
         self._timed = []
-        if underway.made:
-            yield from self.settle()
+        if underway.is_done:
+            yield from self.finish_steps()
 
     def save(self, job: str, step: int) -> Iterator[Event]:
-        yield from self.settle()
+        yield from self.finish_steps()
         if job not in self._roster.dead:
             yield SaveDue(job, step)
 
-    def settle(self) -> Iterator[Event]:
-        if (asked := self._asked) is None:
+    def finish_steps(self) -> Iterator[Event]:
+        if (underway := self._underway) is None:
             return
         # If this runs out of memory, the Steps are still pending.
-        outcomes = asked.underway.outcomes()
-        self._asked = None
-        yield from self._report_passes(asked.timed)
-        due = asked.underway.due
-        if asked.settled:
-            parameters = sum(one.training.layout.size for one in due)
-            yield StepsMade(StateTime(len(due), parameters, asked.underway.seconds()))
-        for one, outcome in zip(due, outcomes, strict=True):
-            job = one.training.job
+        outcomes = underway.outcomes()
+        self._underway, passes, self._timed_before = None, self._timed_before, []
+        yield from self._report_passes(passes)
+        requests = underway.requests
+        if self._steps_settled:
+            parameters = sum(request.training.layout.size for request in requests)
+            yield StateTime(len(requests), parameters, underway.seconds())
+        for request, outcome in zip(requests, outcomes, strict=True):
+            job = request.training.job
             if job in self._roster.dead:
                 continue
-            if isinstance(outcome, NoStep):
+            if isinstance(outcome, str):
                 self._adapters.kill(job)
-                yield Failed(job, outcome.reason)
+                yield Failed(job, outcome)
             else:
-                yield Stepped(job, one.training.progress.step, outcome)
+                yield Stepped(job, request.training.progress.step, outcome)
 
     def ends_early(self) -> bool:
         """Drop unfinished global batches and end the window here."""

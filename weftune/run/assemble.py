@@ -10,15 +10,14 @@ from weftune.ops.adamw import update
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import OnWorker, one_device
 from weftune.run.alone import Alone
-from weftune.run.executor import Executor, Parts
+from weftune.run.executor import Executor
 from weftune.run.measure.memory import release
 from weftune.run.measure.timers import ActionTimer
-from weftune.run.parts import AdapterState, Agreement, Passes
+from weftune.run.parts import AdapterState, Agreement
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graph_pool import GraphPool, Pool
 from weftune.run.passes.graphs import CapturedPasses
 from weftune.run.passes.plain import PlainPasses
-from weftune.run.passes.scorer import Scorer
 from weftune.run.passes.stage_graphs import CapturedVisits
 from weftune.run.resident_adapters import ResidentAdapters
 from weftune.run.stream.activations import KeptActivations, OffloadedActivations
@@ -26,9 +25,8 @@ from weftune.run.stream.adapter_steps import Make
 from weftune.run.stream.offloaded_optimizer import OffloadedOptimizer
 from weftune.run.stream.travelling_adapters import TravellingAdapters
 from weftune.run.stream.weights import ResidentWeights, StreamedWeights
-from weftune.run.training.roster import Roster
 
-Agrees = Callable[[Roster, AdapterState, ActionTimer], Agreement]
+Agrees = Callable[[AdapterState, ActionTimer], Agreement]
 """A function that builds one worker's side of the agreement with the others."""
 
 
@@ -48,21 +46,21 @@ def resident_executor(
     part = part or one_device(base.shape.layers).on(0)
     adapted = AdaptedBase(base, route)
     stages = {part.own[0]: base}
-    plain = PlainPasses(adapted, stages)
-    roster, timer = Roster(), ActionTimer(base.device)
-    adapters: AdapterState = ResidentAdapters(adapted, roster)
-    if part.layout.optimizer_offloaded:
-        adapters = OffloadedOptimizer(adapters, adapted, roster, make)
-    parts = Parts(
+    captures = graphs and adapted.capturable
+    timer = ActionTimer(base.device)
+    offloads = part.layout.optimizer_offloaded
+    adapters = OffloadedOptimizer(adapted, make) if offloads else ResidentAdapters(adapted)
+    return Executor(
+        adapted,
+        part,
         weights=ResidentWeights(),
         activations=KeptActivations(part.own),
-        passes=CapturedPasses(plain, at_once) if graphs and adapted.capturable else plain,
+        passes=CapturedPasses(adapted, stages, at_once) if captures else PlainPasses(adapted, stages),
         adapters=adapters,
-        agreement=_agreement(adapted, roster, adapters, timer, agrees),
-        scorer=_scorer(adapted),
+        agreement=(agrees or _alone)(adapters, timer),
         timer=timer,
+        worker=worker,
     )
-    return Executor(adapted, part, stages, roster, parts, worker)
 
 
 def streamed_executor(
@@ -82,47 +80,24 @@ def streamed_executor(
     # Loading and adapting leave fragmented memory; long-lived tensors must not be placed in the gaps.
     release(base.device)
     stages = {stage: stage_view(base, part.held(stage)) for stage in part.own}
-    roster, timer = Roster(), ActionTimer(base.device)
-    weights = StreamedWeights(streamed)
-    adapters: AdapterState
-    if part.layout.travels:
-        adapters = TravellingAdapters(adapted, roster, weights, make)
-    else:
-        adapters = ResidentAdapters(adapted, roster)
-    parts = Parts(
+    weights, timer = StreamedWeights(streamed), ActionTimer(base.device)
+    travels = part.layout.travels
+    adapters = TravellingAdapters(adapted, weights, make) if travels else ResidentAdapters(adapted)
+    if pool is None and graphs and adapted.capturable:
+        pool = GraphPool(base.device)
+    offloads = bool(part.offloaded)
+    return Executor(
+        adapted,
+        part,
         weights=weights,
-        activations=(
-            OffloadedActivations(streamed, lambda: weights.waited)
-            if part.offloaded
-            else KeptActivations(part.own)
-        ),
-        passes=_visits(PlainPasses(adapted, stages), graphs, pool),
+        activations=OffloadedActivations(streamed, weights.waited) if offloads else KeptActivations(part.own),
+        passes=CapturedVisits(adapted, stages, pool) if pool else PlainPasses(adapted, stages),
         adapters=adapters,
-        agreement=_agreement(adapted, roster, adapters, timer, agrees),
-        scorer=_scorer(adapted),
+        agreement=(agrees or _alone)(adapters, timer),
         timer=timer,
+        worker=worker,
     )
-    return Executor(adapted, part, stages, roster, parts, worker)
 
 
-def _visits(plain: PlainPasses, graphs: bool, pool: Pool | None) -> Passes:
-    if pool is None and graphs and plain.adapted.capturable:
-        pool = GraphPool(plain.adapted.base.device)
-    return plain if pool is None else CapturedVisits(plain, pool)
-
-
-def _agreement(
-    adapted: AdaptedBase,
-    roster: Roster,
-    adapters: AdapterState,
-    timer: ActionTimer,
-    agrees: Agrees | None,
-) -> Agreement:
-    if agrees is not None:
-        return agrees(roster, adapters, timer)
-    return Alone(roster, adapters, runs_behind=adapted.stream is not None)
-
-
-def _scorer(adapted: AdaptedBase) -> Scorer:
-    base = adapted.base
-    return Scorer(base.head() if base.last else None, adapted.banks.rows_in_head)
+def _alone(adapters: AdapterState, timer: ActionTimer) -> Agreement:
+    return Alone(adapters, timer.runs_behind)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from weftune.plan.cost.time import PassTime, StateTime
 from weftune.plan.program.program import MicrobatchPlan
-from weftune.run.training.state import StepOutcome
+from weftune.run.training.state import EvaluationSums, StepOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +54,16 @@ class Passed:
     time: PassTime
 
 
-@dataclass(frozen=True, slots=True)
-class StepsMade:
-    """Steps that were made together: the numbers of jobs and parameters, and the duration."""
-
-    time: StateTime
-
-
-Event = Stepped | Evaluated | SaveDue | Failed | Passed | StepsMade
+Event = Stepped | Evaluated | SaveDue | Failed | Passed | StateTime
+"""A `StateTime` is the time of Steps that were made together."""
 
 
 class OutOfMemory(RuntimeError):
     """A pass did not fit into memory. Unfinished global batches have been dropped."""
+
+
+def evaluation_event(sums: EvaluationSums) -> Evaluated | Failed:
+    """Return the event of a finished evaluation; a loss that is not finite fails the job."""
+    if not math.isfinite(sums.loss):
+        return Failed(sums.job, f"its evaluation loss at step {sums.step} is {sums.loss}")
+    return Evaluated(sums.job, sums.step, sums.loss / sums.tokens, sums.tokens, sums.correct / sums.tokens)

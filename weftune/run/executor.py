@@ -10,15 +10,13 @@ Shapes: T rows of a microbatch, D hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from weftune.base.model import Base
 from weftune.core.interrupt import StopRequest
 from weftune.errors import PlanError
 from weftune.plan.program.layout import OnWorker
@@ -42,37 +40,22 @@ from weftune.plan.program.program import (
 from weftune.run.events import Event
 from weftune.run.measure.memory import is_out_of_memory
 from weftune.run.measure.timers import ActionTimer
-from weftune.run.parts import Activations, AdapterState, Agreement, Fetch, Passes, TimedPass, Weights
+from weftune.run.parts import (
+    NOTHING_TO_DO,
+    Activations,
+    AdapterState,
+    Agreement,
+    Fetch,
+    Passes,
+    Weights,
+    delivered,
+)
 from weftune.run.passes.adapted import AdaptedBase
-from weftune.run.passes.rows import LaidMicrobatch, RowsHere, StageVisit, lay
-from weftune.run.passes.scorer import Scorer, Scores
-from weftune.run.training.roster import Roster
+from weftune.run.passes.rows import InFlight, LaidMicrobatch, StageVisit, TimedPass, lay
+from weftune.run.passes.scorer import Scorer
 from weftune.run.training.snapshot import Snapshot
 from weftune.run.training.state import Training
 from weftune.run.training.writer import Unsaved, Writer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """The parts that an executor is composed of."""
-
-    weights: Weights
-    activations: Activations
-    passes: Passes
-    adapters: AdapterState
-    agreement: Agreement
-    scorer: Scorer
-    timer: ActionTimer
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A microbatch between its first and its last visit to the stages of this worker."""
-
-    rows: RowsHere
-    timed: TimedPass
-    scores: Scores | None = None
-    """Its scores, once it has passed the last stage of the model, if that is here."""
 
 
 class Executor:
@@ -80,43 +63,40 @@ class Executor:
         self,
         adapted: AdaptedBase,
         part: OnWorker,
-        stages: Mapping[int, Base],
-        roster: Roster,
-        parts: Parts,
+        *,
+        weights: Weights,
+        activations: Activations,
+        passes: Passes,
+        adapters: AdapterState,
+        agreement: Agreement,
+        timer: ActionTimer,
         worker: int = 0,
     ) -> None:
-        """`worker` is this worker's number in Programs, over all replicas; `part` and `stages` are its share
-        of the base."""
+        """`worker` is this worker's number in Programs, over all replicas; `part` its share of the base."""
         self.base, self.banks, self.layers = adapted.base, adapted.banks, adapted.layers
-        self.part, self.stages, self.worker = part, stages, worker
-        self.weights, self.activations, self.passes = parts.weights, parts.activations, parts.passes
-        self.adapters, self.agreement, self.scorer = parts.adapters, parts.agreement, parts.scorer
-        self._adapted, self._roster, self._timer = adapted, roster, parts.timer
-        self._in_flight: dict[int, _InFlight] = {}
+        self.part, self.worker = part, worker
+        self.weights, self.activations, self.passes = weights, activations, passes
+        self.adapters, self.agreement = adapters, agreement
+        self.scorer = Scorer(self.base.head() if self.base.last else None, self.banks.rows_in_head)
+        self._adapted, self._roster, self._timer = adapted, adapters.roster, timer
+        self.aboard, self.dead = self._roster.trainings, self._roster.dead
+        self.home = adapters.home
+        """Device that keeps the training state of attached jobs."""
+        self.fused = adapted.fused
+        """Whether the base's layers run as fused ops."""
+        self._last_stage = len(part.stages) - 1
+        """Last stage of the model, whichever worker has it."""
+        self._program = NOTHING_TO_DO
+        self._fetch: Fetch = delivered(NOTHING_TO_DO, {})
+        self._trained: frozenset[int] = frozenset()
+        """Microbatches of the Program that have a backward here."""
+        self._in_flight: dict[int, InFlight] = {}
         self._next: tuple[MicrobatchPlan, LaidMicrobatch] | None = None
         """The next microbatch, laid out ahead."""
         self.writer = Writer(self.base.device)
         self._none = torch.zeros((), dtype=self.base.dtype, device=self.base.device)
 
     # -- jobs --------------------------------------------------------------------------------------------
-
-    @property
-    def aboard(self) -> dict[str, Training]:
-        return self._roster.trainings
-
-    @property
-    def dead(self) -> set[str]:
-        return self._roster.dead
-
-    @property
-    def home(self) -> torch.device:
-        """Device that keeps the training state of attached jobs."""
-        return self.adapters.home
-
-    @property
-    def fused(self) -> bool:
-        """Whether the base's layers run as fused ops."""
-        return self._adapted.fused
 
     @property
     def captures(self) -> int | None:
@@ -148,8 +128,7 @@ class Executor:
         self.adapters.show(job, self.aboard[job].master)
 
     def save(self, job: str, folder: Path) -> None:
-        """Take a snapshot of the job's current state. A checkpoint of it is written while training
-        continues."""
+        """Take a snapshot of the job, from which a checkpoint is written while training continues."""
         self.writer.save(folder, self.snapshot(job))
 
     def snapshot(self, job: str) -> Snapshot:
@@ -190,22 +169,28 @@ class Executor:
         self._refuse(program)
         with self._adapted.on_stream():
             self._timer.begin_window()
-            self.weights.settle()
+            self.weights.begin_window()
             self.activations.reserve(rows_at_once(program, self.worker))
             self.passes.begin_window(program)
             self.agreement.begin_window(program)
-            yield from self._act(_OpenWindow.of(program, fetch, self.worker), StopRequest(stop), overdue)
-            yield from self._guarded(self.agreement.settle())
+            self._program, self._fetch = program, fetch
+            actions = program.devices[self.worker]
+            self._trained = frozenset(one.microbatch for one in actions if isinstance(one, Forward))
+            yield from self._act(actions, StopRequest(stop), overdue)
+            yield from self._guarded(self.agreement.finish_steps())
             self.agreement.end_window(self.weights.waited)
 
-    def _act(self, window: _OpenWindow, request: StopRequest, overdue: Callable[[], bool]) -> Iterator[Event]:
-        for together, run in groupby(window.actions, lambda action: isinstance(action, Step)):
+    def _act(
+        self, actions: Sequence[Action], request: StopRequest, overdue: Callable[[], bool]
+    ) -> Iterator[Event]:
+        for together, run in groupby(actions, lambda action: isinstance(action, Step)):
             if together:
                 steps = [action for action in run if isinstance(action, Step)]
                 yield from self._guarded(self.agreement.step(steps))
                 continue
             for action in run:
-                if isinstance(action, Forward | Evaluate) and request.is_pending() and not self._under_way():
+                # Only at the end of a round are the stages where the next plan expects them.
+                if isinstance(action, Forward | Evaluate) and request.is_pending() and not self._is_busy():
                     return
                 late = request.is_overdue() or overdue()
                 if late and isinstance(action, Compute) and not self.agreement.shortage:
@@ -213,7 +198,7 @@ class Executor:
                     if self.agreement.ends_early():
                         return
                 self._timer.start()
-                yield from self._guarded(self._do(action, window))
+                yield from self._guarded(self._do(action))
                 yield from self._end(action)
 
     def _guarded(self, events: Iterator[Event]) -> Iterator[Event]:
@@ -230,34 +215,28 @@ class Executor:
             yield from self._drop()
             self.agreement.fall_short(shortage)
 
-    def _under_way(self) -> bool:
-        """Return whether a global batch or a round is unfinished. Only at the end of a round are the stages
-        where the next plan expects them."""
+    def _is_busy(self) -> bool:
         return bool(self._in_flight) or self._roster.inside_a_step()
 
     def _end(self, action: Action) -> Iterator[Event]:
         """Report that an action ran, and release a microbatch that has finished all its visits here."""
-        span = self._timer.stop()
-        passed: TimedPass | None = None
+        span, passed = self._timer.stop(), None
         if isinstance(action, Compute) and (flight := self._in_flight.get(action.microbatch)) is not None:
-            flight.timed.add(action, span)
-            if self._is_last_visit(action):
-                passed = self._in_flight.pop(action.microbatch).timed
+            timed, number, own = flight.timed, action.microbatch, self.part.own
+            (timed.backward if isinstance(action, Backward) else timed.forward).append(span)
+            if action in (Backward(number, own[0]), Evaluate(number, own[-1])):
+                passed = self._in_flight.pop(number).timed
         yield from self.agreement.ran(action, span, passed)
-
-    def _is_last_visit(self, action: Compute) -> bool:
-        number, own = action.microbatch, self.part.own
-        return action in (Backward(number, own[0]), Evaluate(number, own[-1]))
 
     def _drop(self) -> Iterator[Event]:
         """Drop everything unfinished, except Steps that were already requested."""
-        yield from self.agreement.settle()
+        yield from self.agreement.finish_steps()
         self._in_flight.clear()
         self._next = None
         self.activations.forget()
         self.passes.abandon()
 
-    def _do(self, action: Action, window: _OpenWindow) -> Iterator[Event]:
+    def _do(self, action: Action) -> Iterator[Event]:
         if self.agreement.shortage and isinstance(action, Compute | Streaming):
             return
         match action:
@@ -272,16 +251,16 @@ class Executor:
                 self.activations.give_gradient(StageVisit(number, stage), self.agreement.receive(action))
             case Recv(number, stage):
                 given_TD = self.agreement.receive(action)
-                self.activations.give(StageVisit(number, stage), given_TD, returns=number in window.trained)
+                self.activations.give(StageVisit(number, stage), given_TD, returns=number in self._trained)
             case Send(number, stage, what):
                 self.agreement.send(action, self.activations.take_outgoing(StageVisit(number, stage), what))
             case Forward(number, stage):
-                self._forward(StageVisit(number, stage), window)
+                self._forward(StageVisit(number, stage))
             case Backward(number, stage):
-                self._backward(StageVisit(number, stage), window)
+                self._backward(StageVisit(number, stage))
             case Evaluate(number, stage):
-                yield from self.agreement.evaluate(stage, window.program.microbatches[number])
-                yield from self._evaluate(StageVisit(number, stage), window)
+                yield from self.agreement.evaluate(stage, self._program.microbatches[number])
+                yield from self._evaluate(StageVisit(number, stage))
             case Reduce():
                 self.agreement.reduce(action)
             case Save(job, step):
@@ -289,69 +268,64 @@ class Executor:
 
     # -- passes ------------------------------------------------------------------------------------------
 
-    def _forward(self, visit: StageVisit, window: _OpenWindow) -> None:
-        plan = window.program.microbatches[visit.microbatch]
-        flight = self._microbatch(visit, window, evaluates=False)
+    def _forward(self, visit: StageVisit) -> None:
+        plan = self._program.microbatches[visit.microbatch]
+        flight = self._flight(visit, evaluates=False)
         # Not earlier: the microbatch is laid out while the data of the first Steps is still being copied.
         self._use(visit.stage, plan, returning=False)
         if flight is not None:
-            self._pass_forward(flight, visit, window.program)
+            self._pass_forward(flight, visit)
         # After the pass, so that the device has work while the host launches these requests.
         self.adapters.ask_ahead(visit.stage, plan.jobs)
 
-    def _pass_forward(self, flight: _InFlight, visit: StageVisit, program: Program) -> None:
-        last = visit.stage == self._last
-        keep = last or self.part.layout.pipelined
-        made = self.passes.forward(visit, flight.rows, self._given(visit), keep)
-        flight.timed.settled &= made.settled
+    def _pass_forward(self, flight: InFlight, visit: StageVisit) -> None:
+        last = visit.stage == self._last_stage
+        h_TD = self.passes.forward(visit, flight, self._given(visit), last or self.part.layout.pipelined)
         if last:
-            leaf_TD = made.h_TD.detach().requires_grad_()
-            counts = program.supervised, program.samples
-            flight.scores = self.scorer.score(leaf_TD, flight.rows.laid, *counts)
+            leaf_TD, program = h_TD.detach().requires_grad_(), self._program
+            flight.scores = self.scorer.score(leaf_TD, flight.laid, program.supervised, program.samples)
             return
-        self.activations.give(StageVisit(visit.microbatch, visit.stage + 1), made.h_TD)
+        self.activations.give(StageVisit(visit.microbatch, visit.stage + 1), h_TD)
         if visit.stage > 0:
             self.activations.passed(visit)
 
-    def _backward(self, visit: StageVisit, window: _OpenWindow) -> None:
-        number, stage = visit.microbatch, visit.stage
-        self._use(stage, window.program.microbatches[number], returning=True)
+    def _backward(self, visit: StageVisit) -> None:
+        number, stage, own = visit.microbatch, visit.stage, self.part.own
+        self._use(stage, self._program.microbatches[number], returning=True)
         if (flight := self._in_flight.get(number)) is None:
             return
-        if (before := self._own_before(stage)) > 0:
-            self.activations.bring(StageVisit(number, before))
-        scores = flight.scores if stage == self._last else None
+        at = own.index(stage)
+        if at and own[at - 1] > 0:
+            self.activations.bring(StageVisit(number, own[at - 1]))
+        scores = flight.scores if stage == self._last_stage else None
         dh_TD = scores.gradient_TD(self.dead) if scores else self.activations.take_gradient(visit)
-        made = self.passes.backward(visit, flight.rows, self._given(visit), dh_TD)
-        flight.timed.settled &= made.settled
+        dgiven_TD = self.passes.backward(visit, flight, self._given(visit), dh_TD)
         self.adapters.note_backward(stage, flight.timed.plan.jobs)
-        if made.dgiven_TD is not None:
+        if dgiven_TD is not None:
             self.activations.drop(visit)
-            self.activations.give_gradient(StageVisit(number, stage - 1), made.dgiven_TD)
-        if stage == self.part.own[-1]:
+            self.activations.give_gradient(StageVisit(number, stage - 1), dgiven_TD)
+        if stage == own[-1]:
             self._collect(flight)
-        if stage == self.part.own[0]:
-            self._lay_ahead(number, window)
+        if stage == own[0]:
+            self._lay_ahead(number)
 
-    def _evaluate(self, visit: StageVisit, window: _OpenWindow) -> Iterator[Event]:
-        plan = window.program.microbatches[visit.microbatch]
-        flight = self._microbatch(visit, window, evaluates=True)
+    def _evaluate(self, visit: StageVisit) -> Iterator[Event]:
+        plan = self._program.microbatches[visit.microbatch]
+        flight = self._flight(visit, evaluates=True)
         self._use(visit.stage, plan, returning=False)
         if flight is not None:
             given_TD = self._given(visit)
-            h_TD = self.passes.evaluate(visit, flight.rows, given_TD)
+            h_TD = self.passes.evaluate(visit, flight, given_TD)
             if given_TD is not None:
                 self.activations.drop(visit)
-            if visit.stage == self._last:
-                sums = self.scorer.evaluate(h_TD, flight.rows.laid)
-                yield from self.agreement.evaluated(flight.rows.laid.microbatch.segments, sums)
+            if visit.stage == self._last_stage:
+                yield from self.agreement.evaluated(self.scorer.evaluate(h_TD, flight.laid))
             else:
                 self.activations.give(StageVisit(visit.microbatch, visit.stage + 1), h_TD, returns=False)
         self.adapters.ask_ahead(visit.stage, plan.jobs)
 
     def _use(self, stage: int, plan: MicrobatchPlan, returning: bool) -> None:
-        """Make the stage's weights, and the adapters of the microbatch's jobs there, readable by the
-        device."""
+        """Make the stage's weights, and the adapters of the microbatch's jobs, readable by the device."""
         waited = self.adapters.use(stage, plan.jobs, returning)
         if self.weights.use(stage) or waited:
             self._timer.start()
@@ -359,20 +333,10 @@ class Executor:
     def _given(self, visit: StageVisit) -> Tensor | None:
         return self.activations.read(visit) if visit.stage else None
 
-    @property
-    def _last(self) -> int:
-        """Last stage of the model, whichever worker has it."""
-        return len(self.part.stages) - 1
-
-    def _own_before(self, stage: int) -> int:
-        """Return the stage of this worker whose backward comes next, or -1."""
-        at = self.part.own.index(stage)
-        return self.part.own[at - 1] if at else -1
-
-    def _collect(self, flight: _InFlight) -> None:
+    def _collect(self, flight: InFlight) -> None:
         """Add a microbatch's losses and correct predictions to the open global batches, at its last backward
         here. Only the worker that has the last stage knows them; it may drop its scores afterwards."""
-        segments, scores = flight.rows.laid.microbatch.segments, flight.scores
+        segments, scores = flight.laid.microbatch.segments, flight.scores
         flight.scores = None
         if scores is not None:
             self._roster.collect(segments, scores.losses, scores.correct)
@@ -381,35 +345,31 @@ class Executor:
 
     # -- rows --------------------------------------------------------------------------------------------
 
-    def _microbatch(self, visit: StageVisit, window: _OpenWindow, evaluates: bool) -> _InFlight | None:
-        """Return the state of a microbatch, created at its first visit here, or None if all its jobs are
-        dead."""
+    def _flight(self, visit: StageVisit, evaluates: bool) -> InFlight | None:
+        """Return a microbatch, laid out at its first visit here, or None if all its jobs are dead."""
         if visit.stage == self.part.own[0]:
-            plan = self.agreement.alive(window.program.microbatches[visit.microbatch])
+            plan = self.agreement.alive(self._program.microbatches[visit.microbatch])
             if plan.segments:
                 if not (evaluates or self._in_flight):
                     self.passes.begin_round()
-                rows = RowsHere(self._laid(plan, window, evaluates))
-                self._in_flight[visit.microbatch] = _InFlight(rows, TimedPass(plan, training=not evaluates))
+                if not evaluates and self._next is not None and self._next[0] == plan:
+                    laid = self._next[1]
+                else:
+                    laid = lay(self._fetch(plan, evaluates), plan.rows, self.base.device)
+                self._in_flight[visit.microbatch] = InFlight(laid, TimedPass(plan, training=not evaluates))
         return self._in_flight.get(visit.microbatch)
 
-    def _laid(self, plan: MicrobatchPlan, window: _OpenWindow, evaluates: bool) -> LaidMicrobatch:
-        if not evaluates and self._next is not None and self._next[0] == plan:
-            return self._next[1]
-        return lay(window.fetch(plan, evaluates), plan.rows, self.base.device)
-
-    def _lay_ahead(self, number: int, window: _OpenWindow) -> None:
-        """Lay out the next microbatch while a GPU computes: at a Step the host would have to wait for the
-        GPU."""
+    def _lay_ahead(self, number: int) -> None:
+        """Lay out the next microbatch while a GPU computes: at a Step the host would wait for the GPU."""
         self._next = None
         if (
             self._adapted.stream is not None
-            and number + 1 in window.trained
+            and number + 1 in self._trained
             and number + 1 not in self._in_flight
         ):
-            plan = self.agreement.alive(window.program.microbatches[number + 1])
+            plan = self.agreement.alive(self._program.microbatches[number + 1])
             if plan.segments:
-                self._next = plan, lay(window.fetch(plan, False), plan.rows, self.base.device)
+                self._next = plan, lay(self._fetch(plan, False), plan.rows, self.base.device)
 
     def _refuse(self, program: Program) -> None:
         """Raise PlanError for a Program that was planned for devices or streams that do not exist here."""
@@ -437,34 +397,16 @@ class Executor:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _OpenWindow:
-    """A Program, the function that lays out its microbatches, and this worker's list of actions."""
-
-    program: Program
-    fetch: Fetch
-    actions: tuple[Action, ...]
-    trained: frozenset[int]
-    """Microbatches that have a backward."""
-
-    @classmethod
-    def of(cls, program: Program, fetch: Fetch, worker: int) -> _OpenWindow:
-        actions = program.devices[worker]
-        trained = frozenset(action.microbatch for action in actions if isinstance(action, Forward))
-        return cls(program, fetch, actions, trained)
-
-
 def rows_at_once(program: Program, worker: int = 0) -> int:
-    """Return the largest number of rows that are in flight on a worker: between their first Forward and their
-    last Backward."""
+    """Return the largest number of rows between their first Forward and their last Backward here."""
     actions = program.devices[worker]
     first = min((one.stage for one in actions if isinstance(one, Forward)), default=0)
-    rows = most = 0
+    rows = max_rows = 0
     for action in actions:
         match action:
             case Forward(number, stage) if stage == first:
                 rows += program.microbatches[number].rows
             case Backward(number, stage) if stage == first:
                 rows -= program.microbatches[number].rows
-        most = max(most, rows)
-    return most
+        max_rows = max(max_rows, rows)
+    return max_rows

@@ -7,13 +7,13 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from statistics import median
 from threading import Thread
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from weftune.adapters.kind import JobAdapter
@@ -37,7 +37,7 @@ from weftune.plan.program.program import (
     Step,
 )
 from weftune.run.assemble import resident_executor
-from weftune.run.events import OutOfMemory, Passed, StepsMade
+from weftune.run.events import OutOfMemory, Passed
 from weftune.run.measure.memory import begin_peak, peak_bytes, release, resident_bytes
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
@@ -106,7 +106,8 @@ def measure_profile(
     process does in a thread during its first passes."""
     began = time.monotonic()
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[shape.bytes_per_value]
-    cases = [case for case in _cases(device) if case.length <= shape.context]
+    scale = 1 if device.type == "cpu" else GPU_SCALE
+    cases = [replace(case, samples=scale * case.samples) for case in CASES if case.length <= shape.context]
     passes: list[LayeredPass] = []
     steps: list[StateTime] = []
     firsts: list[float] = []
@@ -116,12 +117,12 @@ def measure_profile(
         with _Bench(_shallow(config, depth, dtype, device), peaks) as bench:
             for done, case in enumerate(cases):
                 watch(number * len(cases) + done, len(DEPTHS) * len(cases))
-                found = bench.measure(case)
-                passes += [LayeredPass(depth, *one) for one in found.passes]
-                steps += found.steps
-                firsts += found.firsts
+                bench.measure(case)
             if beside is not None and depth == DEPTHS[-1] and BESIDE in cases:
                 delay = bench.delay(BESIDE, beside)
+        passes += [LayeredPass(depth, *one) for one in bench.passes]
+        steps += bench.steps
+        firsts += bench.first_seconds
     watch(len(DEPTHS) * len(cases), len(DEPTHS) * len(cases))
     return Profile(
         key=key_here(shape, device),
@@ -139,12 +140,6 @@ def key_here(shape: ModelShape, device: torch.device) -> ProfileKey:
     return key_of(shape, "cpu", cpu_threads())
 
 
-def _cases(device: torch.device) -> Sequence[ProfileCase]:
-    if device.type == "cpu":
-        return CASES
-    return [replace(case, samples=GPU_SCALE * case.samples) for case in CASES]
-
-
 def _shallow(config: PretrainedConfig, depth: int, dtype: torch.dtype, device: torch.device) -> Base:
     """Return a base of `config` with another depth."""
     config = copy.deepcopy(config)
@@ -154,15 +149,6 @@ def _shallow(config: PretrainedConfig, depth: int, dtype: torch.dtype, device: t
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     return Base.from_model(model, BaseSpec(model="random weights"), device)
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    passes: Sequence[tuple[PassTime, int]]
-    """Each pass with the bytes of its memory peak beyond base and adapters; 0 if there was no new peak."""
-    steps: Sequence[StateTime]
-    firsts: Sequence[float]
-    """Extra seconds of the first pass compared to a later one."""
 
 
 class _Peaks:
@@ -187,95 +173,90 @@ class _Peaks:
 
 
 class _Bench:
-    """One shallow base and its executor."""
+    """One shallow base and its executor, and the times of the cases that were measured with it."""
 
     def __init__(self, base: Base, peaks: _Peaks) -> None:
-        self.base = base
-        self.peaks = peaks
-        self.executor = resident_executor(base)
-        self.repeats = REPEATS[base.device.type]
-        self.warmup = 1 if self.executor.captures is None else 2
+        self._base, self._peaks = base, peaks
+        self._executor = resident_executor(base)
+        self._repeats = REPEATS[base.device.type]
+        self._warmup = 1 if self._executor.captures is None else 2
+        self.passes: list[tuple[PassTime, int]] = []
+        """Each pass with the bytes of its memory peak beyond base and adapters, or 0 without a new peak."""
+        self.steps: list[StateTime] = []
+        self.first_seconds: list[float] = []
+        """Extra seconds of the first pass of each case compared to a later one."""
 
     def __enter__(self) -> _Bench:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.executor.restore_base()
+        self._executor.restore_base()
 
-    def measure(self, case: ProfileCase) -> _Found:
-        """Return the median of the measured passes; empty if the case does not fit into memory."""
-        with self._aboard(case) as names:
-            try:
-                return self._run(case, names)
-            except OutOfMemory:
-                return _Found((), (), ())
+    def measure(self, case: ProfileCase) -> None:
+        """Add the median of the measured passes, unless the case does not fit into memory."""
+        with self._attached(case) as names, suppress(OutOfMemory):
+            times, steps = self._times(case, names, self._warmup + self._repeats)
+            memory = MemoryModel(self._base.shape, budget=0)
+            parameters = sum(self._executor.aboard[name].layout.size for name in names)
+            known = self._base.shape.base_bytes + parameters * memory.bytes_per_parameter
+            settled = [one for one in times[self._warmup :] if one.settled] or times[-1:]
+            middle = replace(
+                settled[0],
+                forward=median(one.forward for one in settled),
+                backward=median(one.backward for one in settled),
+                settled=True,
+            )
+            self.passes.append((middle, self._peaks.beyond(known)))
+            self.steps += steps[self._warmup :]
+            self.first_seconds.append(max(0.0, times[0].seconds - middle.seconds))
 
     def delay(self, case: ProfileCase, work: Callable[[], object]) -> float:
-        """Return the extra seconds that passes take while `work` runs in a thread: Python runs one thread at
-        a time."""
-        with self._aboard(case) as names:
-            made = self.warmup + self.repeats
-            times, _ = self._times(case, names, made)
-            usual = median(one.seconds for one in times[self.warmup :])
+        """Return the extra seconds that passes take while `work` runs in a thread."""
+        with self._attached(case) as names:
+            rounds = self._warmup + self._repeats
+            times, _ = self._times(case, names, rounds)
+            usual = median(one.seconds for one in times[self._warmup :])
             thread, longer = Thread(target=work), 0.0
             thread.start()
             while thread.is_alive():
-                (one,), _ = self._times(case, names, 1, made)
-                longer, made = longer + max(0.0, one.seconds - usual), made + 1
+                (one,), _ = self._times(case, names, 1, rounds)
+                longer, rounds = longer + max(0.0, one.seconds - usual), rounds + 1
             thread.join()
         return longer
 
     @contextmanager
-    def _aboard(self, case: ProfileCase) -> Iterator[list[str]]:
+    def _attached(self, case: ProfileCase) -> Iterator[list[str]]:
         """Attach the jobs of a case while it is measured."""
         names = [f"job{number}" for number in range(case.jobs)]
-        spec = LoraSpec(rank=case.rank, alpha=float(case.rank))
+        base, spec = self._base, LoraSpec(rank=case.rank, alpha=float(case.rank))
         for name in names:
             adapter = JobAdapter(name, spec, seed=0)
-            training = new_training(adapter, RECIPE, self.base.shape.sites, self.base.dtype, self.base.device)
-            self.executor.attach(training)
+            self._executor.attach(new_training(adapter, RECIPE, base.shape.sites, base.dtype, base.device))
         try:
             yield names
         finally:
             for name in names:
-                self.executor.detach(name)
+                self._executor.detach(name)
 
     def _times(
-        self, case: ProfileCase, names: Sequence[str], rounds: int, made: int = 0
+        self, case: ProfileCase, names: Sequence[str], rounds: int, before: int = 0
     ) -> tuple[list[PassTime], list[StateTime]]:
-        """Return the times of `rounds` passes and their Steps, after `made` earlier ones."""
+        """Return the times of `rounds` passes and their Steps, after `before` earlier ones."""
         times, steps = [], []
-        for event in self.executor.run(_program(case, names, rounds, made), self._fetch, lambda: False):
+        program, vocabulary = _program(case, names, rounds, before), self._base.shape.vocabulary
+        for event in self._executor.run(program, lambda plan, _: _microbatch(plan, vocabulary)):
             if isinstance(event, Passed):
                 times.append(event.time)
-            elif isinstance(event, StepsMade):
-                steps.append(event.time)
+            elif isinstance(event, StateTime):
+                steps.append(event)
         return times, steps
 
-    def _run(self, case: ProfileCase, names: Sequence[str]) -> _Found:
-        times, steps = self._times(case, names, self.warmup + self.repeats)
-        memory = MemoryModel(self.base.shape, budget=0)
-        parameters = sum(self.executor.aboard[name].layout.size for name in names)
-        known = self.base.shape.base_bytes + parameters * memory.bytes_per_parameter
-        settled = [one for one in times[self.warmup :] if one.settled] or times[-1:]
-        middle = replace(
-            settled[0],
-            forward=median(one.forward for one in settled),
-            backward=median(one.backward for one in settled),
-            settled=True,
-        )
-        first = max(0.0, times[0].seconds - middle.seconds)
-        return _Found([(middle, self.peaks.beyond(known))], steps[self.warmup :], [first])
 
-    def _fetch(self, plan: MicrobatchPlan, held_out: bool) -> Microbatch:
-        return _microbatch(plan, self.base.shape.vocabulary)
-
-
-def _program(case: ProfileCase, names: Sequence[str], rounds: int, made: int = 0) -> Program:
+def _program(case: ProfileCase, names: Sequence[str], rounds: int, before: int) -> Program:
     actions: list[Forward | Backward | Evaluate | Step] = []
     batches, microbatches = [], []
     for number in range(rounds):
-        round_ = [_batch(case, name, made + number + 1) for name in names]
+        round_ = [_batch(case, name, before + number + 1) for name in names]
         segments = tuple(SegmentPlan(batch.job, batch.step, batch.samples) for batch in round_)
         microbatches.append(MicrobatchPlan(segments, rung=case.tokens))
         if case.training:
@@ -296,26 +277,20 @@ def _batch(case: ProfileCase, name: str, step: int) -> GlobalBatch:
 
 def _microbatch(plan: MicrobatchPlan, vocabulary: int) -> Microbatch:
     """Return a microbatch of random tokens; the last rows of each sample are supervised."""
-    placed = [one for segment in plan.segments for one in segment.samples]
+    samples = [one for segment in plan.segments for one in segment.samples]
     tokens_T = torch.randint(vocabulary, (plan.tokens,))
+    targets_T = torch.full((plan.tokens,), IGNORED)
+    for one, stop in zip(samples, accumulate(one.length for one in samples), strict=True):
+        targets_T[stop - one.supervised : stop] = torch.randint(vocabulary, (one.supervised,))
+    stops = list(accumulate(segment.tokens for segment in plan.segments))
     return Microbatch(
         tokens_T=tokens_T,
-        positions_T=torch.cat([torch.arange(one.length) for one in placed]),
-        targets_T=torch.cat([_targets(one, vocabulary) for one in placed]),
-        token_index_T=torch.cat([one.offset + torch.arange(one.length) for one in placed]),
-        sample_lengths=tuple(one.length for one in placed),
-        segments=tuple(_segments(plan)),
+        positions_T=torch.cat([torch.arange(one.length) for one in samples]),
+        targets_T=targets_T,
+        token_index_T=torch.cat([one.offset + torch.arange(one.length) for one in samples]),
+        sample_lengths=tuple(one.length for one in samples),
+        segments=tuple(
+            Segment(one.job, one.step, stop - one.tokens, stop)
+            for one, stop in zip(plan.segments, stops, strict=True)
+        ),
     )
-
-
-def _targets(placed: PlacedSample, vocabulary: int) -> Tensor:
-    targets_L = torch.full((placed.length,), IGNORED)
-    targets_L[-placed.supervised :] = torch.randint(vocabulary, (placed.supervised,))
-    return targets_L
-
-
-def _segments(plan: MicrobatchPlan) -> Iterator[Segment]:
-    start = 0
-    for segment in plan.segments:
-        yield Segment(segment.job, segment.step, start, start + segment.tokens)
-        start += segment.tokens

@@ -137,7 +137,7 @@ def _of_workers(
         device,
         choice.layout,
         checkpoints,
-        most=choice.place.budget if choice.place else limit,
+        max_bytes=choice.place.budget if choice.place else limit,
         deterministic=options.deterministic,
     )
     driver.paces.loads = choice.loads

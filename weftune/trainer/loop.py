@@ -30,7 +30,7 @@ from weftune.plan.layout.split import cpu_sheet_cost
 from weftune.plan.outlook.promise import promise_numbers
 from weftune.plan.program.program import Program
 from weftune.report.words import plural
-from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
+from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped
 from weftune.run.measure.memory import begin_peak, peak_bytes, release
 from weftune.run.training import checkpoint
 from weftune.run.training.snapshot import snapshot_bytes
@@ -481,8 +481,8 @@ class Loop:
         match event:
             case Passed():
                 self._timed.passes.append(event.time)
-            case StepsMade():
-                self._timed.steps.append(event.time)
+            case StateTime():
+                self._timed.steps.append(event)
             case Stepped(job):
                 if job in self._saved_at_every_step:
                     # There is no half of an interval in which the last checkpoint could be written.

@@ -23,7 +23,7 @@ from weftune.plan.window.pace import speed_by_sheet
 from weftune.run.measure.link import measure_files, measure_link
 from weftune.run.measure.memory import budget_bytes, steady_budget_bytes, taken_bytes
 from weftune.run.profile import key_here
-from weftune.run.workers.groups import WorkerPlace, own_gpus
+from weftune.run.workers.groups import WorkerPosition, own_gpus
 from weftune.trainer.options import Options, host_budget
 
 UNKNOWN_FLOPS, UNKNOWN_MEMORY, FILE_BANDWIDTH = 1e14, 1e12, 2e9
@@ -65,8 +65,8 @@ def machine_here(options: Options, base: BaseSpec | Base, device: torch.device, 
     return replace(machine, files=files, stream_budget=None if is_loaded else machine.stream_budget)
 
 
-def _place(options: Options) -> WorkerPlace:
-    return options.staff.wires.place if options.staff else WorkerPlace(0, 1)
+def _place(options: Options) -> WorkerPosition:
+    return options.staff.wires.position if options.staff else WorkerPosition(0, 1)
 
 
 def workers_per_device(options: Options, device: torch.device) -> int:

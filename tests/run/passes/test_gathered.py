@@ -29,7 +29,7 @@ from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import NOTHING
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, key_of
-from weftune.run.passes.rows import RowsHere, lay
+from weftune.run.passes.rows import lay, membership_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here")
 SPECS: dict[str, AdapterSpec] = {
@@ -77,7 +77,7 @@ class Aboard:
 
     def plain(self, microbatch: Microbatch) -> dict[str, Tensor]:
         laid = lay(microbatch, microbatch.rows, bench.CPU)
-        found = RowsHere(laid).membership(self.adapted)
+        found = membership_of(self.adapted.base, self.adapted.banks, laid, self.adapted.route)
         with self.adapted.banks.bound(laid.microbatch, self.adapted.route, True, found.rows):
             return self._passed(self.base.hidden(laid.microbatch, found.pack), microbatch)
 

@@ -8,11 +8,12 @@ from tests.adapters.aboard import attach, together
 from tests.adapters.test_kinds import all_kinds, drawn
 from tests.adapters.toys import toys  # noqa: F401 (a fixture)
 from tests.base.packs import random_samples
+from tests.run import aboard
 from weftune.ops.lora.routes import Route
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graphs import CapturedPasses
 from weftune.run.passes.plain import PlainPasses
-from weftune.run.passes.rows import RowsHere, StageVisit, lay
+from weftune.run.passes.rows import StageVisit, lay
 
 
 @pytest.mark.usefixtures("toys")
@@ -26,13 +27,13 @@ def test_kinds_without_kernels_are_never_missing_from_passes_that_could_be_captu
     laid = lay(microbatch, microbatch.rows, bench.CPU)
     plain = PlainPasses(adapted, {0: base})
     gradients = []
-    for passes in (plain, CapturedPasses(plain), CapturedPasses(plain)):
-        for aboard in adapted.banks.aboard.values():
-            aboard.gradient.zero_()
-        visit, rows = StageVisit(0, 0), RowsHere(laid)
-        made = passes.forward(visit, rows, None, keep=True)
-        assert made.settled
-        passes.backward(visit, rows, None, torch.ones_like(made.h_TD))
+    for passes in (plain, *(CapturedPasses(adapted, {0: base}) for _ in range(2))):
+        for one in adapted.banks.aboard.values():
+            one.gradient.zero_()
+        visit, rows = StageVisit(0, 0), aboard.in_flight(laid)
+        h_TD = passes.forward(visit, rows, None, keep=True)
+        assert rows.timed.settled
+        passes.backward(visit, rows, None, torch.ones_like(h_TD))
         gradients.append([adapted.banks.aboard[job].gradient.clone() for job in ("lora", "gate")])
     for found in gradients:
         assert all(gradient.norm() > 1e-3 for gradient in found)

@@ -35,7 +35,7 @@ from weftune.run.assemble import streamed_executor
 from weftune.run.events import Failed, Stepped
 from weftune.run.passes import layers as fused_layers
 from weftune.run.passes.adapted import AdaptedBase
-from weftune.run.passes.rows import RowsHere, lay
+from weftune.run.passes.rows import lay, membership_of
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -214,7 +214,7 @@ def test_the_forward_does_not_keep_what_is_recomputed(recompute, kept, monkeypat
         JobAdapter("job", spec, 0), layout, torch.ones(layout.size), torch.zeros(layout.size)
     )
     laid = lay(together(["job"], random_samples((LENGTH,))), LENGTH, bench.CPU)
-    membership = RowsHere(laid).membership(adapted)
+    membership = membership_of(base, adapted.banks, laid, adapted.route)
     with adapted.banks.bound(laid.microbatch, Route.tiled, True, membership.rows):
         h_TD = base.hidden(laid.microbatch, membership.pack)
     # The interpreter's own objects refer to one another, and to what kernels were called with.

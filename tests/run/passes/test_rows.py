@@ -13,7 +13,7 @@ from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import NOTHING
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graph_inputs import GraphInputs, key_of
-from weftune.run.passes.rows import RowsHere, as_captured, lay
+from weftune.run.passes.rows import as_captured, lay, membership_of
 
 
 @pytest.mark.parametrize("lengths", [(5, 6, 7), (5, 6, 7, 8, 9), (6, 6, 6), (5,)])
@@ -25,11 +25,11 @@ def test_a_deterministic_pass_has_the_samples_of_a_captured_one(lengths):
     microbatch = together(["a"] * len(lengths), random_samples(lengths))
     laid = lay(microbatch, microbatch.rows, bench.CPU)
     captured = GraphInputs(adapted.banks, key_of(laid, adapted.banks, NOTHING, base.shape.context), bench.CPU)
-    usual = RowsHere(laid).membership(adapted)
+    usual = membership_of(base, adapted.banks, laid, adapted.route)
     captured.copy(laid, usual)
     assert usual.pack.boundaries.tolist() == pack(lengths, bench.CPU).boundaries.tolist()
     with deterministic_kernels():
-        strict = RowsHere(laid).membership(adapted).pack
+        strict = membership_of(base, adapted.banks, laid, adapted.route).pack
     assert strict.boundaries.tolist() == captured.pack.boundaries.tolist()
     assert (strict.longest, strict.even) == (captured.pack.longest, captured.pack.even)
     assert strict.lengths == lengths

@@ -22,7 +22,7 @@ from weftune.plan.window.window import plan_window
 from weftune.run.assemble import streamed_executor
 from weftune.run.events import Stepped
 from weftune.run.passes.rows import lay
-from weftune.run.passes.stage_graphs import MOST_KEYS, GraphVisit, StageGraphs, VisitKind
+from weftune.run.passes.stage_graphs import MOST_KEYS, StageGraphs, VisitKind
 from weftune.run.training.state import new_training
 from weftune.trainer.job import lay_out
 
@@ -30,9 +30,9 @@ STAGES = 3
 LENGTH = 7
 ADAPTER = {"rank": 4, "dropout": 0.1, "targets": ["v_proj"]}
 ROUND = [
-    *(GraphVisit(VisitKind.forward, stage) for stage in range(STAGES - 1)),
-    GraphVisit(VisitKind.turn, STAGES - 1),
-    *(GraphVisit(VisitKind.backward, stage) for stage in reversed(range(STAGES - 1))),
+    *((VisitKind.forward, stage) for stage in range(STAGES - 1)),
+    (VisitKind.turn, STAGES - 1),
+    *((VisitKind.backward, stage) for stage in reversed(range(STAGES - 1))),
 ]
 """The visits of a microbatch."""
 
@@ -107,7 +107,12 @@ class StagedJobs:
     def round(self, *microbatches):
         """Whether each visit is made by a graph."""
         self.graphs.begin_round()
-        return [self.graphs.serve(visit, laid).graph is not None for visit in ROUND for laid in microbatches]
+        return [self.serve(visit, laid)[0] is not None for visit in ROUND for laid in microbatches]
+
+    def serve(self, visit, laid):
+        """The graph, and whether nothing was set up."""
+        flight = aboard.in_flight(laid)
+        return self.graphs.serve(*visit, flight), flight.timed.settled
 
 
 def test_a_visit_is_captured_in_the_second_round_that_has_it_and_never_again():
@@ -127,7 +132,7 @@ def test_only_visits_for_which_nothing_is_set_up_are_settled():
     jobs, settled = StagedJobs(Repeating()), []
     for _ in range(3):
         jobs.graphs.begin_round()
-        settled.append([jobs.graphs.serve(visit, jobs.laid()).settled for visit in ROUND])
+        settled.append([jobs.serve(visit, jobs.laid())[1] for visit in ROUND])
     assert settled == [[False] * len(ROUND), [False] * len(ROUND), [True] * len(ROUND)]
 
 
@@ -160,7 +165,7 @@ def test_a_kind_without_kernels_is_passed_plainly_and_others_are_served_by_what_
         mixed = jobs.round(jobs.laid(), jobs.laid(name="gate"))
         assert mixed == [True, False] * len(ROUND)
     assert jobs.graphs.captures == captures
-    assert jobs.graphs.serve(ROUND[0], jobs.laid(name="gate")).settled
+    assert jobs.serve(ROUND[0], jobs.laid(name="gate"))[1]
 
 
 def test_all_graphs_share_two_buffers_of_a_microbatch():
@@ -169,13 +174,13 @@ def test_all_graphs_share_two_buffers_of_a_microbatch():
     for length in (LENGTH, 2 * LENGTH):
         for _ in range(2):
             jobs.graphs.begin_round()
-            graphs += [jobs.graphs.serve(visit, jobs.laid(length)).graph for visit in ROUND]
-    buffers = [graph._buffers for graph in graphs if graph is not None]
+            graphs += [jobs.serve(visit, jobs.laid(length))[0] for visit in ROUND]
+    buffers = [graph for graph in graphs if graph is not None]
     assert len(buffers) == 2 * len(ROUND)
-    assert {len(one.h_TD) for one in buffers} == {LENGTH, 2 * LENGTH}
-    for name in ("h_TD", "dh_TD"):
+    assert {len(one._h_TD) for one in buffers} == {LENGTH, 2 * LENGTH}
+    for name in ("_h_TD", "_dh_TD"):
         assert len({getattr(one, name).untyped_storage().data_ptr() for one in buffers}) == 1
-    assert buffers[0].h_TD.untyped_storage().nbytes() == 4 * LENGTH * jobs.base.whole.shape.hidden * 4
+    assert buffers[0]._h_TD.untyped_storage().nbytes() == 4 * LENGTH * jobs.base.whole.shape.hidden * 4
 
 
 def test_longer_microbatches_want_larger_buffers_and_everything_captured_again():
@@ -223,7 +228,7 @@ def test_for_want_of_memory_a_key_stays_plain_and_others_do_not():
     for _ in range(2):
         assert jobs.round(short, other) == [False, True] * len(ROUND)
     assert len(jobs.graphs.refused) == 1
-    assert jobs.graphs.serve(ROUND[0], short).settled
+    assert jobs.serve(ROUND[0], short)[1]
 
 
 def test_another_error_in_a_capture_is_told():

@@ -32,7 +32,7 @@ from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
 from weftune.run.events import OutOfMemory
 from weftune.run.executor import rows_at_once
-from weftune.run.measure.waited import Waited
+from weftune.run.measure.timers import Waited
 from weftune.run.passes.rows import StageVisit
 from weftune.run.stream.activations import KeptActivations, OffloadedActivations
 
@@ -111,7 +111,7 @@ def test_a_job_killed_in_the_middle_of_a_round_leaves_the_others_the_same_bits()
             if passes == 3:
                 executor.kill("b")
 
-        hook = executor.stages[2].model.base_model.register_forward_pre_hook(kill)
+        hook = executor.passes.stages[2].model.base_model.register_forward_pre_hook(kill)
         others = [job for job in jobs if job.name != "b"]
         courses = [job.course(0, 2, True) for job in jobs]
         run(executor, plan_window(courses, cut, CAPACITY), jobs)
@@ -155,7 +155,7 @@ def test_after_a_shortage_in_the_middle_of_a_round_it_is_made_again_to_the_same_
         if passes == 2:
             raise torch.OutOfMemoryError("no more")
 
-    hook = executor.stages[short_stage].model.base_model.register_forward_pre_hook(short)
+    hook = executor.passes.stages[short_stage].model.base_model.register_forward_pre_hook(short)
     with pytest.raises(OutOfMemory):
         run(executor, program, jobs)
     hook.remove()
@@ -197,7 +197,7 @@ def keeper(stages, rows):
     base = stream_model(deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut)
     assert stages <= LAYERS
     chosen = replace(cut, stages=cut.stages[:stages], offloaded_rows=rows)
-    return OffloadedActivations(replace(base, part=chosen.on(0)), Waited)
+    return OffloadedActivations(replace(base, part=chosen.on(0)), Waited())
 
 
 def test_an_input_is_off_the_device_between_its_forward_and_the_stage_behinds_backward():

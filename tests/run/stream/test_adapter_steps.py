@@ -22,6 +22,7 @@ from tests.run.travellers import (
     expected,
     hand_in,
     new,
+    outcomes,
     promised_bytes,
     steps_for,
 )
@@ -30,17 +31,14 @@ from weftune.ops.triton.at_hand import kernels_run
 from weftune.plan.cost import ring
 from weftune.plan.cost.ring import PIECES
 from weftune.run.stream import adapter_steps
-from weftune.run.stream.adapter_steps import ALIGNMENT, pieces
-from weftune.run.stream.adapters import OUTSIDE, StagePart
-from weftune.run.stream.buffers import PieceLanes
-from weftune.run.stream.weights import JointEvent
-from weftune.run.training.steps import NoStep
+from weftune.run.stream.adapter_steps import ALIGNMENT, PieceLanes, StagePart, pieces
+from weftune.run.stream.adapters import OUTSIDE
 
 
-def assert_told(outcomes, wanted):
+def assert_told(found, wanted):
     """Kernels sum the squares of parts apart, in float64: the last digit of a norm may be another."""
     exact = not kernels_run(CPU, torch.float32)
-    for one, other in zip(outcomes, wanted, strict=True):
+    for one, other in zip(found, wanted, strict=True):
         assert one.grad_norm == (other.grad_norm if exact else pytest.approx(other.grad_norm, rel=1e-14))
         assert replace(one, grad_norm=other.grad_norm) == other
 
@@ -56,7 +54,7 @@ def assert_same(one, other):
 def assert_the_device_has_them(steps, training):
     """In every place that a stage is in, or comes to, are the weights that the host has."""
     travel = steps.travel
-    for stage, part in travel.travellers[training.job].by_stage.items():
+    for stage, part in travel.travellers[training.job].parts.items():
         stays = travel.there(stage)
         if not stays:
             assert travel.room(training.job, stage) is None
@@ -129,11 +127,11 @@ def test_piece_by_piece_a_step_has_the_bits_of_the_whole(cut, outside, dtype, se
             gradient = drawn(one, 100 * seed + step, 10.0 ** -(seed % 7))
             hand_in(steps, one, gradient)
             begun = begin(steps, together)
-            left = steps.all_left()
-            shuffled.shuffle(left)
-            for pair in left:
-                steps.ask([pair], JointEvent())
-            assert begun.outcomes() == [expected(other, gradient)]
+            pairs = steps.all_pending()
+            shuffled.shuffle(pairs)
+            for pair in pairs:
+                steps.start([pair])
+            assert outcomes(steps, begun) == [expected(other, gradient)]
             assert_same(one, other)
         assert_the_device_has_them(steps, one)
 
@@ -156,9 +154,9 @@ def test_outcomes_and_weights_are_those_of_steps_that_are_waited_for(dtypes, pie
         for one, gradient in zip(together, gradients, strict=True):
             hand_in(steps, one, gradient)
         begun = begin(steps, due)
-        steps.ask(steps.all_left(), JointEvent())
+        steps.start(steps.all_pending())
         wanted = [expected(other, gradient) for other, gradient in zip(others, gradients, strict=True)]
-        assert_told(begun.outcomes(), wanted)
+        assert_told(outcomes(steps, begun), wanted)
         for one, other in zip(together, others, strict=True):
             assert_same(one, other)
             assert_the_device_has_them(steps, one)
@@ -191,9 +189,9 @@ def test_a_job_that_can_make_no_step_fails_alone(dtypes, loss, gradient, weights
     hand_in(steps, bad, spoilt, loss)
     hand_in(steps, good, drawn(good, 6))
     begun = begin(steps, due)
-    steps.ask(steps.all_left(), JointEvent())
-    made, failed = begun.outcomes()
-    assert failed == NoStep(sentence)
+    steps.start(steps.all_pending())
+    made, failed = outcomes(steps, begun)
+    assert failed == sentence
     assert bad.progress.step == 0
     assert_told([made], [expected(alone, drawn(alone, 6))])
     assert_same(good, alone)
@@ -207,6 +205,14 @@ def vectors(training):
     return state.master, state.exp_avg, state.exp_avg_sq, state.weights
 
 
+def pending(steps, stage, jobs):
+    return steps.pending(steps.travel.pairs(stage, jobs))
+
+
+def started(steps, stage, jobs):
+    return steps.started(steps.travel.pairs(stage, jobs))
+
+
 # -- what has to wait ------------------------------------------------------------------------------------
 
 
@@ -217,23 +223,23 @@ def test_what_the_first_stages_need_is_made_first_and_each_pass_wants_its_own_jo
     for one in together:
         hand_in(steps, one, drawn(one, 3))
     begun = begin(steps, due)
-    assert steps.all_left() == [
+    assert steps.all_pending() == [
         ("a", OUTSIDE),
         ("b", OUTSIDE),
         *((job, stage) for stage in range(4) for job in "abc"),
     ]
-    assert steps.left(1, ["c", "a"]) == [("c", 1), ("a", 1)]
-    assert steps.left(0, ["a", "c"]) == [("a", 0), ("a", OUTSIDE), ("c", 0)]
-    assert steps.left(3, "b") == [("b", 3), ("b", OUTSIDE)]
-    steps.ask(steps.left(0, ["a"]), JointEvent())
-    assert not steps.left(0, ["a"])
+    assert pending(steps, 1, ["c", "a"]) == [("c", 1), ("a", 1)]
+    assert pending(steps, 0, ["a", "c"]) == [("a", 0), ("a", OUTSIDE), ("c", 0)]
+    assert pending(steps, 3, "b") == [("b", 3), ("b", OUTSIDE)]
+    steps.start(pending(steps, 0, ["a"]))
+    assert not pending(steps, 0, ["a"])
     assert [stage for stage in (OUTSIDE, 0, 1, 2, 3) if steps.unfinished("a", stage)] == [1, 2, 3]
-    assert steps.left(0, "bc") == [("b", 0), ("b", OUTSIDE), ("c", 0)]
+    assert pending(steps, 0, "bc") == [("b", 0), ("b", OUTSIDE), ("c", 0)]
     with pytest.raises(AssertionError, match="not all made"):
-        begun.outcomes()
-    steps.ask(steps.all_left(), JointEvent())
-    assert not any(steps.left(stage, "abc") for stage in range(4))
-    assert len(begun.outcomes()) == 3
+        outcomes(steps, begun)
+    steps.start(steps.all_pending())
+    assert not any(pending(steps, stage, "abc") for stage in range(4))
+    assert len(outcomes(steps, begun)) == 3
 
 
 def test_a_stage_that_comes_before_its_part_is_made_brings_no_weights_of_that_job():
@@ -243,11 +249,11 @@ def test_a_stage_that_comes_before_its_part_is_made_brings_no_weights_of_that_jo
     hand_in(steps, one, drawn(one, 3))
     begin(steps, [due])
     one.state.weights.fill_(math.nan)
-    steps.travel.travellers["a"].weights["slot", 0].fill_(7.0)
+    steps.travel.travellers["a"].weights[1].fill_(7.0)
     steps.travel.come(1, steps.unfinished)
     assert torch.equal(steps.travel.room("a", 1), torch.full((77,), 7.0, dtype=torch.bfloat16))
     assert torch.equal(steps.travel.room("b", 1), other.state.weights[301:378])
-    steps.ask([("a", 1)], JointEvent())
+    steps.start([("a", 1)])
     assert torch.equal(steps.travel.room("a", 1), one.state.weights[301:378])
     assert bool(one.state.weights[301:378].isfinite().all())
     assert bool(one.state.weights[:301].isnan().all())
@@ -304,20 +310,20 @@ def test_on_a_gpu_a_pass_waits_for_what_was_asked_for_of_its_jobs_and_stage_and_
     begin(steps, due)
     steps.ring.lanes = PieceLanes(up, making, down)
     with on(passes):
-        steps.ask(steps.left(0, "a"), JointEvent(("writable",)))
-        steps.ask(steps.left(0, "b"), JointEvent())
-        steps.ask(steps.left(1, "ab"), JointEvent())
+        steps.start(pending(steps, 0, "a"), ("writable",))
+        steps.start(pending(steps, 0, "b"))
+        steps.start(pending(steps, 1, "ab"))
         # What comes waits for no pass: only where the weights go must be writable.
         assert (making.made, making.waited, up.waited, passes.waited) == (4, ["writable"], [], [])
-        assert steps.asked(0, "ab") == [("a", 0), ("b", 0)]
-        steps.use(steps.asked(0, "a"))
+        assert started(steps, 0, "ab") == [("a", 0), ("b", 0)]
+        steps.use(started(steps, 0, "a"))
         # All that is behind it on that stream may still be on its way.
         assert passes.waited == [(making, 1)]
-        assert steps.asked(0, "ab") == [("b", 0)]
-        steps.use(steps.asked(1, "ab"))
+        assert started(steps, 0, "ab") == [("b", 0)]
+        steps.use(started(steps, 1, "ab"))
         assert passes.waited == [(making, 1), (making, 4)]
-        assert not steps.asked(1, "ab")
-        steps.use(steps.asked(1, "ab"))
+        assert not started(steps, 1, "ab")
+        steps.use(started(steps, 1, "ab"))
         assert passes.waited == [(making, 1), (making, 4)]
     with on(NotedStream()):
         steps.wait_here(2)
@@ -343,14 +349,14 @@ def test_pieces_take_turns_in_the_buffers(monkeypatch):
     due = aboard(steps, one)
     hand_in(steps, one, drawn(one, 3))
     begin(steps, due)
-    steps.ask(steps.all_left(), JointEvent())
+    steps.start(steps.all_pending())
     assert len(seen) == sum(len(list(pieces(part, 1442))) for part in by_stage(steps, "a")) > 20
     assert len(set(seen[:PIECES])) == PIECES == 3
     assert all(seen[at] == seen[at % PIECES] for at in range(len(seen)))
 
 
 def by_stage(steps, job):
-    return steps.travel.travellers[job].by_stage.values()
+    return steps.travel.travellers[job].parts.values()
 
 
 @pytest.mark.parametrize("piece", [64, 128, 1024, 1 << 21])
@@ -383,8 +389,8 @@ def test_a_job_with_a_larger_part_makes_the_buffers_grow_to_what_is_promised_at_
             hand_in(steps, one.training, gradient)
             twin_outcome = expected(twin, gradient)
             begun = begin(steps, [one])
-            steps.ask(steps.all_left(), JointEvent())
-            assert begun.outcomes() == [twin_outcome]
+            steps.start(steps.all_pending())
+            assert outcomes(steps, begun) == [twin_outcome]
             assert_same(one.training, twin)
     assert held[2] == held[1]
     assert (held[1] > held[0]) == (piece > 128)
@@ -410,12 +416,12 @@ def test_an_error_within_a_step_that_is_made_good_later_repeats_no_piece(at, hal
         hand_in(steps, one, drawn(one, 3))
     begun = begin(steps, due)
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
-        steps.ask(steps.all_left(), JointEvent())
+        steps.start(steps.all_pending())
     assert at <= failing.made < at + 3
-    steps.ask(steps.all_left(), JointEvent())
+    steps.start(steps.all_pending())
     total = sum(len(list(pieces(part, 1442))) for job in "ab" for part in by_stage(steps, job))
     assert failing.made == total
-    assert_told(begun.outcomes(), [expected(other, drawn(other, 3)) for other in others])
+    assert_told(outcomes(steps, begun), [expected(other, drawn(other, 3)) for other in others])
     for one, other in zip(together, others, strict=True):
         assert_same(one, other)
         assert_the_device_has_them(steps, one)

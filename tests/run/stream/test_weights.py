@@ -101,7 +101,7 @@ def queue(tmp_path, monkeypatch):
     yield weights, copied, beside
     for source in base.sources.values():
         source.go.set()
-    weights._queue._bytes._reader.shutdown()
+    weights._queue._reader._thread.shutdown()
 
 
 def test_a_load_returns_at_once_and_a_use_waits_for_all_of_the_stage(queue):
@@ -133,7 +133,7 @@ def test_stages_come_in_the_order_of_their_loads(queue):
 
 def test_a_stage_is_copied_when_its_slot_is_free_and_used_when_it_has_come(queue):
     weights, _, _ = queue
-    pages = weights._queue._bytes._pages
+    pages = weights._queue._reader._pages
     for source in weights.base.sources.values():
         source.go.set()
     weights.load(0)

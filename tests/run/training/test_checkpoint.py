@@ -13,7 +13,7 @@ from tests import bench
 from tests.run import aboard
 from weftune.run.training import checkpoint
 from weftune.run.training.state import OpenBatch
-from weftune.run.training.steps import Due, take_steps
+from weftune.run.training.steps import StepRequest, begin_steps
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def advance(training, steps=1):
         gradient = torch.randn(training.master.shape, generator=generator, dtype=torch.float64)
         training.gradient.copy_(gradient)
         training.open = OpenBatch(torch.tensor(1.0, dtype=torch.float64), torch.tensor(1), 7)
-        take_steps([Due(training, supervised=6)])
+        begin_steps([StepRequest(training, supervised=6)]).outcomes()
 
 
 def same(first, second):

@@ -13,8 +13,7 @@ from weftune.base.spec import BaseSpec
 from weftune.base.stages import cut_base
 from weftune.core.shapes import LayerRange
 from weftune.run.training import checkpoint
-from weftune.run.training.checkpoint import partial_folder
-from weftune.run.training.slices import drop_partial, finish, write_slice
+from weftune.run.training.checkpoint import drop_partial, finish, partial_folder, write_slice
 from weftune.run.training.snapshot import snapshot_of
 from weftune.run.training.state import Progress, new_training
 

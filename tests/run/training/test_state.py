@@ -10,7 +10,7 @@ from tests import bench
 from tests.interpreter import interpret
 from tests.run import aboard
 from weftune.run.training.state import OpenBatch
-from weftune.run.training.steps import Due, NoStep, begin_steps, take_steps
+from weftune.run.training.steps import StepRequest, begin_steps
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_a_step_equals_adamw_and_clipping_on_separate_tensors(base, weight_decay
         optimizer.step()
         scheduler.step()
         open_batch(training, gradient)
-        (outcome,) = take_steps([Due(training, supervised=6)])
+        (outcome,) = begin_steps([StepRequest(training, supervised=6)]).outcomes()
         assert outcome.learning_rate == pytest.approx(rate, rel=1e-12)
         assert outcome.grad_norm == pytest.approx(size, rel=1e-12)
         assert (outcome.loss, outcome.token_accuracy, outcome.tokens) == (1.5, 0.5, 20)
@@ -68,9 +68,9 @@ def test_what_is_not_finite_is_named_and_makes_no_step(base, loss, gradient, wei
     training = aboard.training(base, aboard.ready(base, "a"))
     training.master[3] += weights
     open_batch(training, torch.full_like(training.master, gradient), loss)
-    (outcome,) = take_steps([Due(training, supervised=6)])
-    assert isinstance(outcome, NoStep)
-    assert outcome.reason.startswith(sentence)
+    (outcome,) = begin_steps([StepRequest(training, supervised=6)]).outcomes()
+    assert isinstance(outcome, str)
+    assert outcome.startswith(sentence)
     assert training.progress.step == 0
 
 
@@ -96,9 +96,9 @@ def test_steps_that_the_device_decides_are_those_that_the_host_decides(monkeypat
         return trainings
 
     by_host, by_device = opened(), opened()
-    want = take_steps([Due(training, supervised=6) for training in by_host])
+    want = begin_steps([StepRequest(training, supervised=6) for training in by_host]).outcomes()
     interpret(monkeypatch)
-    begun = begin_steps([Due(training, supervised=6) for training in by_device])
+    begun = begin_steps([StepRequest(training, supervised=6) for training in by_device])
     assert all(training.open is None and training.progress.step == 0 for training in by_device)
     got = begun.outcomes()
     for one, other in zip(got[:2], want[:2], strict=True):

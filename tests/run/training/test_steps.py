@@ -11,16 +11,15 @@ from tests.run import aboard
 from weftune.run.training import steps
 from weftune.run.training.state import OpenBatch
 from weftune.run.training.steps import (
-    Due,
-    NoStep,
+    StepRequest,
     Sums,
     batch_sums,
     batch_totals,
+    begin_steps,
     factors,
-    make_updates,
+    make_update,
     open_sums,
     open_tokens,
-    take_steps,
     why_no_step,
 )
 
@@ -47,16 +46,17 @@ def test_a_step_out_of_memory_names_the_step_and_other_errors_are_not_hidden(tra
     training.progress.step = 4
     open_batch(training)
     monkeypatch.setattr(steps, "update", short)
-    (outcome,) = take_steps([Due(training, supervised=6)])
-    assert outcome == NoStep("out of memory inside its optimizer step 5")
+    (outcome,) = begin_steps([StepRequest(training, supervised=6)]).outcomes()
+    assert outcome == "out of memory inside its optimizer step 5"
     assert training.progress.step == 4
 
     def broken(*_):
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(steps, "update", broken)
+    open_batch(training)
     with pytest.raises(ZeroDivisionError, match="a bug"):
-        take_steps([Due(training, supervised=6)])
+        begin_steps([StepRequest(training, supervised=6)]).outcomes()
 
 
 def test_what_open_batches_came_to_is_told_in_the_order_of_the_jobs(base):
@@ -64,7 +64,7 @@ def test_what_open_batches_came_to_is_told_in_the_order_of_the_jobs(base):
     open_batch(trainings[0], gradient=0.5, loss=1.25, correct=3)
     open_batch(trainings[1], gradient=2.0, loss=2.5, correct=7, tokens=11)
     root = math.sqrt(trainings[0].master.numel())
-    first, second = batch_sums(trainings)
+    first, second = map(batch_sums, trainings)
     assert (first.loss, first.correct) == (1.25, 3.0)
     assert (second.loss, second.correct) == (2.5, 7.0)
     assert [first.norm, second.norm] == pytest.approx([0.5 * root, 2.0 * root], rel=1e-5)
@@ -109,14 +109,11 @@ def test_the_reason_names_the_step_that_was_to_come(training):
     assert why_no_step(training, Sums(1.0, math.nan, 0.0)) == "its gradient norm at step 7 is nan"
 
 
-def test_no_updates_have_no_reasons():
-    assert make_updates([]) == []
-
-
 @pytest.mark.parametrize("by_kernel", [False, True])
 def test_updates_that_spoil_the_weights_are_named_in_their_place(base, by_kernel, monkeypatch):
     if by_kernel:
         interpret(monkeypatch)
     good, bad = (aboard.training(base, aboard.ready(base, name)) for name in "ab")
     bad.master[0] = math.nan
-    assert make_updates([good.update(), bad.update()]) == [None, "its weights after step 1 are not finite"]
+    reasons = [make_update(one.update()) for one in (good, bad)]
+    assert reasons == [None, "its weights after step 1 are not finite"]

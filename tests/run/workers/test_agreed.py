@@ -23,8 +23,8 @@ from weftune.plan.window.pace import StagePace
 from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
 from weftune.run.events import Failed, Stepped
 from weftune.run.parts import delivered
-from weftune.run.workers.loaded import worker_executor
 from weftune.run.workers.transport import Transport
+from weftune.run.workers.worker import worker_executor
 from weftune.trainer.job import lay_out
 
 PACE = StagePace(Line(0.0, 1.0), Line(0.0, 2.0))
@@ -75,9 +75,9 @@ def cut(family, dtype, place, cuts):
 
 def on_worker(base, wires, cuts, delay=0.0):
     """What runs this worker's list, its side of the agreement, and what they are connected by."""
-    transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device, delay)
-    part = in_stages(ranges(cuts), wires.place.replicas).on(wires.place.stage)
-    return *worker_executor(base, part, transport, wires.place.worker), transport
+    transport = Transport(wires, base.shape.hidden, base.dtype, base.device, delay)
+    part = in_stages(ranges(cuts), wires.position.replicas).on(wires.position.stage)
+    return *worker_executor(base, part, transport, wires.position.worker), transport
 
 
 def pipeline_program(jobs, place, order, rounds=5):
@@ -91,13 +91,13 @@ def as_worker(wires, family, dtype, cuts, order, poison, cancelled=None):
     The weights of `poison` are NaN; `cancelled` is ended by the first worker after its first step.
     """
     jobs = make_jobs(whole_base(family, dtype))
-    base = cut(family, dtype, wires.place, cuts)
+    base = cut(family, dtype, wires.position, cuts)
     executor, _, transport = on_worker(base, wires, cuts)
     for job in jobs:
         executor.attach(aboard.training(base, job))
     if poison is not None:
         executor.banks.write(poison, torch.full_like(executor.aboard[poison].master, math.nan))
-    program = pipeline_program(jobs, wires.place, order)
+    program = pipeline_program(jobs, wires.position, order)
     by_name = {job.name: job for job in jobs}
     microbatches = {
         n: lay_out(plan, False, by_name) for n, plan in enumerate(program.microbatches) if plan.segments
@@ -107,7 +107,7 @@ def as_worker(wires, family, dtype, cuts, order, poison, cancelled=None):
         events.append(event)
         if isinstance(event, Stepped) and event.job == cancelled:
             executor.kill(cancelled)
-    transport.settle()
+    transport.flush()
     steps = {name: training.progress.step for name, training in executor.aboard.items()}
     return events, views(executor.aboard), steps
 

@@ -33,8 +33,8 @@ from weftune.plan.window.window import plan_window
 from weftune.run.assemble import streamed_executor
 from weftune.run.events import Evaluated, Failed, SaveDue, Stepped
 from weftune.run.parts import delivered
-from weftune.run.workers.loaded import worker_executor
 from weftune.run.workers.transport import Transport
+from weftune.run.workers.worker import worker_executor
 from weftune.trainer.job import lay_out
 
 ONE_EACH = tuple(StageLayers(n, n + 1) for n in range(LAYERS))
@@ -77,10 +77,10 @@ def as_worker(wires, family, dtype, cut, make, poison=None, cancelled=None):
     """
     jobs = make(whole_base(family, dtype))
     spec = BaseSpec(model=f"tiny/{family}")
-    streamed = stream_model(deep(family, dtype), spec, bench.CPU, cut, wires.place.worker)
+    streamed = stream_model(deep(family, dtype), spec, bench.CPU, cut, wires.position.worker)
     base = streamed.whole
-    transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device)
-    executor, agreed = worker_executor(streamed, streamed.part, transport, wires.place.worker)
+    transport = Transport(wires, base.shape.hidden, base.dtype, base.device)
+    executor, agreed = worker_executor(streamed, streamed.part, transport, wires.position.worker)
     for job in jobs:
         executor.attach(aboard.training(base, job))
     if poison is not None:
@@ -101,7 +101,7 @@ def as_worker(wires, family, dtype, cut, make, poison=None, cancelled=None):
             if isinstance(event, Stepped) and event.job == cancelled:
                 executor.kill(cancelled)
         evaluations += agreed.report.evaluations
-        transport.settle()
+        transport.flush()
     assert executor.weights.there == set(executor.part.waiting)
     if len(executor.part.streamed) > executor.part.slots:
         all_of_it = sum(source.size for source in streamed.sources.values())
@@ -224,7 +224,7 @@ def test_a_stage_that_has_left_its_worker_cannot_be_used():
     cut = CUTS["two workers, a slot each"]
     base = stream_model(deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut, worker=1)
     executor = streamed_executor(base, worker=1)
-    executor.weights.settle()
+    executor.weights.begin_window()
     assert executor.weights.there == {1}
     weight = base.whole.model.base_model.layers[1].self_attn.q_proj.weight
     assert bool(weight.isfinite().all())

@@ -10,8 +10,8 @@ import torch
 from tests.run.processes import run_workers
 from weftune.errors import UserError
 from weftune.run.workers.codec import Forged, decode, encode, records_in
-from weftune.run.workers.groups import SECRET, WorkerPlace, require_secret
-from weftune.run.workers.messages import KNOWN, Begun, KeepBest, Orders, Saved, Staff
+from weftune.run.workers.groups import SECRET, WorkerPosition, require_secret
+from weftune.run.workers.messages import KNOWN, Begun, JobCommand, Orders, Staff
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def test_nested_records_arrive_as_they_were():
 
 def test_a_record_that_no_message_holds_is_refused():
     with pytest.raises(KeyError):
-        decode(encode(Inner(torch.zeros(1), ())), records_in(Saved))
+        decode(encode(Inner(torch.zeros(1), ())), records_in(Begun))
 
 
 def test_what_has_no_form_is_refused_by_who_sends_it():
@@ -76,11 +76,11 @@ def test_a_message_without_the_secret_or_changed_on_its_way_is_refused():
 
 def as_stranger(wires):
     """Every worker has a secret of its own: what the others say is refused with a sentence."""
-    os.environ[SECRET] = f"of worker {wires.place.worker}"
+    os.environ[SECRET] = f"of worker {wires.position.worker}"
     try:
-        if wires.place.worker == 0:
+        if wires.position.worker == 0:
             staff = Staff(wires)
-            staff.command(1, KeepBest("a"))
+            staff.command(1, JobCommand("keep best", "a"))
             staff.wait()
         else:
             orders = Orders(wires)
@@ -98,8 +98,8 @@ def test_workers_with_different_secrets_say_so_and_wait_for_nobody():
 
 def test_across_machines_a_secret_is_asked_for_and_on_one_it_is_not(monkeypatch):
     monkeypatch.delenv(SECRET, raising=False)
-    require_secret(WorkerPlace(0, 2, 0, 2))
+    require_secret(WorkerPosition(0, 2, 0, 2))
     with pytest.raises(UserError, match="WEFTUNE_SECRET is not set; set it to the same long random text"):
-        require_secret(WorkerPlace(0, 2, 0, 1))
+        require_secret(WorkerPosition(0, 2, 0, 1))
     monkeypatch.setenv(SECRET, "long and random")
-    require_secret(WorkerPlace(0, 2, 0, 1))
+    require_secret(WorkerPosition(0, 2, 0, 1))

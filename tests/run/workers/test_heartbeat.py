@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 
 import weftune.run.workers.heartbeat
 from tests.run.processes import context
-from weftune.run.workers.groups import WorkerPlace
+from weftune.run.workers.groups import WorkerPosition
 from weftune.run.workers.heartbeat import LOST_AFTER, Heartbeat
 
 NOTICED = 10.0
@@ -31,7 +31,7 @@ def test_a_store_that_does_not_answer_is_a_loss_in_ten_seconds():
     try:
         told: queue.Queue[str] = queue.Queue()
         store = TCPStore("127.0.0.1", ports.get(timeout=60), wait_for_workers=False)
-        heartbeat = Heartbeat(WorkerPlace(0, 2), store, told.put)
+        heartbeat = Heartbeat(WorkerPosition(0, 2), store, told.put)
         heartbeat.start()
         time.sleep(1.5)
         assert told.empty()
@@ -50,7 +50,7 @@ def test_a_worker_that_never_appears_is_a_loss(monkeypatch):
     monkeypatch.setattr(weftune.run.workers.heartbeat, "ABSENT_AFTER", 2.0)
     told: queue.Queue[str] = queue.Queue()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    heartbeat = Heartbeat(WorkerPlace(0, 3), store, told.put)
+    heartbeat = Heartbeat(WorkerPosition(0, 3), store, told.put)
     store.set("weftune/beat/0/1", "done")
     heartbeat.start()
     assert told.get(timeout=NOTICED) == "worker 2 has not appeared in 2 seconds"

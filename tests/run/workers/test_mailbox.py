@@ -8,9 +8,10 @@ import torch
 
 from tests import bench
 from weftune.plan.program.program import Program
+from weftune.run.workers.agreed import WorkerReport
 from weftune.run.workers.driver import Driver
 from weftune.run.workers.mailbox import Outbox, PeerLane, PeerLost
-from weftune.run.workers.messages import RunProgram, Through
+from weftune.run.workers.messages import RunProgram
 from weftune.run.workers.worker import Worker
 
 
@@ -19,7 +20,7 @@ def test_a_send_that_failed_is_told_by_the_next_send_and_when_the_outbox_settles
     # There is no process group here: whatever is sent fails, in the outbox's own thread.
     outbox.send(torch.zeros(3))
     with pytest.raises(PeerLost, match="worker 7 is gone"):
-        outbox.settle()
+        outbox.flush()
     with pytest.raises(PeerLost, match="worker 7 is gone"):
         outbox.send(torch.zeros(3))
     outbox.close()
@@ -32,15 +33,15 @@ def test_a_worker_is_through_with_a_window_only_when_what_it_sent_has_settled():
     heard = []
     worker = SimpleNamespace(
         executor=SimpleNamespace(run=lambda *_, **__: iter(())),
-        agreed=SimpleNamespace(report="report"),
-        transport=SimpleNamespace(settle=lambda: heard.append("settled")),
+        agreed=SimpleNamespace(report=WorkerReport()),
+        transport=SimpleNamespace(flush=lambda: heard.append("settled")),
         orders=SimpleNamespace(answer=heard.append, overdue=threading.Event()),
         base=SimpleNamespace(device=bench.CPU),
     )
     Worker._run(worker, RunProgram(NOTHING, {}))
     settled, through = heard
     assert settled == "settled"
-    assert isinstance(through, Through)
+    assert isinstance(through, WorkerReport)
 
 
 def test_a_window_whose_last_message_never_arrived_ends_instead_of_waiting_for_who_is_gone():
@@ -53,9 +54,9 @@ def test_a_window_whose_last_message_never_arrived_ends_instead_of_waiting_for_w
     pipeline = SimpleNamespace(
         replicas=1,
         staff=SimpleNamespace(workers=[1], command=lambda *_: None, heard=wait),
-        _through={},
+        _finished={},
         _own=SimpleNamespace(run=lambda *_, **__: iter(())),
-        _transport=SimpleNamespace(settle=lost),
+        _transport=SimpleNamespace(flush=lost),
     )
     with pytest.raises(PeerLost, match="worker 1 is gone"):
         list(Driver.run(pipeline, NOTHING, lambda *_: None, lambda: False))

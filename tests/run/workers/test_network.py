@@ -7,8 +7,13 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from weftune.run.workers.groups import WorkerPlace, loopback_store
-from weftune.run.workers.network import LIBRARIES, bind_interface, interface_towards
+from weftune.run.workers.groups import (
+    LIBRARIES,
+    WorkerPosition,
+    bind_interface,
+    interface_towards,
+    loopback_store,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +48,7 @@ def test_a_host_that_nobody_knows_is_no_reason_to_fall():
 
 
 def test_workers_of_one_machine_meet_on_its_loopback():
-    bind_interface(WorkerPlace(0, 2, 0, 2))
+    bind_interface(WorkerPosition(0, 2, 0, 2))
     addresses = psutil.net_if_addrs()[os.environ["GLOO_SOCKET_IFNAME"]]
     assert any(one.address.startswith("127.") for one in addresses)
     assert "NCCL_SOCKET_IFNAME" not in os.environ
@@ -61,5 +66,5 @@ def test_the_store_of_a_local_run_is_reached_from_this_machine_alone():
 def test_what_the_user_has_set_stays(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", next(iter(outward().values()), ["127.0.0.1"])[0])
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine0")
-    bind_interface(WorkerPlace(0, 2, 0, 1))
+    bind_interface(WorkerPosition(0, 2, 0, 1))
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine0"

@@ -28,8 +28,8 @@ from weftune.base.spec import BaseSpec
 from weftune.plan.program.layout import Layout, StageLayers, in_stages
 from weftune.plan.window.window import Pacing, plan_window
 from weftune.run.parts import delivered
-from weftune.run.workers.loaded import worker_executor
 from weftune.run.workers.transport import Transport
+from weftune.run.workers.worker import worker_executor
 from weftune.trainer.job import lay_out
 
 PIPELINE = in_stages(ranges(CUTS[2]))
@@ -41,13 +41,13 @@ def opened(wires, layout):
     """This worker's executor, its side of the agreement, and what it is connected by."""
     if layout.pipelined:
         cuts = [0, *(stage.stop for stage in layout.stages)]
-        return on_worker(cut("llama", torch.float64, wires.place, cuts), wires, cuts)
-    part = layout.on(wires.place.worker)
+        return on_worker(cut("llama", torch.float64, wires.position, cuts), wires, cuts)
+    part = layout.on(wires.position.worker)
     streamed = stream_model(
         deep("llama", torch.float64), BaseSpec(model="tiny"), bench.CPU, layout, part.worker
     )
-    transport = Transport(wires.lanes, streamed.whole.shape.hidden, torch.float64, bench.CPU)
-    return *worker_executor(streamed, part, transport, wires.place.worker), transport
+    transport = Transport(wires, streamed.whole.shape.hidden, torch.float64, bench.CPU)
+    return *worker_executor(streamed, part, transport, wires.position.worker), transport
 
 
 def as_worker(wires, layout, short, at):
@@ -61,7 +61,7 @@ def as_worker(wires, layout, short, at):
     def strike(*_):
         nonlocal passes
         passes += 1
-        if wires.place.worker == short and passes == at:
+        if wires.position.worker == short and passes == at:
             raise torch.OutOfMemoryError("no more")
 
     executor.base.model.base_model.register_forward_pre_hook(strike)
@@ -73,10 +73,10 @@ def as_worker(wires, layout, short, at):
         program = plan_window(courses, layout, CAPACITY, pacing=pacing)
         laid = {
             action.microbatch: lay_out(plan, False, by_name)
-            for action, plan in program.compute_in(wires.place.replica)
+            for action, plan in program.compute_in(wires.position.replica)
         }
         events += executor.run(program, delivered(program, laid))
-        transport.settle()
+        transport.flush()
         shortages.append(agreed.report.shortage)
         steps.append({name: one.progress.step for name, one in executor.aboard.items()})
         assert executor.activations.empty

@@ -25,7 +25,7 @@ COMPUTE = 0.03
 def timed_window(wires, delay):
     """Of a window whose links take `delay` per message: its seconds, its microbatches, and how long each Send
     kept this worker from computing."""
-    base = cut("llama", torch.float32, wires.place, CUTS[2])
+    base = cut("llama", torch.float32, wires.position, CUTS[2])
     executor, agreed, transport = on_worker(base, wires, CUTS[2], delay)
     jobs = make_jobs(whole_base("llama", torch.float32))
     for job in jobs:
@@ -37,7 +37,7 @@ def timed_window(wires, delay):
     filled = [(number, plan) for number, plan in enumerate(program.microbatches) if plan.segments]
     laid = {number: lay_out(plan, False, by_name) for number, plan in filled}
     list(executor.run(program, delivered(program, laid)))
-    transport.settle()
+    transport.flush()
     times = agreed.report.times
     passes = sum(isinstance(one.action, Forward) for one in times)
     sending = [one.stop - one.start for one in times if isinstance(one.action, Send)]
@@ -89,14 +89,14 @@ def test_a_transport_keeps_what_it_sends_until_the_peer_has_it():
 
 def exchange(wires):
     """Worker 0 sends many tensors and lets go of each at once; worker 1 takes them late."""
-    transport = Transport(wires.lanes, 1000, torch.float64, bench.CPU)
-    if wires.place.worker == 0:
+    transport = Transport(wires, 1000, torch.float64, bench.CPU)
+    if wires.position.worker == 0:
         for number in range(20):
             transport.send(Send(number, 1, "activation", 1), torch.full((50, 1000), float(number)).double())
-        transport.settle()
+        transport.flush()
         return None
     time.sleep(0.3)
-    inbox = Inbox(wires.lanes.activation_in, torch.float64, bench.CPU)
+    inbox = Inbox(wires.incoming("activation")[0], torch.float64, bench.CPU)
     inbox.expect([(50, 1000)] * 20)
     taken = [inbox.take() for _ in range(20)]
     assert all(bool((one == one[0, 0]).all()) for one in taken)
@@ -108,15 +108,15 @@ def greetings(wires):
     met, send, recv = [], dist.send, dist.recv
 
     def sent(tensor, peer, **keys):
-        met.append((wires.place.worker, peer))
+        met.append((wires.position.worker, peer))
         send(tensor, peer, **keys)
 
     def received(tensor, peer, **keys):
-        met.append((peer, wires.place.worker))
+        met.append((peer, wires.position.worker))
         recv(tensor, peer, **keys)
 
     dist.send, dist.recv = sent, received
-    lay_wires(wires.place, torch.device("cpu"))
+    lay_wires(wires.position, torch.device("cpu"))
     dist.send, dist.recv = send, recv
     return met
 
@@ -141,46 +141,24 @@ SENDS = {
 }
 
 
-def lane_in(lanes, way):
-    found = {
-        "activation": lanes.activation_in,
-        "gradient": lanes.gradient_in,
-        "sums": lanes.sums_in,
-        "decision": lanes.decision_in,
-        "share": lanes.shares_in[0] if lanes.shares_in else None,
-    }
-    return found[way]
-
-
-def has_lane_out(lanes, way):
-    found = {
-        "activation": lanes.activation_out,
-        "gradient": lanes.gradient_out,
-        "sums": lanes.sums_out,
-        "decision": lanes.decisions_out,
-        "share": lanes.shares_out,
-    }
-    return bool(found[way])
-
-
 def settle_each_way(wires):
     """For every way: when this worker had settled what it sent, and when it first asked for what came."""
-    transport = Transport(wires.lanes, 4, torch.float64, bench.CPU)
+    transport = Transport(wires, 4, torch.float64, bench.CPU)
     found = {}
     for way, send in SENDS.items():
         settled = asked = None
         # The one sends before the other asks, so that no two of them wait for each other.
         for sends in (0, 1):
             dist.barrier()
-            if wires.place.worker % 2 == sends:
-                if has_lane_out(wires.lanes, way):
+            if wires.position.worker % 2 == sends:
+                if wires.outgoing(way):
                     send(transport, torch.full((4,), 7.0, dtype=torch.float64))
-                    transport.settle()
+                    transport.flush()
                     settled = time.monotonic()
-            elif (lane := lane_in(wires.lanes, way)) is not None:
+            elif lanes := wires.incoming(way):
                 time.sleep(LATE)
                 asked = time.monotonic()
-                inbox = Inbox(lane, torch.float64, bench.CPU)
+                inbox = Inbox(lanes[0], torch.float64, bench.CPU)
                 inbox.expect([(4,)])
                 assert inbox.take().tolist() == [7.0] * 4
         found[way] = settled, asked

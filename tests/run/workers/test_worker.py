@@ -20,7 +20,7 @@ def test_a_worker_has_deterministic_kernels_if_the_first_one_says_so(monkeypatch
             self.take, self.answer = commands.pop, answers.append
 
     class Wires:
-        class place:
+        class position:
             worker = 1
 
     def loads(*_):

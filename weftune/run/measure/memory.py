@@ -1,4 +1,4 @@
-"""The memory of a device: its budget, its current use and its peak."""
+"""The devices of this machine and their memory: budget, current use and peak."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 
 import psutil
 import torch
+
+from weftune.errors import UserError
+from weftune.plan.layout.choose import Machine
 
 CPU_SHARE = 0.85
 GPU_SHARE = 0.92
@@ -41,18 +44,17 @@ def budget_bytes(device: torch.device) -> int:
 
 
 def steady_budget_bytes(device: torch.device) -> int:
-    """Return the bytes that a run may use if its plan must not depend on the free memory: computed from the
-    device's size."""
+    """Return the bytes that a run may use if its plan must not depend on the free memory."""
     if device.type == "cuda":
         return int((torch.cuda.get_device_properties(device).total_memory - CONTEXT_BYTES) * GPU_SHARE)
     return int(psutil.virtual_memory().total * CPU_SHARE)
 
 
-def limit_bytes(device: torch.device, most: int | None) -> None:
+def limit_bytes(device: torch.device, max_bytes: int | None) -> None:
     """Cap torch's allocator on a GPU, so that the promised limit is kept."""
-    if most is not None and device.type == "cuda":
+    if max_bytes is not None and device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max_bytes / total), device)
 
 
 def begin_peak(device: torch.device) -> bool:
@@ -85,10 +87,43 @@ def release(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error is a shortage of memory, even if the end of a graph capture has replaced the
-    original error."""
+    """Return whether an error is a shortage of memory, even if the end of a capture replaced it."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if not isinstance(error, RuntimeError):
         return False
     return any(words in str(error) for words in CPU_SHORTAGE) or is_out_of_memory(error.__context__)
+
+
+def devices_here(device: torch.device, budget: int | None) -> Machine:
+    """Return the devices of the kind of `device`; the user allows `budget` bytes on each."""
+    if device.type != "cuda":
+        return Machine(on_gpu=False, budget=budget or budget_bytes(device), taken=taken_bytes(device))
+    # Not the free memory: querying it creates a context on every GPU, in a process that needs none.
+    sizes = [torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())]
+    return Machine(on_gpu=True, devices=len(sizes), budget=budget or int(min(sizes) * GPU_SHARE))
+
+
+def devices_asked(count: int | None, kind: str | None) -> tuple[str, ...]:
+    """Return the devices that `--gpus COUNT` requests. None means all. With `--device cpu`, that many
+    processes on the CPU."""
+    text = "all" if count is None else str(count)
+    if kind == "cpu":
+        if count is None:
+            raise UserError(
+                "--gpus all counts GPUs; with --device cpu write how many processes, such as --gpus 2"
+            )
+        return ("cpu",) * count
+    if kind not in (None, "cuda"):
+        raise UserError(
+            f"--gpus {text}: --device {kind} names one device; write cuda or cpu, or leave --gpus out"
+        )
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if here == 0:
+        raise UserError(
+            f"--gpus {text}: no GPU is found here, see weftune doctor; leave it out, or start processes on "
+            f"the CPU with --device cpu --gpus {count or 2}"
+        )
+    if count is not None and count > here:
+        raise UserError(f"--gpus {count}: this machine has {here}; write all, or at most {here}")
+    return tuple(f"cuda:{number}" for number in range(count or here))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -12,35 +12,32 @@ Moment = float | torch.cuda.Event
 """A moment of a `DeviceClock`."""
 
 
-class DeviceClock:
-    """Moments on a device, in seconds of the machine's clock, so that several workers can be compared.
+def recorded_event() -> torch.cuda.Event:
+    """Return an event with a time at the current point of the current stream."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    A GPU works asynchronously: there a moment is an event between two pieces of work, and its time is known
-    once the device has reached it.
-    """
+
+class DeviceClock:
+    """Moments on a device, in seconds of the machine's clock, so that workers can be compared."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         if self._on_gpu:
-            self._zero = self._event()
+            self._zero = recorded_event()
             self._zero.synchronize()
             self._zero_seconds = time.time()
 
     def mark(self) -> Moment:
         """Return the moment between the work launched so far and the work launched next."""
-        return self._event() if self._on_gpu else time.time()
+        return recorded_event() if self._on_gpu else time.time()
 
     def seconds(self, moment: Moment) -> float:
         if isinstance(moment, float):
             return moment
         moment.synchronize()
         return self._zero_seconds + self._zero.elapsed_time(moment) / 1000
-
-    @staticmethod
-    def _event() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +66,8 @@ class ActionTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.runs_behind = device.type == "cuda"
+        """Whether the device works asynchronously, so that durations are known later."""
         self._clock = DeviceClock(device)
         self._began = self._clock.mark()
 
@@ -77,8 +76,7 @@ class ActionTimer:
         self._clock = DeviceClock(self._device)
 
     def start(self) -> None:
-        """Start an action, or restart it in the middle, so that time spent waiting for others is not
-        counted."""
+        """Start an action, or restart it, so that time spent waiting for others is not counted."""
         self._began = self._clock.mark()
 
     def stop(self) -> DeviceSpan:
@@ -100,9 +98,7 @@ class Stopwatch:
 
     def mark(self) -> None:
         if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._events.append(event)
+            self._events.append(recorded_event())
         else:
             self._times.append(time.perf_counter())
 
@@ -112,3 +108,32 @@ class Stopwatch:
             self._events[-1].synchronize()
             return [before.elapsed_time(after) / 1000 for before, after in pairwise(self._events)]
         return [after - before for before, after in pairwise(self._times)]
+
+
+@dataclass(slots=True)
+class Waited:
+    """The time that compute waited for the host: for stages to be loaded, and for the data of Steps."""
+
+    seconds: float = 0.0
+    copied_bytes: int = 0
+    """Bytes copied from the host."""
+    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    """Events on a GPU: when the device was ready for a copy, and when the copy had arrived."""
+
+    def note(self, ready: torch.cuda.Event, there: torch.cuda.Event) -> None:
+        """Note a future wait. Finished waits are summed, so that a long run does not accumulate marks."""
+        while self.marks and all(mark.query() for mark in self.marks[0]):
+            self._count(*self.marks.pop(0))
+        self.marks.append((ready, there))
+
+    def total(self) -> float:
+        """Return the total seconds waited; waits for the device."""
+        for ready, there in self.marks:
+            there.synchronize()
+            ready.synchronize()
+            self._count(ready, there)
+        self.marks.clear()
+        return self.seconds
+
+    def _count(self, ready: torch.cuda.Event, there: torch.cuda.Event) -> None:
+        self.seconds += max(0.0, ready.elapsed_time(there) / 1000)

@@ -90,6 +90,5 @@ def _by_kernel(form: WeightFormat, parts: Mapping[str, Tensor], out_NK: Tensor) 
 
 
 def best_route(device: torch.device, dtype: torch.dtype) -> Route:
-    """Return the tiled route if its kernels run, else the segmented one: neither spreads one job's NaN to
-    another."""
+    """Return the tiled route if its kernels run, else the segmented one: neither spreads a NaN."""
     return Route.tiled if device.type == "cuda" and kernels_run(device, dtype) else Route.segmented

@@ -1,21 +1,149 @@
 """The keys of captured passes, and their inputs at addresses that never change.
 
-Shapes: T rows, B boundaries of samples.
+Jobs whose adapters are not applied by the tiled kernels find their rows by index. Every such job has room for
+a number of rows and, if it puts keys before its samples, for a number of samples. The sizes belong to the key
+of the pass; the positions of the rows are content of tensors.
+
+Shapes: T rows, B boundaries of samples, R room for rows, Z rows of samples that are laid out once more with
+keys before them.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from weftune.adapters.banks import Banks
-from weftune.base.attention import Pack
-from weftune.core.batch import IGNORED, Microbatch, copy_to
+from weftune.base.attention import GatheredPrefixes, Pack
+from weftune.core.batch import IGNORED, Microbatch, Segment, copy_to
 from weftune.ops.lora.rows import Rows
+from weftune.ops.site import GatheredRows
 from weftune.plan.program.program import Recompute
-from weftune.run.passes.gathered import GatheredJob, Gathering, gathered_jobs
-from weftune.run.passes.rows import LaidMicrobatch, Membership, bucket, longest_bucket
+from weftune.run.passes.rows import LEAST, LaidMicrobatch, Membership, bucket, longest_bucket
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredJob:
+    """One job's room in a captured pass."""
+
+    job: str
+    serial: int
+    """Serial number of the job's attachment: the pass reads memory allocated then."""
+    rows: int
+    keys: int = 0
+    """Number of keys before every sample."""
+    samples: int = 0
+    """Number of samples, if there are keys."""
+
+    @property
+    def laid_rows(self) -> int:
+        """Number of rows of its samples, including their keys."""
+        return self.rows + self.keys * self.samples
+
+
+def gathered_jobs(banks: Banks, microbatch: Microbatch) -> tuple[GatheredJob, ...]:
+    """Return the gathered jobs of a microbatch, in the order in which they were attached."""
+    found = []
+    for segment, aboard in banks.gathered(microbatch):
+        rows = bucket(segment.stop - segment.start, LEAST)
+        samples = bucket(len(_samples(microbatch, segment)), 1) if aboard.keys else 0
+        found.append(GatheredJob(segment.job, aboard.serial, rows, aboard.keys, samples))
+    return tuple(sorted(found, key=lambda one: one.serial))
+
+
+def _samples(microbatch: Microbatch, segment: Segment) -> Sequence[int]:
+    """Return the lengths of a segment's samples."""
+    begins = [0, *accumulate(microbatch.sample_lengths)]
+    return microbatch.sample_lengths[bisect_left(begins, segment.start) : bisect_left(begins, segment.stop)]
+
+
+class Gathering:
+    """The tensors by which passes of one key find the rows of such jobs."""
+
+    def __init__(self, jobs: Sequence[GatheredJob], longest: int, banks: Banks, device: torch.device) -> None:
+        """Allocate the tensors for microbatches whose samples are no longer than `longest`."""
+        self._banks = banks
+        self.segments = tuple(Segment(one.job, 0, 0, 0) for one in jobs)
+        """Segments that name the jobs, without their positions."""
+        self.gathered = {one.job: _empty_rows(one.rows, device) for one in jobs if not one.keys}
+        self._prefixed = [one for one in jobs if one.keys]
+        self._longest = longest + max((one.keys for one in jobs), default=0)
+        self.prefixes = self._empty_prefixes(banks, device) if self._prefixed else None
+
+    def _empty_prefixes(self, banks: Banks, device: torch.device) -> GatheredPrefixes:
+        laid = sum(one.laid_rows for one in self._prefixed)
+        behind = sum(one.rows for one in self._prefixed)
+        boundaries_B = torch.zeros(1 + sum(map(self._most_samples, self._prefixed)), dtype=torch.int32)
+        return GatheredPrefixes(
+            read=banks.read_keys,
+            pack=Pack((laid,), boundaries_B.to(device), self._longest),
+            source_Z=torch.zeros(laid, dtype=torch.int64, device=device),
+            is_row_Z=torch.zeros(laid, dtype=torch.bool, device=device),
+            keys_at=tuple(
+                torch.zeros(one.keys * one.samples, dtype=torch.int64, device=device)
+                for one in self._prefixed
+            ),
+            rows_R=torch.zeros(behind, dtype=torch.int64, device=device),
+            place_R=torch.zeros(behind, dtype=torch.int64, device=device),
+        )
+
+    def _most_samples(self, job: GatheredJob) -> int:
+        """Return the maximum number of samples, including those that fill unused room."""
+        return job.samples + -(-job.laid_rows // self._longest)
+
+    def fill(self, microbatch: Microbatch) -> None:
+        """Set the positions of the rows of this microbatch."""
+        segments = {segment.job: segment for segment, _ in self._banks.gathered(microbatch)}
+        for job, found in self.gathered.items():
+            start, count = segments[job].start, segments[job].stop - segments[job].start
+            number_R = torch.arange(len(found.index_R))
+            copy_to(found.first_R, number_R % count)
+            copy_to(found.index_R, start + number_R % count)
+            copy_to(found.counts_R1, (number_R < count)[:, None])
+        if self.prefixes is not None:
+            self._fill_prefixes(self.prefixes, microbatch, segments)
+
+    def _fill_prefixes(
+        self, prefixes: GatheredPrefixes, microbatch: Microbatch, segments: dict[str, Segment]
+    ) -> None:
+        source_Z = torch.zeros(len(prefixes.source_Z), dtype=torch.int64)
+        is_row_Z = torch.zeros(len(source_Z), dtype=torch.bool)
+        behind, places, boundaries, begin = list[Tensor](), list[Tensor](), [0], 0
+        for job, keys_at in zip(self._prefixed, prefixes.keys_at, strict=True):
+            end, row = begin + job.laid_rows, segments[job.job].start
+            count = segments[job.job].stop - row
+            source_Z[begin:end] = row + torch.arange(job.laid_rows) % count
+            keys, at, first = list[int](), begin, len(boundaries)
+            for length in _samples(microbatch, segments[job.job]):
+                keys += range(at, at + job.keys)
+                rows = slice(at + job.keys, at + job.keys + length)
+                source_Z[rows], is_row_Z[rows] = torch.arange(row, row + length), True
+                at, row = rows.stop, row + length
+                boundaries.append(at)
+            number_R = torch.arange(job.rows) % count
+            behind.append(segments[job.job].start + number_R)
+            places.append((begin + is_row_Z[begin:end].nonzero()[:, 0])[number_R])
+            # Keys of absent samples, in the rest of the job's room; no row attends to them.
+            keys += range(at, at + len(keys_at) - len(keys))
+            boundaries += [*range(at + self._longest, end, self._longest), end]
+            boundaries += [end] * (first + self._most_samples(job) - len(boundaries))
+            copy_to(keys_at, torch.tensor(keys))
+            begin = end
+        copy_to(prefixes.source_Z, source_Z)
+        copy_to(prefixes.is_row_Z, is_row_Z)
+        copy_to(prefixes.rows_R, torch.cat(behind))
+        copy_to(prefixes.place_R, torch.cat(places))
+        copy_to(prefixes.pack.boundaries, torch.tensor(boundaries, dtype=torch.int32))
+
+
+def _empty_rows(rows: int, device: torch.device) -> GatheredRows:
+    index_R, first_R = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
+    return GatheredRows(index_R, torch.zeros(rows, 1, dtype=torch.bool, device=device), first_R)
 
 
 @dataclass(frozen=True, slots=True)

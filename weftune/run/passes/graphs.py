@@ -13,7 +13,7 @@ Shapes: T rows, D hidden width.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,43 +25,41 @@ from weftune.core.deterministic import are_kernels_deterministic
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import NOTHING, Program
 from weftune.run.measure.timers import DeviceClock, DeviceSpan, Moment
+from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, key_of
 from weftune.run.passes.graph_pool import captured
 from weftune.run.passes.payback import Payback, WatchedPass
-from weftune.run.passes.plain import MadeBackward, MadeForward, PlainPasses
-from weftune.run.passes.rows import LaidMicrobatch, RowsHere, StageVisit
+from weftune.run.passes.plain import PlainPasses
+from weftune.run.passes.rows import InFlight, LaidMicrobatch, StageVisit
 
 MOST_GRAPHS = 128
 """Maximum number of graphs; beyond it the least recently used one is dropped."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Stage, key and instance of a captured graph."""
-
-    key: GraphKey
-    stage: int
-    instance: int
+GraphPlace = tuple[GraphKey, int, int]
+"""Key, stage and instance of a captured graph."""
 
 
 class CapturedPasses:
     """Passes whose forward is kept, captured when that pays; the first pass of a key always runs uncaptured,
     which compiles its kernels."""
 
-    def __init__(self, plain: PlainPasses, at_once: bool = True) -> None:
+    def __init__(self, adapted: AdaptedBase, stages: Mapping[int, Base], at_once: bool = True) -> None:
         """If `at_once`, passes are captured the second time that their key occurs."""
-        self._plain = plain
+        self.adapted, self.stages = adapted, stages
+        self._plain = PlainPasses(adapted, stages)
         self._payback = Payback(at_once)
-        self._clock = DeviceClock(plain.adapted.base.device)
+        self._clock = DeviceClock(adapted.base.device)
         self._timed: dict[StageVisit, WatchedPass] = {}
-        self._banks = plain.adapted.banks
+        self._banks = adapted.banks
         self._captures = 0
         self._recompute = NOTHING
         self._seen: set[tuple[GraphKey, int]] = set()
-        self._graphs: dict[_Place, Graph] = {}
+        self._graphs: dict[GraphPlace, Graph] = {}
         self._pools: list[Any] = []
         """One memory pool for each instance."""
-        self._open: dict[StageVisit, _Place] = {}
+        self._replayed: dict[StageVisit, GraphPlace] = {}
+        """Maps each open pass that was replayed to its graph."""
 
     @property
     def captures(self) -> int:
@@ -78,85 +76,78 @@ class CapturedPasses:
     def begin_round(self) -> None:
         pass
 
-    def forward(self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None, keep: bool) -> MadeForward:
+    def forward(self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None, keep: bool) -> Tensor:
         assert keep, "a forward that is recomputed is captured otherwise"
         # Gathered rows may be summed in another order, and whether a pass is captured depends on timing.
         gathers = not are_kernels_deterministic()
-        if not self._banks.capturable(rows.laid.microbatch, gathers):
-            return self._plain.forward(visit, rows, given_TD, keep)
-        context = self._plain.adapted.base.shape.context
-        key = key_of(rows.laid, self._banks, self._recompute, context)
+        if not self._banks.capturable(flight.laid.microbatch, gathers):
+            return self._plain.forward(visit, flight, given_TD, keep)
+        context = self.adapted.base.shape.context
+        key = key_of(flight.laid, self._banks, self._recompute, context)
         is_new = (key, visit.stage) not in self._seen
         self._seen.add((key, visit.stage))
         before = self._captures
-        place = None if is_new else self._place(visit.stage, key, rows.laid)
+        place = None if is_new else self._captured(visit.stage, key, flight.laid)
         began = self._clock.mark()
         if place is None:
-            h_TD = self._plain.forward(visit, rows, given_TD, keep).h_TD
+            h_TD = self._plain.forward(visit, flight, given_TD, keep)
         else:
-            self._open[visit] = place
-            h_TD = self._graphs[place].forward(rows.laid, given_TD)
+            self._replayed[visit] = place
+            h_TD = self._graphs[place].forward(flight.laid, given_TD)
         if not is_new:
             self._timed[visit] = WatchedPass((key, visit.stage), key.rows, replayed=place is not None)
             self._stop(visit, began)
-        return MadeForward(h_TD, settled=not is_new and self._captures == before)
+        flight.timed.settled &= not is_new and self._captures == before
+        return h_TD
 
     def backward(
-        self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None, dh_TD: Tensor
-    ) -> MadeBackward:
-        place = self._open.pop(visit, None)
+        self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None, dh_TD: Tensor
+    ) -> Tensor | None:
+        place = self._replayed.pop(visit, None)
         began = self._clock.mark()
         if place is None:
-            made = self._plain.backward(visit, rows, given_TD, dh_TD)
+            dgiven_TD = self._plain.backward(visit, flight, given_TD, dh_TD)
         else:
-            made = MadeBackward(self._graphs[place].backward(dh_TD))
+            dgiven_TD = self._graphs[place].backward(dh_TD)
         if visit in self._timed:
             self._stop(visit, began)
             self._payback.watch(self._timed.pop(visit))
-        return made
+        return dgiven_TD
 
     def _stop(self, visit: StageVisit, began: Moment) -> None:
         self._timed[visit].spans.append(DeviceSpan(began, self._clock.mark()))
 
-    def evaluate(self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None) -> Tensor:
-        return self._plain.evaluate(visit, rows, given_TD)
+    def evaluate(self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None) -> Tensor:
+        return self._plain.evaluate(visit, flight, given_TD)
 
     def abandon(self) -> None:
         self._plain.abandon()
-        self._open.clear()
+        self._replayed.clear()
         self._timed.clear()
         self._graphs.clear()
         self._pools.clear()
 
-    def _place(self, stage: int, key: GraphKey, laid: LaidMicrobatch) -> _Place | None:
-        """Return the place of a captured graph, capturing it if necessary, or None if a capture does not
-        pay."""
-        place = _Place(key, stage, self._free_instance())
+    def _captured(self, stage: int, key: GraphKey, laid: LaidMicrobatch) -> GraphPlace | None:
+        """Return the place of a graph, captured if necessary, or None if a capture does not pay."""
+        busy = set(self._replayed.values())
+        taken = {instance for _, _, instance in busy}
+        instance = next(number for number in range(len(taken) + 1) if number not in taken)
+        place = key, stage, instance
         if place in self._graphs:
             self._graphs[place] = self._graphs.pop(place)
             return place
         if not self._payback.pays((key, stage)):
             return None
-        self._drop_oldest()
-        base = self._plain.stages[stage]
+        if len(self._graphs) >= MOST_GRAPHS:
+            del self._graphs[next(oldest for oldest in self._graphs if oldest not in busy)]
+        while len(self._pools) <= instance:
+            self._pools.append(torch.cuda.graph_pool_handle())
         began = time.perf_counter()
-        self._graphs[place] = Graph(base, self._banks, key, self._pools[place.instance], laid)
+        graph = Graph(self.stages[stage], self._banks, key, self._pools[instance], laid)
+        self._graphs[place] = graph
         self._payback.note_capture(time.perf_counter() - began)
         self._captures += 1
         return place
-
-    def _free_instance(self) -> int:
-        """Return the first instance without an open pass."""
-        taken = {place.instance for place in self._open.values()}
-        instance = next(number for number in range(len(taken) + 1) if number not in taken)
-        while len(self._pools) <= instance:
-            self._pools.append(torch.cuda.graph_pool_handle())
-        return instance
-
-    def _drop_oldest(self) -> None:
-        if len(self._graphs) >= MOST_GRAPHS:
-            busy = set(self._open.values())
-            del self._graphs[next(place for place in self._graphs if place not in busy)]
 
 
 class Graph:

@@ -59,8 +59,7 @@ class Layers:
         """Whether there are experts instead of an MLP."""
         served = bool(heads) and kernel_serves(base.device, base.dtype, heads[0])
         self.capturable = served and not self.mixes
-        """Whether a pass never waits for the device: its layers are fused, and attention reads sample
-        boundaries on the device."""
+        """Whether a pass never waits for the device: attention reads sample boundaries there."""
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
@@ -168,8 +167,8 @@ class FusedLayer:
             return h_TD, linear(n_TD, None)
 
     @contextmanager
-    def _recomputed(self, made: Tensor, make: Callable[[], Tensor]) -> Iterator[None]:
-        """Make autograd keep a function that recomputes `made` instead of the tensor, if outputs are
+    def _recomputed(self, output: Tensor, make: Callable[[], Tensor]) -> Iterator[None]:
+        """Make autograd keep a function that recomputes `output` instead of the tensor, if outputs are
         recomputed. Not in a layer that is recomputed as a whole: the inputs of such a function would be kept
         from the forward on."""
         if not self._layers.recompute.outputs or self._is_recomputed:
@@ -177,8 +176,8 @@ class FusedLayer:
             return
 
         # Autograd keeps the functions as long as the packed values: they must not refer to the tensor itself.
-        known = made.data_ptr(), made.shape
-        del made
+        known = output.data_ptr(), output.shape
+        del output
 
         def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
             return make if (tensor.data_ptr(), tensor.shape) == known else tensor
@@ -248,8 +247,7 @@ class Angles:
 
 
 def facts_of(config: Any) -> DecoderFacts | None:
-    """Return the facts of a model's family, or None if its layers are not known or have another
-    activation."""
+    """Return the facts of a model's family, or None if its layers or its activation are not known."""
     mixture = MIXTURES.get(config.model_type)
     facts = DECODERS.get(config.model_type) if mixture is None else mixture.attention
     if facts is None or getattr(config, facts.activation_key) not in facts.activations:

@@ -9,7 +9,7 @@ Shapes: T rows, D hidden width.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,30 +19,16 @@ from weftune.base.model import Base
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import Program
 from weftune.run.passes.adapted import AdaptedBase
-from weftune.run.passes.rows import LaidMicrobatch, Membership, RowsHere, StageVisit, membership_of
-
-
-@dataclass(frozen=True, slots=True)
-class MadeForward:
-    h_TD: Tensor
-    settled: bool = True
-    """Whether this pass included no setup, so that later ones take as long."""
-
-
-@dataclass(frozen=True, slots=True)
-class MadeBackward:
-    dgiven_TD: Tensor | None
-    """Gradient for the stage before. None at the first stage."""
-    settled: bool = True
+from weftune.run.passes.rows import InFlight, LaidMicrobatch, Membership, StageVisit
 
 
 class PlainPasses:
-    """Uncaptured passes. A forward that is kept stays open until its backward; any other is recomputed from
-    its input."""
+    """Uncaptured passes. A forward stays open until its backward, or is recomputed from its input."""
 
     def __init__(self, adapted: AdaptedBase, stages: Mapping[int, Base]) -> None:
         self.adapted, self.stages = adapted, stages
-        self._open: dict[StageVisit, Plain] = {}
+        self.open: dict[StageVisit, Any] = {}
+        """Passes that wait for their backward: `Plain` ones, or captured ones that act like them."""
 
     @property
     def captures(self) -> int | None:
@@ -61,50 +47,45 @@ class PlainPasses:
     def begin_round(self) -> None:
         """Begin a round of microbatches; none is in flight."""
 
-    def forward(self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None, keep: bool) -> MadeForward:
-        """Run one stage's forward of a microbatch. If it is kept, `backward` must follow."""
-        assert visit not in self._open, "a pass is still open"
-        passed = self._pass(visit, rows, given_TD)
+    def forward(self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None, keep: bool) -> Tensor:
+        """Return the output of one stage's forward. If it is kept, `backward` must follow."""
+        assert visit not in self.open, "a pass is still open"
+        passed = self._pass(visit, flight, given_TD)
         if not keep:
-            return MadeForward(passed.forward_only())
-        self._open[visit] = passed
-        return MadeForward(passed.forward())
+            return passed.forward_only()
+        self.open[visit] = passed
+        return passed.forward()
 
     def backward(
-        self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None, dh_TD: Tensor
-    ) -> MadeBackward:
-        """Add to the gradients of all jobs in the microbatch. A forward that was not kept is recomputed
-        first."""
-        passed = self._open.pop(visit, None)
+        self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None, dh_TD: Tensor
+    ) -> Tensor | None:
+        """Add to the gradients of all jobs in the microbatch, and return the gradient for the stage before. A
+        forward that was not kept is recomputed first."""
+        passed = self.open.pop(visit, None)
         if passed is None:
-            passed = self._pass(visit, rows, given_TD)
+            passed = self._pass(visit, flight, given_TD)
             passed.forward()
         passed.backward(dh_TD)
-        return MadeBackward(None if given_TD is None else passed.dgiven_TD)
+        return None if given_TD is None else passed.dgiven_TD
 
     @torch.no_grad()
-    def evaluate(self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None) -> Tensor:
+    def evaluate(self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None) -> Tensor:
         """Return hidden states without dropout and without gradients."""
-        return self._pass(visit, rows, given_TD).forward(training=False)
-
-    def holds(self, visit: StageVisit) -> bool:
-        """Return whether the forward of this visit was kept here."""
-        return visit in self._open
+        return self._pass(visit, flight, given_TD).forward(training=False)
 
     def abandon(self) -> None:
         """Drop open passes, and free memory that only makes passes faster."""
-        self._open.clear()
+        self.open.clear()
 
-    def _pass(self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None) -> Plain:
+    def _pass(self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None) -> Plain:
         given = None if given_TD is None else given_TD.detach()
         adapted = self.adapted
         base = self.stages[visit.stage]
-        return Plain(base, adapted.banks, rows.laid, adapted.route, given, rows.membership(adapted))
+        return Plain(base, adapted.banks, flight.laid, adapted.route, flight.membership(adapted), given)
 
 
 class Plain:
-    """One microbatch through a base, or through a stage of it, which is given the output of the stage
-    before."""
+    """One microbatch through a base, or through a stage that is given the output of the stage before."""
 
     def __init__(
         self,
@@ -112,22 +93,18 @@ class Plain:
         banks: Banks,
         laid: LaidMicrobatch,
         route: Route,
+        membership: Membership,
         given_TD: Tensor | None = None,
-        membership: Membership | None = None,
     ) -> None:
-        self.base = base
-        self.banks = banks
-        self.laid = laid
-        self.route = route
-        self._given_TD = given_TD
+        self._base, self._banks, self._laid, self._route = base, banks, laid, route
+        self._membership, self._given_TD = membership, given_TD
         self._h_TD: Tensor | None = None
-        self._membership = membership or membership_of(base, banks, laid, route)
 
     def forward(self, training: bool = True) -> Tensor:
         if training and self._given_TD is not None:
             self._given_TD.requires_grad_()
-        with self.banks.bound(self.laid.microbatch, self.route, training, self._membership.rows):
-            self._h_TD = self.base.hidden(self.laid.microbatch, self._membership.pack, self._given_TD)
+        with self._banks.bound(self._laid.microbatch, self._route, training, self._membership.rows):
+            self._h_TD = self._base.hidden(self._laid.microbatch, self._membership.pack, self._given_TD)
         return self._h_TD
 
     @torch.no_grad()
@@ -140,7 +117,7 @@ class Plain:
         if not self._h_TD.requires_grad:
             return  # a first stage on which no job has an adapter
         # A layer that is recomputed must see the adapters of its own microbatch.
-        with self.banks.bound(self.laid.microbatch, self.route, True, self._membership.rows):
+        with self._banks.bound(self._laid.microbatch, self._route, True, self._membership.rows):
             self._h_TD.backward(dh_TD)
 
     @property

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,7 +24,12 @@ from weftune.core.batch import IGNORED, Microbatch, Segment, to_device
 from weftune.core.deterministic import are_kernels_deterministic
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows
+from weftune.plan.program.program import MicrobatchPlan
+from weftune.run.measure.timers import DeviceSpan
 from weftune.run.passes.adapted import AdaptedBase
+
+if TYPE_CHECKING:
+    from weftune.run.passes.scorer import Scores
 
 LEAST = 64
 """Smallest bucket of sample lengths."""
@@ -31,8 +37,7 @@ LEAST = 64
 
 @dataclass(frozen=True, slots=True)
 class LaidMicrobatch:
-    """A microbatch on the device, with its supervised rows and the index at which each segment's begin among
-    them."""
+    """A microbatch on the device, with its supervised rows and where each segment's begin among them."""
 
     microbatch: Microbatch
     token_index: NDArray[np.int64]
@@ -49,8 +54,7 @@ class LaidMicrobatch:
 
 
 def lay(microbatch: Microbatch, rows: int, device: torch.device) -> LaidMicrobatch:
-    """Move a microbatch to the device. Supervised rows are found on the host, so that the host does not wait
-    for the device."""
+    """Move a microbatch to the device. Supervised rows are found on the host, which does not wait."""
     rows_S = (microbatch.targets_T != IGNORED).nonzero().squeeze(1)
     begins = torch.tensor([segment.start for segment in microbatch.segments[1:]], dtype=rows_S.dtype)
     sections = torch.searchsorted(rows_S, begins).tolist()
@@ -61,8 +65,7 @@ def lay(microbatch: Microbatch, rows: int, device: torch.device) -> LaidMicrobat
 
 
 def padded(microbatch: Microbatch, rows: int) -> Microbatch:
-    """Return the microbatch padded to `rows` rows: padding comes last, in samples no longer than the
-    longest."""
+    """Return the microbatch padded to `rows` rows at its end, in samples no longer than the longest."""
     missing = rows - microbatch.rows
     if missing <= 0:
         return microbatch
@@ -144,15 +147,30 @@ class StageVisit:
 
 
 @dataclass(slots=True)
-class RowsHere:
-    """A microbatch as the passes of all stages of a worker read it."""
+class TimedPass:
+    """The time that a microbatch spent in the stages of this worker, without the time between its visits. It
+    holds no tensors, since the device may not have finished it yet."""
+
+    plan: MicrobatchPlan
+    training: bool
+    settled: bool = True
+    """Whether it ran without compiling or capturing anything, so that later passes take as long."""
+    forward: list[DeviceSpan] = field(default_factory=list)
+    backward: list[DeviceSpan] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A microbatch between its first and its last visit to the stages of this worker."""
 
     laid: LaidMicrobatch
+    timed: TimedPass
+    scores: Scores | None = None
+    """Its scores, once it has passed the last stage of the model, if that is here."""
     _membership: Membership | None = None
 
     def membership(self, adapted: AdaptedBase) -> Membership:
-        """Return the membership, computed at first use: captured passes of a whole base compute it
-        themselves."""
+        """Return the membership, computed at first use: captured passes of a whole base need none."""
         if self._membership is None:
             self._membership = membership_of(adapted.base, adapted.banks, self.laid, adapted.route)
         return self._membership

@@ -20,7 +20,7 @@ from weftune.objectives.sft import SFT
 from weftune.ops.logprobs import target_logprobs
 from weftune.ops.segments import run_counts, run_sums
 from weftune.run.passes.rows import LaidMicrobatch
-from weftune.run.training.evaluation import EvaluationSums
+from weftune.run.training.state import EvaluationSums
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,7 @@ class Scores:
     correct: list[Tensor]
 
     def gradient_TD(self, dead: Collection[str] = ()) -> Tensor:
-        """Return the gradient of all losses with respect to the last hidden states; rows of dead jobs have
-        none."""
+        """Return the gradient of all losses at the last hidden states; rows of dead jobs have none."""
         alive = [
             loss for segment, loss in zip(self.segments, self.losses, strict=True) if segment.job not in dead
         ]
@@ -77,8 +76,7 @@ class Scorer:
         """Maps each job to its objective, if that is not supervised fine-tuning."""
         self.scalar_heads: dict[str, ScalarHead] = {}
         self._references: defaultdict[tuple[str, int, bool], _References] = defaultdict(dict)
-        """Maps (job, step, whether held out) to the log-probabilities of its samples without gradients, until
-        a later step is trained."""
+        """Maps (job, step, whether held out) to log-probabilities, until a later step is trained."""
 
     def score(
         self,
@@ -87,8 +85,7 @@ class Scorer:
         supervised: Callable[[Segment], int],
         samples: Callable[[Segment], int] | None = None,
     ) -> Scores:
-        """Return the losses for training: `supervised` and `samples` count those of a segment's whole global
-        batch."""
+        """Return the losses for training: `supervised` and `samples` count those of a whole global batch."""
         segments = laid.microbatch.segments
         if leaf_TD.is_cuda and not any(segment.job in self.objectives for segment in segments):
             return self.score_together(leaf_TD, laid, supervised)
@@ -126,8 +123,8 @@ class Scorer:
         ]
         losses, counts = torch.stack([own.loss for own in sums]).tolist(), torch.stack(correct).tolist()
         return [
-            EvaluationSums(loss, count, own.count)
-            for loss, count, own in zip(losses, counts, sums, strict=True)
+            EvaluationSums(one.segment.job, one.segment.step, loss, count, own.count)
+            for one, loss, count, own in zip(found, losses, counts, sums, strict=True)
         ]
 
     @torch.no_grad()
@@ -180,8 +177,7 @@ class Scorer:
                 del self._references[key]
 
     def _scored(self, h_TD: Tensor, laid: LaidMicrobatch) -> Iterator[_Scored]:
-        """Yield the log-probabilities of the supervised targets, and whether each was the likeliest token,
-        segment by segment."""
+        """Yield each segment's log-probabilities, and whether each target was the likeliest token."""
         logprobs_S, correct_S = self._logprobs(h_TD, laid)
         parts = logprobs_S.tensor_split(laid.sections), correct_S.tensor_split(laid.sections)
         for segment, own_S, own_correct_S in zip(laid.microbatch.segments, *parts, strict=True):

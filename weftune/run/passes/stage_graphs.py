@@ -25,10 +25,11 @@ from weftune.base.model import Base
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import NOTHING, Forward, Program
 from weftune.run.measure.memory import is_out_of_memory
+from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, key_of
 from weftune.run.passes.graph_pool import Pool
-from weftune.run.passes.plain import MadeBackward, MadeForward, PlainPasses
-from weftune.run.passes.rows import LaidMicrobatch, Membership, RowsHere, StageVisit
+from weftune.run.passes.plain import PlainPasses
+from weftune.run.passes.rows import InFlight, LaidMicrobatch, Membership, StageVisit
 
 MOST_KEYS = 8
 """Maximum number of keys; beyond it the least recently used one is dropped, with the graphs of all stages."""
@@ -43,28 +44,8 @@ class VisitKind(Enum):
     """The forward recomputed, then the backward."""
 
 
-@dataclass(frozen=True, slots=True)
-class GraphVisit:
-    way: VisitKind
-    stage: int
-
-
-@dataclass(frozen=True, slots=True)
-class Buffers:
-    """One microbatch between captured and uncaptured work."""
-
-    h_TD: Tensor
-    """Input of a stage; in a forward also its output."""
-    dh_TD: Tensor
-    """Incoming and outgoing gradient. The last stage's output is kept here until its gradient is known."""
-
-    @classmethod
-    def empty(cls, base: Base, rows: int) -> Buffers:
-        shape = rows, base.shape.hidden
-        return cls(*(torch.zeros(shape, dtype=base.dtype, device=base.device) for _ in range(2)))
-
-    def first(self, rows: int) -> Buffers:
-        return Buffers(self.h_TD[:rows], self.dh_TD[:rows])
+GraphVisit = tuple[VisitKind, int]
+"""A kind of visit and its stage."""
 
 
 @dataclass(slots=True)
@@ -76,21 +57,14 @@ class _Known:
     graphs: dict[GraphVisit, StageGraph] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class GraphOffer:
-    graph: StageGraph | None
-    """Graph to use. None means to run uncaptured."""
-    settled: bool
-    """Whether this visit includes no setup, so that later ones take as long."""
-
-
 class StageGraphs:
     def __init__(self, whole: Base, stages: Mapping[int, Base], banks: Banks, pool: Pool) -> None:
         self.captures = 0
         self.refused: set[GraphKey] = set()
         """Keys for whose graphs there was no memory."""
         self._whole, self._stages, self._banks, self._pool = whole, stages, banks, pool
-        self._buffers = Buffers.empty(whole, 0)
+        self._h_TD, self._dh_TD = self._empty(0), self._empty(0)
+        """Buffers of one microbatch between captured and uncaptured work (`StageGraph`)."""
         self._known: dict[GraphKey, _Known] = {}
         self._round = 0
         self._plain_round = -1
@@ -98,30 +72,37 @@ class StageGraphs:
 
     def reserve(self, rows: int) -> None:
         """Allocate buffers for microbatches of up to this many rows."""
-        if rows > len(self._buffers.h_TD):
+        if rows > len(self._h_TD):
             self.clear()
-            self._buffers = Buffers.empty(self._whole, 0)
-            self._buffers = Buffers.empty(self._whole, rows)
+            self._h_TD, self._dh_TD = self._empty(0), self._empty(0)
+            self._h_TD, self._dh_TD = self._empty(rows), self._empty(rows)
+
+    def _empty(self, rows: int) -> Tensor:
+        whole = self._whole
+        return torch.zeros((rows, whole.shape.hidden), dtype=whole.dtype, device=whole.device)
 
     def begin_round(self) -> None:
         self._round += 1
 
-    def serve(self, visit: GraphVisit, laid: LaidMicrobatch) -> GraphOffer:
-        """Return the graph with which a microbatch of the round visits a stage, or none to run it
-        uncaptured."""
+    def serve(self, kind: VisitKind, stage: int, flight: InFlight) -> StageGraph | None:
+        """Return the graph with which a microbatch of the round visits a stage, or None to run it
+        uncaptured. A visit that includes setup is noted as not settled."""
+        laid, visit = flight.laid, (kind, stage)
         key = key_of(laid, self._banks, NOTHING, self._whole.shape.context)
         if not self._banks.capturable(laid.microbatch):
             self.make_room()
-            return GraphOffer(None, settled=True)
+            return None
         if key in self.refused:
-            return GraphOffer(None, settled=True)
+            return None
         known = self._met(key)
         if known.met.setdefault(visit, self._round) == self._round or self._plain_round == self._round:
+            flight.timed.settled = False
             self.make_room()
-            return GraphOffer(None, settled=False)
+            return None
         if (graph := known.graphs.get(visit)) is not None:
-            return GraphOffer(graph, settled=True)
-        return GraphOffer(self._capture(key, known, visit), settled=False)
+            return graph
+        flight.timed.settled = False
+        return self._capture(key, known, visit)
 
     def make_room(self) -> None:
         """Free memory for an uncaptured pass."""
@@ -145,9 +126,10 @@ class StageGraphs:
         return self._known[key]
 
     def _capture(self, key: GraphKey, known: _Known, visit: GraphVisit) -> StageGraph | None:
-        base, buffers = self._stages[visit.stage], self._buffers.first(key.rows)
+        kind, stage = visit
+        base, buffers = self._stages[stage], (self._h_TD[: key.rows], self._dh_TD[: key.rows])
         try:
-            graph = StageGraph(visit.way, base, self._banks, known.feed, buffers, self._pool)
+            graph = StageGraph(kind, base, self._banks, known.feed, *buffers, self._pool)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -163,64 +145,72 @@ class StageGraphs:
 
 
 class StageGraph:
-    """One captured kind of visit to one stage. It acts as a `Plain` pass of the microbatch that it was last
-    opened for."""
+    """One captured kind of visit to one stage: a `Plain` pass of the microbatch that was opened last."""
 
     def __init__(
-        self, way: VisitKind, base: Base, banks: Banks, feed: GraphInputs, buffers: Buffers, pool: Pool
+        self,
+        kind: VisitKind,
+        base: Base,
+        banks: Banks,
+        feed: GraphInputs,
+        h_TD: Tensor,
+        dh_TD: Tensor,
+        pool: Pool,
     ) -> None:
-        self._base, self._banks, self._inputs, self._buffers = base, banks, feed, buffers
+        """`h_TD` is the input of the stage, and its output in a forward; `dh_TD` is the incoming and outgoing
+        gradient. The last stage's output is kept in `dh_TD` until its gradient is known."""
+        self._base, self._banks, self._inputs = base, banks, feed
+        self._h_TD, self._dh_TD = h_TD, dh_TD
         self._given_TD: Tensor | None = None
         self._made_TD: Tensor | None = None
         """Output between the captured forward and its captured backward; never kept between two replays."""
-        if way is VisitKind.turn:
+        if kind is VisitKind.turn:
             self._forward, self._backward = pool.capture(self._turn), pool.capture(self._return)
         else:
             self._forward = self._backward = pool.capture(
-                self._forward_only if way is VisitKind.forward else self._recompute_backward
+                self._forward_only if kind is VisitKind.forward else self._recompute_backward
             )
 
-    def open(self, laid: LaidMicrobatch, membership: Membership, given_TD: Tensor | None) -> StageGraph:
+    def open(self, laid: LaidMicrobatch, membership: Membership, given_TD: Tensor | None) -> None:
         self._inputs.copy(laid, membership)
         if given_TD is not None:
-            self._buffers.h_TD.copy_(given_TD)
-        return self
+            self._h_TD.copy_(given_TD)
 
     # -- what is replayed --------------------------------------------------------------------------------
 
     def forward_only(self) -> Tensor:
         self._forward()
-        return self._buffers.h_TD.clone()
+        return self._h_TD.clone()
 
     def forward(self) -> Tensor:
         """Return the output; it stays valid until `backward`."""
         self._forward()
-        return self._buffers.dh_TD
+        return self._dh_TD
 
     def backward(self, dh_TD: Tensor) -> None:
         """Run the backward; a forward that was not kept is recomputed first."""
-        self._buffers.dh_TD.copy_(dh_TD)
+        self._dh_TD.copy_(dh_TD)
         self._backward()
 
     @property
     def dgiven_TD(self) -> Tensor:
-        return self._buffers.dh_TD.clone()
+        return self._dh_TD.clone()
 
     # -- what is captured --------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _forward_only(self) -> None:
-        self._buffers.h_TD.copy_(self._hidden(self._buffers.h_TD))
+        self._h_TD.copy_(self._hidden(self._h_TD))
 
     def _recompute_backward(self) -> None:
         self._keep()
         self._return()
 
     def _turn(self) -> None:
-        self._buffers.dh_TD.copy_(self._keep().detach())
+        self._dh_TD.copy_(self._keep().detach())
 
     def _keep(self) -> Tensor:
-        self._given_TD = self._buffers.h_TD.detach().requires_grad_()
+        self._given_TD = self._h_TD.detach().requires_grad_()
         self._made_TD = self._hidden(self._given_TD)
         return self._made_TD
 
@@ -231,10 +221,10 @@ class StageGraph:
         assert given_TD is not None
         if made_TD.requires_grad:
             with self._banks.bound(self._inputs.microbatch, Route.tiled, True, self._inputs.rows):
-                made_TD.backward(self._buffers.dh_TD)
+                made_TD.backward(self._dh_TD)
         if not self._base.first:
             assert given_TD.grad is not None
-            self._buffers.dh_TD.copy_(given_TD.grad)
+            self._dh_TD.copy_(given_TD.grad)
 
     def _hidden(self, given_TD: Tensor) -> Tensor:
         feed = self._inputs
@@ -246,11 +236,10 @@ class CapturedVisits:
     """Passes over stages that take turns. Only the last stage's forward is kept, since its backward follows
     at once; all others are recomputed."""
 
-    def __init__(self, plain: PlainPasses, pool: Pool) -> None:
-        self._plain = plain
-        adapted = plain.adapted
-        self.graphs = StageGraphs(adapted.base, plain.stages, adapted.banks, pool)
-        self._open: dict[StageVisit, StageGraph] = {}
+    def __init__(self, adapted: AdaptedBase, stages: Mapping[int, Base], pool: Pool) -> None:
+        self.adapted, self.stages = adapted, stages
+        self._plain = PlainPasses(adapted, stages)
+        self.graphs = StageGraphs(adapted.base, stages, adapted.banks, pool)
 
     @property
     def captures(self) -> int:
@@ -262,51 +251,36 @@ class CapturedVisits:
 
     def begin_window(self, program: Program) -> None:
         self._plain.begin_window(program)
-        self.graphs.reserve(most_rows(program))
+        trained = (plan.rows for action, plan in program.compute() if isinstance(action, Forward))
+        self.graphs.reserve(max(trained, default=0))
 
     def begin_round(self) -> None:
         self.graphs.begin_round()
 
-    def forward(self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None, keep: bool) -> MadeForward:
-        kind = VisitKind.turn if keep else VisitKind.forward
-        served = self.graphs.serve(GraphVisit(kind, visit.stage), rows.laid)
-        if served.graph is None:
-            return MadeForward(self._plain.forward(visit, rows, given_TD, keep).h_TD, served.settled)
-        graph = self._opened(served.graph, rows, given_TD)
+    def forward(self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None, keep: bool) -> Tensor:
+        graph = self.graphs.serve(VisitKind.turn if keep else VisitKind.forward, visit.stage, flight)
+        if graph is None:
+            return self._plain.forward(visit, flight, given_TD, keep)
+        graph.open(flight.laid, flight.membership(self.adapted), given_TD)
         if not keep:
-            return MadeForward(graph.forward_only(), served.settled)
-        self._open[visit] = graph
-        return MadeForward(graph.forward(), served.settled)
+            return graph.forward_only()
+        self._plain.open[visit] = graph
+        return graph.forward()
 
     def backward(
-        self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None, dh_TD: Tensor
-    ) -> MadeBackward:
-        if self._plain.holds(visit):
-            return self._plain.backward(visit, rows, given_TD, dh_TD)
-        graph, settled = self._open.pop(visit, None), True
-        if graph is None:
-            served = self.graphs.serve(GraphVisit(VisitKind.backward, visit.stage), rows.laid)
-            if served.graph is None:
-                made = self._plain.backward(visit, rows, given_TD, dh_TD)
-                return MadeBackward(made.dgiven_TD, served.settled)
-            graph, settled = self._opened(served.graph, rows, given_TD), served.settled
-        graph.backward(dh_TD)
-        return MadeBackward(None if given_TD is None else graph.dgiven_TD, settled)
+        self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None, dh_TD: Tensor
+    ) -> Tensor | None:
+        if visit not in self._plain.open:
+            graph = self.graphs.serve(VisitKind.backward, visit.stage, flight)
+            if graph is not None:
+                graph.open(flight.laid, flight.membership(self.adapted), given_TD)
+                self._plain.open[visit] = graph
+        return self._plain.backward(visit, flight, given_TD, dh_TD)
 
-    def evaluate(self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None) -> Tensor:
+    def evaluate(self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None) -> Tensor:
         self.graphs.make_room()
-        return self._plain.evaluate(visit, rows, given_TD)
+        return self._plain.evaluate(visit, flight, given_TD)
 
     def abandon(self) -> None:
         self._plain.abandon()
-        self._open.clear()
         self.graphs.clear()
-
-    def _opened(self, graph: StageGraph, rows: RowsHere, given_TD: Tensor | None) -> StageGraph:
-        return graph.open(rows.laid, rows.membership(self._plain.adapted), given_TD)
-
-
-def most_rows(program: Program) -> int:
-    """Return the maximum number of rows of a trained microbatch."""
-    trained = (plan.rows for action, plan in program.compute() if isinstance(action, Forward))
-    return max(trained, default=0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from weftune.base.host.pinned import host_vectors
 from weftune.base.host.streamed import StreamedBase
 from weftune.plan.program.program import What
-from weftune.run.measure.waited import Waited
+from weftune.run.measure.timers import Waited, recorded_event
 from weftune.run.passes.rows import StageVisit
 
 CHUNK_BYTES = 8 << 20
@@ -95,7 +95,7 @@ class OffloadedActivations:
     inputs are kept.
     """
 
-    def __init__(self, base: StreamedBase, waited: Callable[[], Waited]) -> None:
+    def __init__(self, base: StreamedBase, waited: Waited) -> None:
         whole, part = base.whole, base.part
         self._kept = KeptActivations(part.own)
         self._offloaded = part.offloaded
@@ -106,7 +106,7 @@ class OffloadedActivations:
         self._rows: dict[int, slice] = {}
         """Maps each microbatch to its rows on the host, the same for every stage."""
         self._host_GRD = torch.empty(0)
-        self._make_room(part.layout.offloaded_rows)
+        self._allocate(part.layout.offloaded_rows)
 
     @property
     def rows_here(self) -> int:
@@ -124,9 +124,9 @@ class OffloadedActivations:
     def reserve(self, rows: int) -> None:
         assert not self._rows, "inputs still wait on the host"
         if rows > self.reserved_rows:
-            self._make_room(rows)
+            self._allocate(rows)
 
-    def _make_room(self, rows: int) -> None:
+    def _allocate(self, rows: int) -> None:
         """Allocate anew; the old tensors are freed first, so both need not fit at once."""
         self._copies.finish()
         self._host_GRD = torch.empty(0)
@@ -138,16 +138,13 @@ class OffloadedActivations:
         self._kept.give(to, given_TD)
         if returns and to.stage in self._offloaded:
             self._away.add(to)
-            self._take_rows(to.microbatch, len(given_TD))
-            self._copies.leave(to, given_TD, self._place_TD(to))
+            if to.microbatch not in self._rows:
+                start, count = max((taken.stop for taken in self._rows.values()), default=0), len(given_TD)
+                assert start + count <= self.reserved_rows, "the round has more rows than were reserved"
+                self._rows[to.microbatch] = slice(start, start + count)
+            self._copies.leave(to, given_TD, self._host_TD(to))
 
-    def _take_rows(self, microbatch: int, count: int) -> None:
-        if microbatch not in self._rows:
-            start = max((taken.stop for taken in self._rows.values()), default=0)
-            assert start + count <= self.reserved_rows, "the round has more rows than were reserved"
-            self._rows[microbatch] = slice(start, start + count)
-
-    def _place_TD(self, of: StageVisit) -> Tensor:
+    def _host_TD(self, of: StageVisit) -> Tensor:
         """Return an input's rows in host memory."""
         return self._host_GRD[self._offloaded.index(of.stage), self._rows[of.microbatch]]
 
@@ -163,7 +160,7 @@ class OffloadedActivations:
     def bring(self, to: StageVisit) -> None:
         if to in self._away:
             self._away.remove(to)
-            self._kept.give(to, self._copies.come(to, self._place_TD(to)))
+            self._kept.give(to, self._copies.come(to, self._host_TD(to)))
 
     def drop(self, by: StageVisit) -> None:
         self._kept.drop(by)
@@ -189,13 +186,13 @@ class OffloadedActivations:
 class _Copies:
     """Copies for a CPU in the role of the device: each is made at once."""
 
-    def __init__(self, waited: Callable[[], Waited]) -> None:
+    def __init__(self, waited: Waited) -> None:
         self._waited = waited
 
     def leave(self, visit: StageVisit, given_TD: Tensor, host_TD: Tensor) -> None:
         began = time.perf_counter()
         host_TD.copy_(given_TD)
-        self._waited().seconds += time.perf_counter() - began
+        self._waited.seconds += time.perf_counter() - began
 
     def await_gone(self, visit: StageVisit) -> None:
         """Wait until the device's tensor may be freed."""
@@ -203,8 +200,8 @@ class _Copies:
     def come(self, visit: StageVisit, host_TD: Tensor) -> Tensor:
         began = time.perf_counter()
         here_TD = host_TD.clone()
-        self._waited().seconds += time.perf_counter() - began
-        self._waited().copied_bytes += host_TD.nbytes
+        self._waited.seconds += time.perf_counter() - began
+        self._waited.copied_bytes += host_TD.nbytes
         return here_TD
 
     def await_coming(self, visit: StageVisit) -> None:
@@ -222,7 +219,7 @@ class _GpuCopies:
     on the device at any time follow from the Program, not from how far the host runs ahead.
     """
 
-    def __init__(self, device: torch.device, waited: Callable[[], Waited]) -> None:
+    def __init__(self, device: torch.device, waited: Waited) -> None:
         self._waited = waited
         self._device = device
         self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -236,7 +233,7 @@ class _GpuCopies:
             rows = max(1, CHUNK_BYTES // given_TD[:1].nbytes)
             for given, host in zip(given_TD.split(rows), host_TD.split(rows), strict=True):
                 host.copy_(given, non_blocking=True)
-            self._gone[visit] = _marked()
+            self._gone[visit] = recorded_event()
 
     def await_gone(self, visit: StageVisit) -> None:
         self._await(self._gone.pop(visit))
@@ -247,8 +244,8 @@ class _GpuCopies:
         self._in.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._in):
             here_TD.copy_(host_TD, non_blocking=True)
-            self._there[visit] = _marked()
-        self._waited().copied_bytes += host_TD.nbytes
+            self._there[visit] = recorded_event()
+        self._waited.copied_bytes += host_TD.nbytes
         return here_TD
 
     def await_coming(self, visit: StageVisit) -> None:
@@ -256,18 +253,11 @@ class _GpuCopies:
             self._await(there)
 
     def _await(self, copied: torch.cuda.Event) -> None:
-        ready = _marked()
+        ready = recorded_event()
         torch.cuda.current_stream().wait_event(copied)
-        self._waited().note(ready, copied)
+        self._waited.note(ready, copied)
 
     def finish(self) -> None:
         torch.cuda.synchronize(self._device)
         self._gone.clear()
         self._there.clear()
-
-
-def _marked() -> torch.cuda.Event:
-    """Return an event at the current point of the current stream."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

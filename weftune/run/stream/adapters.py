@@ -1,8 +1,8 @@
 """Adapters that live in host memory and travel with their stage.
 
-On the device a job has, for every place that a stage can be in, room for that stage's part of its weights and
-of its gradient. Weights are copied in with the stage; the gradient is copied out with the stage or when a
-Step needs it. Master weights and moments are copied in only for their Steps (`adapter_steps.py`).
+On the device a job has room for the weights and the gradient of every resident stage and of every slot.
+Weights are copied in with the stage; the gradient is copied out with the stage or when a Step needs it.
+Master weights and moments are copied in only for their Steps (`adapter_steps.py`).
 
 Shapes: J jobs.
 """
@@ -10,7 +10,7 @@ Shapes: J jobs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,72 +22,43 @@ from weftune.core.shapes import layer_of
 from weftune.ops.adamw import AdamState, gradient_norms, square_sums
 from weftune.ops.triton.at_hand import kernels_at_hand, kernels_run
 from weftune.plan.program.layout import OnWorker
+from weftune.run.stream.adapter_steps import Pair, StagePart
 from weftune.run.training.state import Training
 
-Place = tuple[str, int]
-"""A slot, a resident stage, or the sites outside all layers."""
-ENDS: Place = ("ends", 0)
-Pair = tuple[str, int]
-"""A job, and a stage in which it has parameters."""
 OUTSIDE = -1
-"""Placeholder for a stage's number: sites before the first layer or after the last one, which stay on the
-device."""
-
-
-@dataclass(frozen=True, slots=True)
-class StagePart:
-    """The parameters `start` to `stop` of an adapter's flat vector, which are those of one stage."""
-
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-    def __iter__(self) -> Iterator[int]:
-        """Iterate over start and stop, for unpacking."""
-        return iter((self.start, self.stop))
+"""Stage number of sites before the first layer or after the last one, which stay on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class TravellingAdapter:
-    """One job's travelling adapter: its parts by place and stage, and its room on the device."""
+    """One job's travelling adapter. Stages that take turns in a slot share their room on the device."""
 
     training: Training
-    parts: Mapping[Place, Mapping[int, StagePart]]
-    weights: Mapping[Place, Tensor]
-    gradient: Mapping[Place, Tensor]
-
-    @property
-    def by_stage(self) -> dict[int, StagePart]:
-        return {stage: part for parts in self.parts.values() for stage, part in parts.items()}
+    parts: Mapping[int, StagePart]
+    """Maps each stage to its part of the flat vector."""
+    weights: Mapping[int, Tensor]
+    """Maps each stage to the room for its weights."""
+    gradient: Mapping[int, Tensor]
 
     def parameters(self) -> tuple[Parameters, Parameters]:
-        """Return the parameters that passes read and the gradients that they add to, in the rooms of the
-        stages' places."""
+        """Return the parameters that passes read and the gradients that they add to."""
         return self._views(self.weights), self._views(self.gradient)
 
-    def _views(self, rooms: Mapping[Place, Tensor]) -> dict[tuple[str, str], Tensor]:
+    def _views(self, rooms: Mapping[int, Tensor]) -> dict[tuple[str, str], Tensor]:
         found, at = {}, 0
-        by_start = sorted(
-            ((part, rooms[place]) for place, parts in self.parts.items() for part in parts.values()),
-            key=lambda pair: pair[0].start,
-        )
-        spans = iter(by_start)
-        part, room = next(spans, (StagePart(0, 0), None))
+        spans = iter(sorted(self.parts.items(), key=lambda one: one[1].start))
+        stage, part = OUTSIDE, StagePart(0, 0)
         for parameter in self.training.layout.parameters:
             if at >= part.stop:
-                part, room = next(spans)
-            assert room is not None
-            inside = room[at - part.start : at - part.start + parameter.size]
+                stage, part = next(spans)
+            inside = rooms[stage][at - part.start : at - part.start + parameter.size]
             found[parameter.site, parameter.name] = inside.view(parameter.shape)
             at += parameter.size
         return found
 
 
 class AdapterPlaces:
-    """All travelling adapters, and which stage is in which place."""
+    """All travelling adapters, and the stages that are on the device."""
 
     def __init__(self, part: OnWorker, device: torch.device, dtype: torch.dtype) -> None:
         self.part = part
@@ -97,29 +68,35 @@ class AdapterPlaces:
         """Jobs and stages of gradients that are on the device only."""
         self._squares: dict[str, list[Tensor]] = {}
         """Maps each job to the sums of squares of the parts of its gradient that have left the device."""
-        self._in: dict[Place, int] = {ENDS: OUTSIDE}
-        for number in part.own:
-            if part.stages[number].resident:
-                self._in["stage", number] = number
+        self._there: dict[int, None] = {OUTSIDE: None}
+        """Stages that are there, or will be after the work launched so far, in the order of their arrival."""
+        self._there |= dict.fromkeys(stage for stage in part.own if part.stages[stage].resident)
 
     def board(self, training: Training) -> TravellingAdapter:
         """Allocate a job's room on the device, filled for the stages that are there."""
-        parts: dict[Place, dict[int, StagePart]] = {}
-        for stage, part in _parts(training.layout, self.part):
-            parts.setdefault(self._place(stage), {})[stage] = part
-        rooms = {place: max(part.size for part in held.values()) for place, held in parts.items()}
         training.state = _on_the_host(training.state, self.device)
-        dtype = training.gradient.dtype
-        traveller = TravellingAdapter(
-            training,
-            parts,
-            {place: torch.zeros(n, dtype=self.dtype, device=self.device) for place, n in rooms.items()},
-            {place: torch.zeros(n, dtype=dtype, device=self.device) for place, n in rooms.items()},
-        )
+        parts = dict(_parts(training.layout, self.part))
+        weights = self._rooms(parts, self.dtype)
+        gradient = self._rooms(parts, training.gradient.dtype)
+        traveller = TravellingAdapter(training, parts, weights, gradient)
         self.travellers[training.job] = traveller
         self._squares[training.job] = []
         self.bring_weights([training.job])
         return traveller
+
+    def _rooms(self, parts: Mapping[int, StagePart], dtype: torch.dtype) -> dict[int, Tensor]:
+        """Return room for each stage's part; stages that take turns in a slot share theirs."""
+        shared: dict[tuple[str, int], list[int]] = {}
+        for stage in parts:
+            resident = stage == OUTSIDE or self.part.stages[stage].resident
+            place = ("stage", stage) if resident else ("slot", self.part.slot(stage))
+            shared.setdefault(place, []).append(stage)
+        found = {}
+        for stages in shared.values():
+            size = max(parts[stage].size for stage in stages)
+            room = torch.zeros(size, dtype=dtype, device=self.device)
+            found.update({stage: room[: parts[stage].size] for stage in stages})
+        return found
 
     def leave(self, job: str) -> None:
         self.forget([job])
@@ -129,44 +106,45 @@ class AdapterPlaces:
     # -- with a stage ------------------------------------------------------------------------------------
 
     def come(self, stage: int, unfinished: Callable[[str, int], bool]) -> None:
-        """Load a stage's adapters into its place: the weights of every job whose Steps there are finished."""
-        self._in[self._place(stage)] = stage
+        """Load a stage's adapters: the weights of every job whose Steps there are finished."""
+        self._there[stage] = None
         self.bring((job, stage) for job in self.travellers if not unfinished(job, stage))
 
     def measure(self, stage: int) -> None:
-        """Sum the squares of gradients in the place of a stage that is about to be evicted."""
-        self._measure((traveller, self._place(stage)) for traveller in self.travellers.values())
+        """Sum the squares of gradients of a stage that is about to be evicted."""
+        self._measure((job, stage) for job in self.travellers)
 
     def go(self, stage: int) -> None:
-        """Evict a stage's adapters from its place, with the gradients that were computed there."""
+        """Evict a stage's adapters, with the gradients that were computed there."""
         self.send(stage)
-        del self._in[self._place(stage)]
+        del self._there[stage]
 
     def send(self, stage: int) -> None:
         """Copy to the host only the gradients of a stage."""
         assert self.there(stage), f"stage {stage} is not in its place"
-        place = self._place(stage)
-        self._take((traveller, place) for traveller in self.travellers.values())
+        self._take((job, stage) for job in self.travellers)
 
     def note_backward(self, stage: int, jobs: Iterable[str]) -> None:
-        """Note that gradients of these jobs were added to in the place of that stage."""
-        for job in jobs:
-            self._made.add((job, stage))
-            if stage in (0, len(self.part.stages) - 1):
-                self._made.add((job, OUTSIDE))
+        """Note that gradients of these jobs were added to in that stage."""
+        self._made.update(self.pairs(stage, jobs))
+
+    def pairs(self, stage: int, jobs: Iterable[str]) -> list[Pair]:
+        """Return the parts that passes of these jobs over the stage read; at the first and last stage also
+        those outside all layers."""
+        stages = (stage, OUTSIDE) if stage in (0, len(self.part.stages) - 1) else (stage,)
+        return [(job, one) for job in jobs for one in stages]
 
     def there(self, stage: int) -> bool:
-        """Return whether the stage is in its place, or will be once the device has finished the work launched
-        so far."""
-        return self._in.get(self._place(stage)) == stage
+        """Return whether the stage is on the device, or will be after the work launched so far."""
+        return stage in self._there
 
     # -- for a Step --------------------------------------------------------------------------------------
 
     def take_gradients(self, jobs: Iterable[str]) -> None:
-        """Copy the gradients in all places to the host."""
-        places = [(self.travellers[job], place) for job in jobs for place in self._in]
-        self._measure(places)
-        self._take(places)
+        """Copy the gradients of all stages that are there to the host."""
+        pairs = [(job, stage) for job in jobs for stage in self._there]
+        self._measure(pairs)
+        self._take(pairs)
 
     def gradient_norms(self, jobs: Sequence[str]) -> Tensor:
         """Return the norms of gradients that are all on the host, in float64 [J]. If kernels are available,
@@ -182,21 +160,21 @@ class AdapterPlaces:
         return torch.stack(squares).sqrt()
 
     def room(self, job: str, stage: int) -> Tensor | None:
-        """Return the room for the job's weights of a stage on the device, or None while the stage is not
-        there."""
-        if not self.there(stage):
-            return None
-        traveller, place = self.travellers[job], self._place(stage)
-        return traveller.weights[place][: traveller.parts[place][stage].size]
+        """Return the device's room for the job's weights of a stage, or None while it is not there."""
+        return self.travellers[job].weights[stage] if self.there(stage) else None
 
     def bring_weights(self, jobs: Iterable[str]) -> None:
-        """Copy these jobs' weights to every place that holds a stage."""
-        self.bring((job, stage) for job in jobs for stage in self._in.values())
+        """Copy these jobs' weights to every stage that is there."""
+        self.bring((job, stage) for job in jobs for stage in self._there)
 
     def bring(self, pairs: Iterable[Pair]) -> None:
-        """Copy weights from the host to the places where their stages are."""
+        """Copy weights from the host to stages that are there."""
         for job, stage in pairs:
-            self._bring(self.travellers[job], stage)
+            traveller = self.travellers[job]
+            assert self.there(stage), f"stage {stage} is not in its place"
+            if (part := traveller.parts.get(stage)) is not None:
+                host = traveller.training.state.weights[part.start : part.stop]
+                traveller.weights[stage].copy_(host, non_blocking=True)
 
     def forget(self, jobs: Iterable[str]) -> None:
         """Drop unfinished gradients."""
@@ -206,61 +184,41 @@ class AdapterPlaces:
             self._squares[job] = []
             self._made = {(other, stage) for other, stage in self._made if other != job}
 
-    def _bring(self, traveller: TravellingAdapter, stage: int) -> None:
-        place = self._place(stage)
-        assert self.there(stage), f"stage {stage} is not in its place"
-        if (part := traveller.parts.get(place, {}).get(stage)) is not None:
-            host = traveller.training.state.weights[part.start : part.stop]
-            traveller.weights[place][: part.size].copy_(host, non_blocking=True)
+    def _made_in(self, pairs: Iterable[Pair]) -> list[Pair]:
+        """Return those of the pairs that have a gradient on the device."""
+        return [pair for pair in pairs if pair in self._made and pair[1] in self.travellers[pair[0]].parts]
 
-    def _made_in(
-        self, places: Iterable[tuple[TravellingAdapter, Place]]
-    ) -> list[tuple[TravellingAdapter, StagePart, Tensor]]:
-        """Return the adapter, its part and its room for each of these places that has a gradient."""
-        found = []
-        for traveller, place in places:
-            stage = self._in[place]
-            part = traveller.parts.get(place, {}).get(stage)
-            if part is not None and (traveller.training.job, stage) in self._made:
-                found.append((traveller, part, traveller.gradient[place][: part.size]))
-        return found
+    def _measure(self, pairs: Iterable[Pair]) -> None:
+        made = self._made_in(pairs)
+        rooms = [self.travellers[job].gradient[stage] for job, stage in made]
+        if rooms and kernels_at_hand(rooms[0]):
+            for (job, _), squares in zip(made, square_sums(rooms), strict=True):
+                self._squares[job].append(squares)
 
-    def _measure(self, places: Iterable[tuple[TravellingAdapter, Place]]) -> None:
-        made = self._made_in(places)
-        if made and kernels_at_hand(made[0][2]):
-            squares_J = square_sums([room for _, _, room in made])
-            for (traveller, _, _), squares in zip(made, squares_J, strict=True):
-                self._squares[traveller.training.job].append(squares)
-
-    def _take(self, places: Iterable[tuple[TravellingAdapter, Place]]) -> None:
+    def _take(self, pairs: Iterable[Pair]) -> None:
         """Copy gradients to the host. A stage has one backward per round, so this is the whole gradient."""
-        places = list(places)
-        for traveller, part, room in self._made_in(places):
+        pairs = list(pairs)
+        for job, stage in self._made_in(pairs):
+            traveller = self.travellers[job]
+            part, room = traveller.parts[stage], traveller.gradient[stage]
             traveller.training.gradient[part.start : part.stop].copy_(room, non_blocking=True)
             room.zero_()
-        self._made -= {(traveller.training.job, self._in[place]) for traveller, place in places}
+        self._made.difference_update(pairs)
 
     def wait(self) -> None:
         """Wait until the device has finished all launched work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _place(self, stage: int) -> Place:
-        if stage == OUTSIDE:
-            return ENDS
-        return ("stage", stage) if self.part.stages[stage].resident else ("slot", self.part.slot(stage))
-
 
 def _on_the_host(state: AdamState, device: torch.device) -> AdamState:
     """Return a copy in page-locked host memory, which the device reads and writes directly."""
-    vectors = [getattr(state, one.name) for one in fields(state)]
-    found = host_vectors([(len(vector), vector.dtype) for vector in vectors], device)
-    return AdamState(*(here.copy_(vector) for here, vector in zip(found, vectors, strict=True)))
+    found = host_vectors([(len(vector), vector.dtype) for vector in state.vectors], device)
+    return AdamState(*(here.copy_(vector) for here, vector in zip(found, state.vectors, strict=True)))
 
 
 def _parts(layout: VectorLayout, part: OnWorker) -> Iterator[tuple[int, StagePart]]:
-    """Iterate over stages and their parts of the flat vector, which holds the sites in the order of
-    layers."""
+    """Iterate over stages and their parts of the flat vector, whose sites are in the order of layers."""
     homes = [stage for stage, held in enumerate(part.stages) for _ in range(held.start, held.stop)]
     found: dict[int, StagePart] = {}
     at = 0

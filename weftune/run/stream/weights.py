@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from weftune.base.host.streamed import StreamedBase
-from weftune.run.measure.waited import Waited
+from weftune.run.measure.timers import Waited, recorded_event
+from weftune.run.stream.adapter_steps import Events
 
 NOTHING_THERE = 0xFF
 """Byte that fills a slot whose stage has been evicted if a CPU acts as the device: NaN in every format, so
@@ -26,27 +26,13 @@ Beside = Callable[[int], None]
 """Work to be done with a stage's copy, on the same queue."""
 
 
-@dataclass(frozen=True, slots=True)
-class JointEvent:
-    """An event that is done when all its events are."""
-
-    events: tuple[torch.cuda.Event, ...] = ()
-
-    def query(self) -> bool:
-        return all(event.query() for event in self.events)
-
-    def synchronize(self) -> None:
-        for event in self.events:
-            event.synchronize()
-
-
 class ResidentWeights:
     """Weights of stages that all stay on the device: nothing is loaded."""
 
     def __init__(self) -> None:
         self.waited = Waited()
 
-    def settle(self) -> None:
+    def begin_window(self) -> None:
         """Load the stages that a window begins with."""
 
     def load(self, stage: int) -> None:
@@ -68,13 +54,16 @@ class StreamedWeights:
         self.there: set[int] = set()
         """Streamed stages that are loaded now."""
         self.waited = Waited()
-        self._coming: Beside = lambda stage: None
-        self._going: Beside = lambda stage: None
-        self._queue = _queue(self)
+        self.come: Beside = lambda stage: None
+        self.leave: Beside = lambda stage: None
+        self._queue: _HostQueue | _GpuQueue = _HostQueue(self)
+        if base.whole.device.type == "cuda":
+            read = any(source.blocks for source in base.sources.values())
+            self._queue = _GpuQueue(self, _StageRead(self) if read else None)
 
-    def accompany(self, coming: Beside, going: Beside) -> None:
+    def accompany(self, come: Beside, leave: Beside) -> None:
         """Register work to be done with every Load and Evict, on the queue of its bytes."""
-        self._coming, self._going = coming, going
+        self.come, self.leave = come, leave
 
     def load(self, stage: int) -> None:
         assert stage not in self.there, f"stage {stage} is there already"
@@ -96,13 +85,13 @@ class StreamedWeights:
             self._queue.use(stage)
         return True
 
-    def gone(self) -> JointEvent:
-        """Return an event that is done when everything sent to the host until now has arrived. All passes
+    def gone(self) -> Events:
+        """Return events that are done when everything sent to the host until now has arrived. All passes
         before a Step are finished then."""
         return self._queue.gone()
 
-    def writable(self, stage: int) -> JointEvent:
-        """Return an event that is done when the stage's adapter weights may be overwritten: those whose Step
+    def writable(self, stage: int) -> Events:
+        """Return events that are done when the stage's adapter weights may be overwritten: those whose Step
         was requested with the last `gone`, and which no pass has read since."""
         return self._queue.writable(stage)
 
@@ -114,31 +103,22 @@ class StreamedWeights:
             yield
             self.waited.seconds += time.perf_counter() - began
             return
-        ready, there = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        ready.record()
+        ready = recorded_event()
         yield
-        there.record()
-        self.waited.note(ready, there)
+        self.waited.note(ready, recorded_event())
 
-    def settle(self) -> None:
+    def begin_window(self) -> None:
         """Load the stages that a window begins with, whatever state an unfinished window has left."""
         waiting = set(self.base.part.waiting)
         for stage in sorted(self.there - waiting):
             self.evict(stage)
-        self._queue.settle()
+        self._queue.begin_window()
         for stage in sorted(waiting - self.there):
             self.load(stage)
 
     def fetch(self, stage: int) -> None:
         """Copy a stage's bytes."""
         self.base.sources[stage].copy_to(self.base.slot(stage))
-
-    def come(self, stage: int) -> None:
-        """Do the work registered for a Load."""
-        self._coming(stage)
-
-    def leave(self, stage: int) -> None:
-        self._going(stage)
 
 
 class _HostQueue:
@@ -159,33 +139,32 @@ class _HostQueue:
     def use(self, stage: int) -> None:
         pass
 
-    def settle(self) -> None:
+    def begin_window(self) -> None:
         pass
 
-    def gone(self) -> JointEvent:
-        return JointEvent()
+    def gone(self) -> Events:
+        return ()
 
-    def writable(self, stage: int) -> JointEvent:
-        return JointEvent()
+    def writable(self, stage: int) -> Events:
+        return ()
 
 
 class _GpuQueue:
     """Streams for Loads and for Evicts, and events between them and the compute stream."""
 
-    def __init__(self, weights: StreamedWeights, stage_bytes: _Copied | _StageRead) -> None:
+    def __init__(self, weights: StreamedWeights, reader: _StageRead | None) -> None:
+        """Without a `reader`, stages are copied on the stream of Loads."""
         device = weights.base.whole.device
-        self._weights, self._bytes = weights, stage_bytes
+        self._weights, self._reader = weights, reader
         self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._free: dict[int, torch.cuda.Event] = {}
         """Maps each slot to an event that is done when its content is no longer needed."""
         self._beside: dict[int, torch.cuda.Event] = {}
-        """Maps each stage to an event that is done when the adapters have arrived with it; removed at its
-        first use."""
+        """Maps each stage to an event that is done when the adapters have arrived, until its first use."""
         self._came: dict[int, torch.cuda.Event] = {}
         """Maps each stage to an event that is done when the adapters last arrived with it."""
         self._writable: dict[int, torch.cuda.Event] = {}
-        """Maps each stage to an event that is done when the adapters in its slot are no longer read or
-        written."""
+        """Maps each stage to an event that is done when the adapters in its slot are no longer used."""
         self._stepped: torch.cuda.Event | None = None
         """Event that is done when the last pass before the last Step is finished."""
 
@@ -194,9 +173,12 @@ class _GpuQueue:
         free = self._free.pop(slot, None) or torch.cuda.current_stream().record_event()
         self._in.wait_event(free)
         with torch.cuda.stream(self._in):
-            self._bytes.ask(stage, free)
+            if self._reader is None:
+                self._weights.fetch(stage)
+            else:
+                self._reader.start(stage, free)
             self._weights.come(stage)
-            self._came[stage] = self._beside[stage] = _marked()
+            self._came[stage] = self._beside[stage] = recorded_event()
         # Weights whose Step has been requested are not loaded with it.
         self._writable[stage] = free
 
@@ -211,45 +193,29 @@ class _GpuQueue:
         beside = self._beside.pop(stage, None)
         if beside is None:
             return
-        ready = _marked()
-        there = self._bytes.there(stage)
-        for came in dict.fromkeys((there or beside, beside)):
+        ready = recorded_event()
+        there = beside if self._reader is None else self._reader.arrival(stage)
+        for came in dict.fromkeys((there, beside)):
             torch.cuda.current_stream().wait_event(came)
-        self._weights.waited.note(ready, there or beside)
+        self._weights.waited.note(ready, there)
 
-    def settle(self) -> None:
+    def begin_window(self) -> None:
         """Wait for the current stream: a job attached since a slot was freed may still be copied there."""
         self._in.wait_stream(torch.cuda.current_stream())
 
-    def gone(self) -> JointEvent:
-        left, self._stepped = torch.cuda.Event(), torch.cuda.Event()
-        left.record(self._out)
+    def gone(self) -> Events:
+        evicted, self._stepped = torch.cuda.Event(), torch.cuda.Event()
+        evicted.record(self._out)
         self._stepped.record()
         # Stages loaded until now have weights from before this Step.
         self._writable = dict(self._came)
-        return JointEvent((left, self._stepped))
+        return evicted, self._stepped
 
-    def writable(self, stage: int) -> JointEvent:
+    def writable(self, stage: int) -> Events:
         """Return the events after which the stage's adapters may be overwritten. A stage that was loaded
         since the last Step may be in a slot in which others were read since."""
         events = (self._stepped, self._writable.get(stage))
-        return JointEvent(tuple(event for event in events if event is not None))
-
-
-class _Copied:
-    """Copies of a stage's bytes on the stream that requests them."""
-
-    def __init__(self, weights: StreamedWeights) -> None:
-        self._weights = weights
-
-    def ask(self, stage: int, free: torch.cuda.Event) -> None:
-        """Start the copy once the slot is free."""
-        self._weights.fetch(stage)
-
-    def there(self, stage: int) -> torch.cuda.Event | None:
-        """Return an event that is done when the bytes have arrived. None means that later requests are
-        ordered after them."""
-        return None
+        return tuple(event for event in events if event is not None)
 
 
 class _StageRead:
@@ -259,14 +225,15 @@ class _StageRead:
     def __init__(self, weights: StreamedWeights) -> None:
         self._weights = weights
         self._pages = torch.cuda.Stream(weights.base.whole.device)
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._reads: dict[int, Future[torch.cuda.Event]] = {}
         """Maps each stage to its arrival event, available once all of its copies have been started."""
 
-    def ask(self, stage: int, free: torch.cuda.Event) -> None:
-        self._reads[stage] = self._reader.submit(self._read, stage, free)
+    def start(self, stage: int, free: torch.cuda.Event) -> None:
+        self._reads[stage] = self._thread.submit(self._read, stage, free)
 
-    def there(self, stage: int) -> torch.cuda.Event | None:
+    def arrival(self, stage: int) -> torch.cuda.Event:
+        """Return the event of the stage's arrival; waits until its copies have been started."""
         return self._reads.pop(stage).result()
 
     def _read(self, stage: int, free: torch.cuda.Event) -> torch.cuda.Event:
@@ -274,20 +241,3 @@ class _StageRead:
         with torch.cuda.stream(self._pages):
             self._weights.fetch(stage)
             return self._pages.record_event(torch.cuda.Event(enable_timing=True))
-
-
-def _marked() -> torch.cuda.Event:
-    """Return an event at the current point of the current stream."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-_Queue = _HostQueue | _GpuQueue
-
-
-def _queue(weights: StreamedWeights) -> _Queue:
-    if weights.base.whole.device.type != "cuda":
-        return _HostQueue(weights)
-    read = any(source.blocks for source in weights.base.sources.values())
-    return _GpuQueue(weights, _StageRead(weights) if read else _Copied(weights))

@@ -7,8 +7,9 @@ then renamed. The data cursor, the schedule and the dropout are functions of see
 all the random state there is. The last two checkpoints are kept: if a byte of the newer one has flipped, the
 older one serves.
 
-A pipeline writes a file of tensors for each stage (`weftune.run.training.slices`). Either is read on any
-number of stages, since parameters are found by their site and name.
+Every worker of a pipeline writes a slice: a file with the tensors of its stages. The first worker, to which
+all slices are reported, writes the state and renames the folder into place; until then it is not read. Either
+form is read on any number of stages, since parameters are found by their site and name.
 """
 
 from __future__ import annotations
@@ -44,22 +45,16 @@ def save(folder: Path, training: Training) -> Path:
 
 def write(folder: Path, snapshot: Snapshot) -> Path:
     """Write a snapshot under `folder` and drop all but the newest checkpoints."""
-    step = snapshot.progress.step
-    partial, final = partial_folder(folder, step), final_folder(folder, step)
+    progress = snapshot.progress
+    partial, final = partial_folder(folder, progress.step), final_folder(folder, progress.step)
     folder.mkdir(parents=True, exist_ok=True)
-    if holds(folder, snapshot.progress):
+    if holds(folder, progress):
         return final
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    state = {
-        "format": FORMAT,
-        "progress": asdict(snapshot.progress),
-        "seed": snapshot.seed,
-        "layout": listed_layout(snapshot.layout),
-    }
     try:
         sums = {TENSORS: write_hashed_tensors(partial / TENSORS, snapshot.tensors())}
-        write_state(partial, state, sums)
+        write_state(partial, progress, snapshot.seed, {"layout": listed_layout(snapshot.layout)}, sums)
         put_in_place(partial, final)
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
@@ -67,8 +62,51 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
     return final
 
 
-def write_state(partial: Path, state: Mapping[str, Any], sums: Mapping[str, str]) -> None:
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A worker's file of a job's checkpoint, written and synced."""
+
+    job: str
+    step: int
+    file: str
+    sha256: str
+    layout: list[list[Any]]
+
+
+def write_slice(folder: Path, snapshot: Snapshot, worker: int) -> Slice:
+    step, name = snapshot.progress.step, f"tensors-{worker}.safetensors"
+    partial = partial_folder(folder, step)
+    partial.mkdir(parents=True, exist_ok=True)
+    sha256 = write_hashed_tensors(partial / name, snapshot.tensors())
+    return Slice(snapshot.job, step, name, sha256, listed_layout(snapshot.layout))
+
+
+def finish(
+    folder: Path, progress: Progress, seed: int, slices: Mapping[int, Slice], keeps_best: bool
+) -> Path:
+    """Write the state and checksums of all slices (worker → slice), and rename the checkpoint into place."""
+    partial, final = partial_folder(folder, progress.step), final_folder(folder, progress.step)
+    ordered = [slices[worker] for worker in sorted(slices)]
+    contents = {
+        "slices": [{"file": one.file, "layout": one.layout} for one in ordered],
+        "best_is_master": keeps_best and progress.best_step == progress.step,
+    }
+    write_state(partial, progress, seed, contents, {one.file: one.sha256 for one in ordered})
+    put_in_place(partial, final)
+    return final
+
+
+def drop_partial(folder: Path) -> None:
+    """Remove partial folders of a run that was killed; no process may be writing here."""
+    for path in folder.glob(".step-*.partial"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def write_state(
+    partial: Path, progress: Progress, seed: int, contents: Mapping[str, Any], sums: Mapping[str, str]
+) -> None:
     """Write the state, and the checksums of it and of the files of tensors (name → SHA-256)."""
+    state = {"format": FORMAT, "progress": asdict(progress), "seed": seed, **contents}
     content = json.dumps(state).encode()
     write_synced(partial / STATE, content)
     write_synced(partial / SUMS, sums_text({**sums, STATE: hashlib.sha256(content).hexdigest()}))
@@ -100,26 +138,26 @@ def holds(folder: Path, progress: Progress) -> bool:
 
 
 def restore(folder: Path, training: Training) -> bool:
-    """Restore `training` from the newest intact checkpoint under `folder`, and return whether there is
-    one."""
+    """Restore `training` from the newest intact checkpoint under `folder`; return whether there is one."""
     for path in _newest_first(folder):
         stored = _read(path)
-        if stored is None or not stored.serves(training):
+        if stored is None or not set(stored.layout.parameters).issuperset(training.layout.parameters):
             continue
         training.progress = stored.progress
-        training.master.copy_(stored.vector("master", training))
+        found = {name: training.layout.slice_of(stored.layout, one) for name, one in stored.vectors.items()}
+        training.master.copy_(found["master"])
         for name in MOMENTS:
             # Missing in checkpoints saved at step 0 by earlier releases.
-            if stored.has(name):
-                getattr(training.state, name).copy_(stored.vector(name, training))
+            if name in found:
+                getattr(training.state, name).copy_(found[name])
         training.state.weights.copy_(training.master)
         training.best = None
         if stored.best_is_master:
             training.best = training.master.clone()
-        elif stored.has("best"):
-            training.best = stored.vector("best", training).to(training.master.device)
-        if training.mean is not None and stored.has("mean"):
-            training.mean.copy_(stored.vector("mean", training))
+        elif "best" in found:
+            training.best = found["best"].to(training.master.device)
+        if training.mean is not None and "mean" in found:
+            training.mean.copy_(found["mean"])
         else:
             # The mean begins with the next step.
             training.progress.averaged = 0
@@ -167,33 +205,14 @@ def _newest_first(folder: Path) -> Iterator[Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class _CheckpointPart:
-    """One file of tensors, with the layout of its flat vectors."""
-
-    layout: VectorLayout
-    tensors: Mapping[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
 class _Stored:
     progress: Progress
-    parts: tuple[_CheckpointPart, ...]
+    layout: VectorLayout
+    """Layout of all parameters, slice after slice."""
+    vectors: Mapping[str, Tensor]
+    """Maps names to vectors over all parameters."""
     best_is_master: bool
-    """Whether the best weights are the master weights: slices are written before their evaluation is
-    known."""
-
-    def has(self, name: str) -> bool:
-        return all(name in part.tensors for part in self.parts)
-
-    def serves(self, training: Training) -> bool:
-        """Return whether it holds all parameters of `training`, in their shapes."""
-        stored = {parameter for part in self.parts for parameter in part.layout.parameters}
-        return stored.issuperset(training.layout.parameters)
-
-    def vector(self, name: str, training: Training) -> Tensor:
-        whole = VectorLayout(tuple(one for part in self.parts for one in part.layout.parameters))
-        flat = torch.cat([part.tensors[name] for part in self.parts])
-        return training.layout.slice_of(whole, flat)
+    """Whether the best weights are the master weights, as slices precede their evaluation."""
 
 
 def _read(path: Path) -> _Stored | None:
@@ -206,11 +225,14 @@ def _read(path: Path) -> _Stored | None:
         state = json.loads(content[STATE])
         refuse_unknown_format(state.get("format"), path / STATE)
         slices = state.get("slices") or [{"file": TENSORS, "layout": state["layout"]}]
-        parts = tuple(
-            _CheckpointPart(_layout_from(one["layout"]), load_tensors(content[Path(one["file"]).name]))
-            for one in slices
-        )
-        return _Stored(Progress(**state["progress"]), parts, bool(state.get("best_is_master")))
+        listed = [parameter for one in slices for parameter in one["layout"]]
+        layout = VectorLayout(tuple(ParameterShape(site, name, tuple(shape)) for site, name, shape in listed))
+        parts = [load_tensors(content[Path(one["file"]).name]) for one in slices]
+        vectors = parts[0]
+        if len(parts) > 1:
+            names = [name for name in vectors if all(name in part for part in parts)]
+            vectors = {name: torch.cat([part[name] for part in parts]) for name in names}
+        return _Stored(Progress(**state["progress"]), layout, vectors, bool(state.get("best_is_master")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return None
 
@@ -220,19 +242,12 @@ def _whole_files(path: Path) -> dict[str, bytes] | None:
     sums = (path / SUMS).read_bytes()
     names = [Path(line.partition("  ")[2]).name for line in sums.decode().splitlines()]
     content = {name: (path / name).read_bytes() for name in names}
-    return content if STATE in content and sums == _sums(content) else None
+    found = {name: hashlib.sha256(data).hexdigest() for name, data in content.items()}
+    return content if STATE in content and sums == sums_text(found) else None
 
 
 def listed_layout(layout: VectorLayout) -> list[list[Any]]:
     return [[p.site, p.name, list(p.shape)] for p in layout.parameters]
-
-
-def _layout_from(listed: list[list[Any]]) -> VectorLayout:
-    return VectorLayout(tuple(ParameterShape(site, name, tuple(shape)) for site, name, shape in listed))
-
-
-def _sums(content: Mapping[str, bytes]) -> bytes:
-    return sums_text({name: hashlib.sha256(data).hexdigest() for name, data in content.items()})
 
 
 def sums_text(sums: Mapping[str, str]) -> bytes:

@@ -27,8 +27,7 @@ class Recipe:
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Return the rate that optimizer step `step` uses: warm-up from 0, then the schedule down to 0 (or
-    constant)."""
+    """Return the rate of optimizer step `step`: warm-up from 0, then the schedule down to 0 (or constant)."""
     past = step - 1
     if past < recipe.warmup:
         return recipe.learning_rate * past / max(1, recipe.warmup)

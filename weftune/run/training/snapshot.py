@@ -57,9 +57,14 @@ def snapshot_of(training: Training, vectors: Mapping[str, Tensor] | None = None)
     return Snapshot(training.job, copy(training.progress), training.adapter.seed, training.layout, vectors)
 
 
+def weights_of(training: Training) -> Snapshot:
+    """Return a snapshot with the master weights, and the best ones if the job keeps them."""
+    vectors = {"master": training.master, "best": training.best}
+    return snapshot_of(training, {name: one.cpu() for name, one in vectors.items() if one is not None})
+
+
 def vectors_of(training: Training) -> dict[str, Tensor]:
-    """Return the vectors that a checkpoint holds. A job that was gathered from several workers for export has
-    no moments."""
+    """Return the vectors of a checkpoint. A job gathered from several workers has no moments."""
     found = {name: getattr(training.state, name) for name in ("master", *MOMENTS)}
     if training.best is not None:
         found["best"] = training.best
@@ -76,8 +81,7 @@ class Snapshots:
         self.max_bytes = max_bytes or min(MOST_BYTES, int(psutil.virtual_memory().available * HOST_SHARE))
         self._used_bytes = 0
         self._free: dict[int, list[Tensor]] = {}
-        """Maps a size to unused page-locked memory of that size: locking memory takes longer than copying to
-        it."""
+        """Maps a size to unused page-locked memory, which takes longer to lock than to copy to."""
         self._free_bytes = 0
         self._changed = threading.Condition()
 
@@ -170,8 +174,7 @@ def _aligned(vector: Tensor) -> int:
 
 
 def _host_memory(size: int, device: torch.device) -> Tensor:
-    """Return host memory, page-locked for a GPU. If the system does not allow that much, it is pageable, and
-    copies block."""
+    """Return host memory, page-locked for a GPU if the system allows that much; else copies block."""
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     try:
         with on_device:

@@ -1,11 +1,12 @@
-"""One job's training state: master weights, their mean if a sweep requests it, moments, accumulated gradients
-and progress.
+"""The training state of attached jobs: master weights, their mean if a sweep requests it, moments,
+accumulated gradients and progress.
 
 All parameters of an adapter live in one flat vector, so that a step is a handful of vector operations.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -58,6 +59,26 @@ class StepOutcome:
     learning_rate: float
     token_accuracy: float
     tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSums:
+    """Sums over held-out samples of one job after `step`."""
+
+    job: str
+    step: int
+    loss: float
+    correct: int
+    tokens: int
+
+    def __add__(self, other: EvaluationSums) -> EvaluationSums:
+        return EvaluationSums(
+            self.job,
+            self.step,
+            self.loss + other.loss,
+            self.correct + other.correct,
+            self.tokens + other.tokens,
+        )
 
 
 @dataclass(slots=True)
@@ -166,6 +187,32 @@ class Training:
         if keep_best:
             self.best = self.master.clone()
         return True
+
+
+class Roster:
+    """The attached jobs; all parts of an executor share one roster."""
+
+    def __init__(self) -> None:
+        self.trainings: dict[str, Training] = {}
+        self.dead: set[str] = set()
+        """Jobs whose rows and actions are skipped from here on; the Program still holds for the others."""
+
+    def inside_a_step(self) -> bool:
+        """Return whether a global batch is open."""
+        return any(training.open is not None for training in self.trainings.values())
+
+    def collect(
+        self, segments: Sequence[Segment], losses: Sequence[Tensor], correct: Sequence[Tensor]
+    ) -> None:
+        """Add a microbatch's losses and correct predictions to the open batches of living jobs."""
+        for segment, loss, count in zip(segments, losses, correct, strict=True):
+            if segment.job not in self.dead:
+                self.trainings[segment.job].collect(segment, loss, count)
+
+    def forget_open_batches(self) -> None:
+        """Drop the open global batches, as if none of their microbatches had run."""
+        for training in self.trainings.values():
+            training.forget_open_batch()
 
 
 def new_training(

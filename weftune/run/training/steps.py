@@ -9,52 +9,30 @@ Shapes: J jobs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from weftune.ops.adamw import Update, gradient_norms, update
-from weftune.ops.triton.at_hand import kernels_at_hand
+from weftune.ops.triton.at_hand import kernels_at_hand, kernels_run
 from weftune.run.measure.memory import is_out_of_memory
+from weftune.run.measure.timers import Stopwatch
 from weftune.run.training.state import LITTLE, OpenBatch, StepOutcome, Training
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class StepRequest:
     """A job whose open batch is complete, and the number of supervised tokens in that batch."""
 
     training: Training
     supervised: int
 
 
-@dataclass(frozen=True, slots=True)
-class NoStep:
-    """A step that could not be made; the sentence becomes the reason of the job's failure."""
-
-    reason: str
-
-
-Outcome = StepOutcome | NoStep
-
-
-class StepsUnderway(Protocol):
-    """Steps that have been requested."""
-
-    @property
-    def due(self) -> Sequence[Due]: ...
-
-    @property
-    def made(self) -> bool:
-        """Whether the Steps were made at once, so that their outcomes are known."""
-
-    def outcomes(self) -> Sequence[Outcome]:
-        """Return the outcomes of the Steps; waits for them."""
-
-    def seconds(self) -> float:
-        """Return the seconds of device time, once the outcomes are known."""
+Outcome = StepOutcome | str
+"""The outcome of a step, or a sentence that says why it could not be made and the job fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,68 +44,125 @@ class Sums:
     correct: float
 
 
-@dataclass(frozen=True, slots=True)
-class StepsBegun:
-    """Steps launched on the device. Their outcomes must be read before the next ones are launched."""
+@dataclass(slots=True, eq=False)
+class StepRun:
+    """Steps that were begun together; their batches are closed, and their outcomes are not known yet."""
 
-    due: tuple[Due, ...]
+    requests: tuple[StepRequest, ...]
     updates: tuple[Update, ...]
+    """Updates with the state of each whole job."""
     tokens: tuple[int, ...]
-    values_J4: Tensor
-    """Loss, correct predictions, norm and whether the weights are finite, on the host once `read` is done."""
-    read: torch.cuda.Event | None
+    sums_J3: Tensor
+    """Loss, correct predictions and norm."""
+    factor_J: Tensor | None
+    """Clipping factors on the device if kernels make the updates. None if each update has its own."""
+    reasons: list[str | None] = field(init=False)
+    """Why a step failed on the host, if it did."""
+    finite: tuple[list[Tensor], ...] = field(init=False)
+    """Whether the weights of each job's pieces are finite, if its update is made in pieces."""
+    arrived: tuple[torch.cuda.Event, ...] = ()
+    """Events that are done when all gradients are on the host, if they are copied there."""
+    _values_J4: Tensor | None = None
+    """The sums and whether the weights are finite, on the host once `_copied` is done."""
+    _copied: torch.cuda.Event | None = None
 
-    @classmethod
-    def of(
-        cls,
-        due: tuple[Due, ...],
-        updates: tuple[Update, ...],
-        tokens: tuple[int, ...],
-        sums_J3: Tensor,
-        finite_J: Tensor,
-    ) -> StepsBegun:
-        """Start reading the results. `sums_J3` are loss, correct predictions and norm. Later work on this
-        stream is not waited for."""
-        values_J4 = torch.cat([sums_J3, finite_J[:, None].double()], dim=1)
-        if not values_J4.is_cuda:
-            return cls(due, updates, tokens, values_J4, None)
-        host_J4 = torch.empty_like(values_J4, device="cpu", pin_memory=True)
-        host_J4.copy_(values_J4, non_blocking=True)
-        return cls(due, updates, tokens, host_J4, torch.cuda.current_stream().record_event())
+    def __post_init__(self) -> None:
+        self.reasons = [None] * len(self.requests)
+        self.finite = tuple([] for _ in self.requests)
+
+    def is_refused(self, number: int) -> bool:
+        """Return whether the host already knows that a step is refused; otherwise the device decides."""
+        return self.factor_J is None and self.updates[number].factor < 0.0
+
+    def read(self, finite_J: Tensor) -> None:
+        """Start reading the results. Later work on this stream is not waited for."""
+        self._values_J4 = torch.cat([self.sums_J3, finite_J[:, None].double()], dim=1)
+        if self._values_J4.is_cuda:
+            host_J4 = torch.empty_like(self._values_J4, device="cpu", pin_memory=True)
+            self._values_J4 = host_J4.copy_(self._values_J4, non_blocking=True)
+            self._copied = torch.cuda.current_stream().record_event()
 
     def outcomes(self) -> list[Outcome]:
-        """Return the outcome of every step. If it is a NoStep, the weights must not be used."""
-        if self.read is not None:
-            self.read.synchronize()
+        """Return the outcome of every step. If it is a sentence, the job's weights must not be used."""
+        assert self._values_J4 is not None, "the results of these steps are not being read"
+        if self._copied is not None:
+            self._copied.synchronize()
         found: list[Outcome] = []
-        rows = zip(self.due, self.updates, self.tokens, self.values_J4.tolist(), strict=True)
-        for one, made, tokens, (loss, correct, norm, finite) in rows:
+        rows = zip(
+            self.requests, self.updates, self.tokens, self.reasons, self._values_J4.tolist(), strict=True
+        )
+        for request, one, tokens, failure, (loss, correct, norm, finite) in rows:
             sums = Sums(loss=loss, norm=norm, correct=correct)
-            reason = why_no_step(one.training, sums)
-            if reason is None and not finite:
-                reason = _spoilt(made)
-            found.append(NoStep(reason) if reason else counted(one, sums, made.learning_rate, tokens))
+            reason = why_no_step(request.training, sums) or failure or (None if finite else _spoilt(one))
+            found.append(reason or _counted(request, sums, one.learning_rate, tokens))
         return found
 
 
-def take_steps(due: Sequence[Due]) -> list[Outcome]:
-    """Clip, step and close every open batch. If the outcome is a NoStep, the weights must not be used."""
-    if kernels_at_hand(due[0].training.master):
-        return begin_steps(due).outcomes()
-    return [_take_alone(one) for one in due]
+class StepsUnderway:
+    """Steps whose outcomes are read together."""
+
+    def __init__(self, device: torch.device, finish: Callable[[], None] = lambda: None) -> None:
+        """`finish` completes the steps and starts reading their results."""
+        self._device, self._finish = device, finish
+        self.runs: list[StepRun] = []
+        self.is_done = False
+        """Whether the steps were made at once, so that reading the outcomes does not wait."""
+        self.is_used = False
+        """Whether one of the jobs has been in a pass since."""
+        self._watches: list[Stopwatch] = []
+
+    @property
+    def requests(self) -> list[StepRequest]:
+        return [request for run in self.runs for request in run.requests]
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the device time in the context as time of these steps."""
+        watch = Stopwatch(self._device)
+        yield
+        watch.mark()
+        self._watches.append(watch)
+
+    def outcomes(self) -> list[Outcome]:
+        """Return the outcomes of the steps; waits for them."""
+        self._finish()
+        return [outcome for run in self.runs for outcome in run.outcomes()]
+
+    def seconds(self) -> float:
+        """Return the seconds of device time, once the outcomes are known."""
+        return sum(lap for watch in self._watches for lap in watch.laps())
 
 
-def begin_steps(due: Sequence[Due]) -> StepsBegun:
-    """Launch the steps of all jobs, each made only if its loss and its gradient are finite."""
-    trainings = [one.training for one in due]
+def close_batches(requests: Sequence[StepRequest], norm_J: Tensor, device: torch.device) -> StepRun:
+    """Close the open batches and return their steps, with gradients of these norms; `device` makes them."""
+    trainings = [request.training for request in requests]
     tokens = tuple(open_tokens(training) for training in trainings)
     sums_J2 = open_sums(trainings)
-    norm_J = gradient_norms([training.state for training in trainings])
+    norm_J = norm_J.to(sums_J2.device)
     updates = tuple(training.update() for training in trainings)
-    finite_J = update(updates, factors(trainings, sums_J2, norm_J).float())
+    factor_J = factors(trainings, sums_J2, norm_J)
+    by_kernels = kernels_run(device, trainings[0].master.dtype)
+    if not by_kernels:
+        known = zip(updates, factor_J.tolist(), strict=True)
+        updates = tuple(replace(one, factor=factor) for one, factor in known)
     for training in trainings:
         training.open = None
-    return StepsBegun.of(tuple(due), updates, tokens, torch.cat([sums_J2, norm_J[:, None]], dim=1), finite_J)
+    sums_J3 = torch.cat([sums_J2, norm_J[:, None]], dim=1)
+    return StepRun(tuple(requests), updates, tokens, sums_J3, factor_J.float() if by_kernels else None)
+
+
+def begin_steps(requests: Sequence[StepRequest]) -> StepRun:
+    """Make the steps of all jobs whose loss and gradient are finite. On a GPU they are only launched."""
+    states = [request.training.state for request in requests]
+    run = close_batches(requests, gradient_norms(states), states[0].master.device)
+    if run.factor_J is not None:
+        run.read(update(run.updates, run.factor_J))
+        return run
+    for number, one in enumerate(run.updates):
+        if not run.is_refused(number):
+            run.reasons[number] = make_update(one)
+    run.read(torch.ones(len(requests), dtype=torch.bool))
+    return run
 
 
 def factors(trainings: Sequence[Training], sums_J2: Tensor, norm_J: Tensor) -> Tensor:
@@ -138,25 +173,15 @@ def factors(trainings: Sequence[Training], sums_J2: Tensor, norm_J: Tensor) -> T
     return torch.where(good_J, (clip_J / (norm_J + LITTLE)).clamp(max=1.0), -1.0)
 
 
-def _take_alone(due: Due) -> Outcome:
-    (sums,) = batch_sums([due.training])
-    if reason := why_no_step(due.training, sums):
-        return NoStep(reason)
-    made = due.training.update(sums.norm)
-    (reason,) = make_updates([made])
-    return NoStep(reason) if reason else close_batch(due, sums, made.learning_rate)
-
-
-def batch_sums(trainings: Sequence[Training]) -> list[Sums]:
-    """Return the sums of the open batches; waits for the device once."""
-    norm_J = gradient_norms([training.state for training in trainings])
-    values = torch.cat([open_sums(trainings), norm_J[:, None]], dim=1).tolist()
-    return [Sums(loss=loss, norm=norm, correct=correct) for loss, correct, norm in values]
+def batch_sums(training: Training) -> Sums:
+    """Return the sums of the open batch; waits for the device once."""
+    norm_J = gradient_norms([training.state])
+    loss, correct, norm = torch.cat([open_sums([training])[0], norm_J]).tolist()
+    return Sums(loss=loss, norm=norm, correct=correct)
 
 
 def open_sums(trainings: Sequence[Training]) -> Tensor:
-    """Return loss and correct predictions of the open batches, in float64 [J, 2], with a few launches for
-    all."""
+    """Return loss and correct predictions of all open batches, in float64 [J, 2], with few launches."""
     batches = [_open_batch(training) for training in trainings]
     loss_J = torch.stack([batch.loss for batch in batches]).double()
     correct_J = torch.stack([batch.correct for batch in batches]).double()
@@ -173,42 +198,46 @@ def why_no_step(training: Training, sums: Sums) -> str | None:
     return None
 
 
-def make_updates(updates: Sequence[Update]) -> list[str | None]:
-    """Apply the updates, and return for each why its weights must not be used, or None."""
-    if updates and kernels_at_hand(updates[0].state.master):
-        finite = update(updates).tolist()
-        return [None if good else _spoilt(one) for one, good in zip(updates, finite, strict=True)]
-    return [_make_alone(one) for one in updates]
-
-
-def _make_alone(one: Update) -> str | None:
+def make_update(one: Update) -> str | None:
+    """Apply an update, and return why the weights must not be used, or None; waits for the device."""
     try:
         return None if bool(update([one])) else _spoilt(one)
     except Exception as error:
-        if not is_out_of_memory(error):
+        if kernels_at_hand(one.state.master) or not is_out_of_memory(error):
             raise
         # Half a step cannot be replayed.
         return f"out of memory inside its optimizer step {one.step}"
 
 
-def close_batch(due: Due, sums: Sums, rate: float) -> StepOutcome:
-    """Close the batch of a step that was made, and count the step."""
-    tokens = open_tokens(due.training)
-    due.training.open = None
-    return counted(due, sums, rate, tokens)
+def make_agreed_step(request: StepRequest, sums: Sums) -> Outcome:
+    """Make a step from the sums of its batch, on which all workers have agreed."""
+    training = request.training
+    one = training.update(sums.norm)
+    if (reason := make_update(one)) is not None:
+        return reason
+    tokens = open_tokens(training)
+    training.open = None
+    return _counted(request, sums, one.learning_rate, tokens)
 
 
-def counted(due: Due, sums: Sums, rate: float, tokens: int) -> StepOutcome:
+def agreed_outcome(outcome: Outcome, request: StepRequest, sums: Sums) -> Outcome:
+    """Return the outcome of a step with the sums on which all workers have agreed."""
+    if isinstance(outcome, str):
+        return outcome
+    return replace(outcome, loss=sums.loss, token_accuracy=sums.correct / request.supervised)
+
+
+def _counted(request: StepRequest, sums: Sums, rate: float, tokens: int) -> StepOutcome:
     """Count a step of the job. Its master weights are those of this step: no later one has been requested."""
-    progress = due.training.progress
+    progress = request.training.progress
     progress.step += 1
     progress.trained_tokens += tokens
-    due.training.average()
+    request.training.average()
     return StepOutcome(
         loss=sums.loss,
         grad_norm=sums.norm,
         learning_rate=rate,
-        token_accuracy=sums.correct / due.supervised,
+        token_accuracy=sums.correct / request.supervised,
         tokens=tokens,
     )
 
@@ -223,16 +252,10 @@ def _open_batch(training: Training) -> OpenBatch:
     return training.open
 
 
-def _sums(training: Training) -> Tensor:
-    """Return loss and correct predictions of the open batch, in float64 [2]."""
-    return open_sums([training])[0]
-
-
 def batch_totals(training: Training) -> Tensor:
-    """Return loss and correct predictions of the open batch in the dtype of the master weights, which
-    replicas exchange."""
-    return _sums(training).to(training.master.dtype)
+    """Return loss and correct predictions of the open batch, as replicas exchange them."""
+    return open_sums([training])[0].to(training.master.dtype)
 
 
-def _spoilt(made: Update) -> str:
-    return f"its weights after step {made.step} are not finite"
+def _spoilt(one: Update) -> str:
+    return f"its weights after step {one.step} are not finite"

@@ -25,8 +25,7 @@ from weftune.run.training.snapshot import Snapshot, Snapshots
 T = TypeVar("T")
 LEAST_THREADS, MOST_THREADS = 2, 4
 CORES_PER_THREAD = 4
-"""Cores per writer thread. A hash takes a core, and training needs some too; but small files mostly wait for
-the disk."""
+"""Cores per writer thread: a hash takes a core, but small files mostly wait for the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +90,7 @@ class Writer:
             raise
 
     def unsaved(self) -> list[Unsaved]:
-        """Return the checkpoints that could not be written since the last call. An error that is not a disk
-        error is raised here."""
+        """Return checkpoints that were not written since the last call; errors not of the disk are raised."""
         found = []
         while self._failed:
             snapshot, error = self._failed.popleft()

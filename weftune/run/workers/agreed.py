@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from weftune.core.batch import Segment
 from weftune.plan.program.program import (
     Action,
     GlobalBatch,
@@ -29,14 +28,12 @@ from weftune.plan.program.program import (
     Step,
 )
 from weftune.run.events import Event, Failed, SaveDue, Stepped
-from weftune.run.measure.timers import ActionTimer, DeviceSpan
-from weftune.run.measure.waited import Waited
-from weftune.run.parts import AdapterState, TimedPass
-from weftune.run.training.evaluation import EvaluationSums
-from weftune.run.training.roster import Roster
-from weftune.run.training.steps import Due, NoStep, Sums, batch_totals, why_no_step
-from weftune.run.workers.replicas import BEHIND
-from weftune.run.workers.transport import Transport
+from weftune.run.measure.timers import ActionTimer, DeviceSpan, Waited
+from weftune.run.parts import NOTHING_TO_DO, AdapterState
+from weftune.run.passes.rows import TimedPass
+from weftune.run.training.state import EvaluationSums
+from weftune.run.training.steps import StepRequest, Sums, batch_totals, why_no_step
+from weftune.run.workers.transport import BEHIND, Transport
 
 DEAD = math.nan
 """Value that marks the sums and the decision of a job that makes no more Steps."""
@@ -54,31 +51,11 @@ class TimedAction:
     stop: float
 
 
-@dataclass(frozen=True, slots=True)
-class PartEvaluation:
-    """Sums over some of the held-out samples of one job after `step`."""
-
-    job: str
-    step: int
-    loss: float
-    correct: int
-    tokens: int
-
-    def __add__(self, other: PartEvaluation) -> PartEvaluation:
-        return PartEvaluation(
-            job=self.job,
-            step=self.step,
-            loss=self.loss + other.loss,
-            correct=self.correct + other.correct,
-            tokens=self.tokens + other.tokens,
-        )
-
-
 @dataclass(slots=True)
 class WorkerReport:
     """The facts that only this worker knows at the end of its list of a window."""
 
-    evaluations: list[PartEvaluation] = field(default_factory=list)
+    evaluations: list[EvaluationSums] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     """Jobs that failed here after the first worker's decision, with the reason."""
     times: list[TimedAction] = field(default_factory=list)
@@ -86,6 +63,8 @@ class WorkerReport:
     """Reason why this worker could not compute the whole window; empty if it could."""
     copied_bytes: int = 0
     """Bytes loaded from the host since the worker began, if stages take turns."""
+    peak_bytes: int = 0
+    """Peak bytes in use on a worker other than the first."""
     waited: float = 0.0
     """Seconds that its device waited for Loads."""
 
@@ -93,25 +72,17 @@ class WorkerReport:
 class Agreed:
     """One worker's side of the agreement."""
 
-    def __init__(
-        self,
-        roster: Roster,
-        adapters: AdapterState,
-        timer: ActionTimer,
-        transport: Transport,
-        worker: int,
-    ) -> None:
+    def __init__(self, adapters: AdapterState, timer: ActionTimer, transport: Transport, worker: int) -> None:
+        self._adapters, self._roster = adapters, adapters.roster
+        self._program = NOTHING_TO_DO
         self.report = WorkerReport()
-        self._roster, self._adapters, self._timer = roster, adapters, timer
-        self._transport, self._worker = transport, worker
-        self._program: Program | None = None
+        self._timer, self._transport, self._worker = timer, transport, worker
         self._batches: dict[tuple[str, int], tuple[int, GlobalBatch]] = {}
         self._ran: list[tuple[Action, DeviceSpan]] = []
         self._sums: dict[int, Tensor] = {}
         """Sums of batches over this worker and all stages after it; on the first worker, until it decides."""
         self._beyond: dict[int, Tensor] = {}
-        """Sums of batches over the stages after, if they arrived in another order than here, as with
-        replicas."""
+        """Sums of batches over the stages after, if they arrived in another order than here."""
         self._decisions: dict[int, float] = {}
 
     @property
@@ -123,7 +94,8 @@ class Agreed:
         self._batches = {(one.job, one.step): (at, one) for at, one in enumerate(program.batches)}
         self._ran = []
         self.report = WorkerReport()
-        self._transport.expect(program, self._worker, self._roster.sizes())
+        sizes = {job: training.layout.size for job, training in self._roster.trainings.items()}
+        self._transport.expect(program, self._worker, sizes)
 
     def end_window(self, waited: Waited) -> None:
         self.report.copied_bytes, self.report.waited = waited.copied_bytes, waited.total()
@@ -135,8 +107,7 @@ class Agreed:
         assert not self._decisions, "a decision was announced that no Step took"
 
     def alive(self, plan: MicrobatchPlan) -> MicrobatchPlan:
-        """Return the whole microbatch: other workers depend on its rows, and those of dead jobs have no
-        gradient."""
+        """Return the whole microbatch, as others depend on its rows; those of dead jobs have no gradient."""
         return plan
 
     def receive(self, action: Recv) -> Tensor:
@@ -145,7 +116,6 @@ class Agreed:
     def send(self, action: Send, tensor_TD: Tensor | None) -> None:
         if tensor_TD is None:
             assert self.shortage, f"{action}: it was never made"
-            assert self._program is not None
             tensor_TD = self._transport.zeros(self._program.microbatches[action.microbatch].rows)
         self._transport.send(action, tensor_TD)
 
@@ -156,14 +126,12 @@ class Agreed:
     def evaluate(self, stage: int, plan: MicrobatchPlan) -> Iterator[Event]:
         return iter(())
 
-    def evaluated(self, segments: Sequence[Segment], sums: Sequence[EvaluationSums]) -> Iterator[Event]:
+    def evaluated(self, sums: Sequence[EvaluationSums]) -> Iterator[Event]:
         """Record the sums; the first worker adds all parts at the window's end."""
-        for segment, more in zip(segments, sums, strict=True):
-            told = PartEvaluation(segment.job, segment.step, more.loss, more.correct, more.tokens)
-            self.report.evaluations.append(told)
+        self.report.evaluations += sums
         return iter(())
 
-    def settle(self) -> Iterator[Event]:
+    def finish_steps(self) -> Iterator[Event]:
         return iter(())
 
     def fall_short(self, why: str) -> None:
@@ -209,7 +177,6 @@ class Agreed:
     def _add_up(self, job: str, step: int) -> None:
         """Add this worker's sums to those of the stages after, and send them towards the first worker."""
         program = self._program
-        assert program is not None
         if program.replicas > 1:
             self._add_shares(job, step)
         if program.replica(self._worker) > 0:
@@ -264,10 +231,10 @@ class Agreed:
         sums = Sums(loss=loss, norm=math.sqrt(squares) if squares >= 0 else squares, correct=correct)
         reason = why_no_step(training, sums)
         self._announce(at, DEAD if reason else sums.norm)
-        outcome = NoStep(reason) if reason else self._adapters.make(Due(training, batch.supervised), sums)
-        if isinstance(outcome, NoStep):
+        outcome = reason or self._adapters.make(StepRequest(training, batch.supervised), sums)
+        if isinstance(outcome, str):
             self._adapters.kill(job)
-            yield Failed(job, outcome.reason)
+            yield Failed(job, outcome)
         else:
             yield Stepped(job, training.progress.step, outcome)
 
@@ -284,10 +251,10 @@ class Agreed:
         if math.isnan(norm):
             self._adapters.kill(job)
             return
-        due = Due(self._roster.trainings[job], batch.supervised)
-        outcome = self._adapters.make(due, Sums(loss=0.0, norm=norm, correct=0.0))
-        if isinstance(outcome, NoStep):
-            self.report.failures[job] = outcome.reason
+        request = StepRequest(self._roster.trainings[job], batch.supervised)
+        outcome = self._adapters.make(request, Sums(loss=0.0, norm=norm, correct=0.0))
+        if isinstance(outcome, str):
+            self.report.failures[job] = outcome
             self._adapters.kill(job)
 
     def _announce(self, at: int, norm: float) -> None:

@@ -66,8 +66,7 @@ class _Packer:
         self._end = 0
 
     def plain(self, value: object) -> object:
-        """Return a list of a tag and the contents; numbers, strings, booleans and None are returned
-        unchanged."""
+        """Return numbers, strings, booleans and None as they are, and else a tag and the contents."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, Tensor):
@@ -135,8 +134,7 @@ def _record(kind: type, values: list[Any]) -> Any:
 
 @cache
 def records_in(kind: Any) -> Mapping[str, type]:
-    """Return a map from name to record type for all records that a value of this type may hold, found through
-    its annotations."""
+    """Return a map from name to type of all records that the annotations of this type allow."""
     found: dict[str, type] = {}
     _gather(kind, found)
     return found

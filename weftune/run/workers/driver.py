@@ -29,35 +29,28 @@ from weftune.ops.adamw import AdamState
 from weftune.plan.cost.time import PassTime, work_of
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.program import Backward, Compute, Evaluate, Forward, Program
-from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed
+from weftune.run.events import Event, Failed, OutOfMemory, Passed, evaluation_event
 from weftune.run.measure.memory import limit_bytes
 from weftune.run.parts import Fetch, delivered
 from weftune.run.training import checkpoint
-from weftune.run.training.slices import Slice, drop_partial, finish, write_slice
-from weftune.run.training.state import Progress, Training
+from weftune.run.training.checkpoint import Slice, drop_partial, finish, write_slice
+from weftune.run.training.snapshot import Snapshot, weights_of
+from weftune.run.training.state import EvaluationSums, Progress, Training
 from weftune.run.training.writer import Unsaved, disk_error
-from weftune.run.workers.agreed import PartEvaluation, WorkerReport
-from weftune.run.workers.loaded import base_of, load_part, worker_executor
+from weftune.run.workers.agreed import WorkerReport
 from weftune.run.workers.messages import (
     Answer,
     Attach,
     Begin,
     Begun,
-    Detach,
-    EndEarly,
-    HandedOver,
-    KeepBest,
-    Refused,
+    End,
+    JobCommand,
     RunProgram,
-    Saved,
-    SaveSlice,
-    ShowMaster,
-    ShowMean,
     Staff,
-    Through,
 )
 from weftune.run.workers.paces import Paces
 from weftune.run.workers.transport import Transport
+from weftune.run.workers.worker import base_of, load_part, worker_executor
 
 EVERY = 0.5
 """Seconds between two checks for a request to stop, while the other workers finish their windows."""
@@ -65,8 +58,7 @@ EVERY = 0.5
 
 @dataclass(slots=True)
 class _Pending:
-    """A checkpoint that still lacks slices, or whose evaluation is not known yet, or that is being renamed
-    into place."""
+    """A checkpoint that lacks slices or its evaluation, or that is being renamed into place."""
 
     folder: Path
     progress: Progress
@@ -97,44 +89,33 @@ class Driver:
         checkpoints, the same for every worker."""
         self.base = base = base_of(loaded)
         self.staff = staff
-        wires = staff.wires
-        self.stages, self.replicas = wires.place.stages, wires.place.replicas
+        position = staff.wires.position
+        self.stages, self.replicas = position.stages, position.replicas
         self.layout = layout
         self.paces = Paces([stage.count for stage in layout.stages])
         self.reports: list[WorkerReport] = []
         """Reports of the last window, in the order of workers."""
         self.peaks: list[int] = []
         """Peak bytes in use on each of the other workers."""
-        self._transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device, delay)
-        self._own, self._agreed = worker_executor(loaded, layout.on(0), self._transport, wires.place.worker)
+        self._transport = Transport(staff.wires, base.shape.hidden, base.dtype, base.device, delay)
+        self._own, self._agreed = worker_executor(loaded, layout.on(0), self._transport, position.worker)
+        self.aboard = self._own.aboard
+        """Maps each job to its slice of the first stage, which also holds the job's progress."""
+        self.home, self.fused = self._own.home, self._own.fused
         self._checkpoints = checkpoints
         self.writer = self._own.writer
         self._pending: dict[tuple[str, int], _Pending] = {}
         self._unsaved: list[Unsaved] = []
         """Failures that have not been reported yet."""
-        self._early: dict[tuple[str, int], dict[int, Saved]] = {}
+        self._early: dict[tuple[str, int], dict[int, Slice | Unsaved]] = {}
         """Slices that other workers wrote before this one reached its own Save."""
-        self._through: dict[int, Through] = {}
-        """Maps each worker to its message that its list of this window is finished."""
+        self._finished: dict[int, WorkerReport] = {}
+        """Maps each worker to its report, once its list of this window is finished."""
         self._awaited: set[tuple[str, int]] = set()
         """Evaluations of this window whose result is not known yet."""
-        self._left = False
-        """Whether this window ends early."""
+        self._ends_early = False
 
     # -- as an executor ----------------------------------------------------------------------------------
-
-    @property
-    def aboard(self) -> dict[str, Training]:
-        """Maps each job to its slice of the first stage, which also holds the job's progress."""
-        return self._own.aboard
-
-    @property
-    def home(self) -> torch.device:
-        return self._own.home
-
-    @property
-    def fused(self) -> bool:
-        return self._own.fused
 
     @property
     def captures(self) -> int | None:
@@ -156,12 +137,11 @@ class Driver:
     def detach(self, job: str) -> Training:
         """Detach a job and return it as a whole, assembled from the slices of all workers."""
         own = self._own.detach(job)
-        self.staff.command_all(Detach(job))
-        best = None if own.best is None else own.best.cpu()
-        parts = [HandedOver(job, own.layout, own.master.cpu(), best)]
+        self.staff.command_all(JobCommand("detach", job))
+        parts = [weights_of(own)]
         while len(parts) < self.stages:
             worker, answer = self.staff.wait()
-            if isinstance(answer, HandedOver):
+            if isinstance(answer, Snapshot):
                 parts.append(answer)
             else:
                 self._hear(worker, answer)
@@ -174,8 +154,7 @@ class Driver:
         return _whole(own, parts, layout)
 
     def kill(self, job: str) -> None:
-        """Mark the job dead, so that it makes no more steps; the other workers are notified with the next
-        decision."""
+        """Mark the job dead; the other workers are notified with the next decision."""
         self._own.kill(job)
 
     def note_evaluation(
@@ -184,23 +163,23 @@ class Driver:
         training = self.aboard[job]
         best = training.note_evaluation(loss, keep_best, min_delta, counts)
         if best and keep_best:
-            self.staff.command_all(KeepBest(job))
+            self.staff.command_all(JobCommand("keep best", job))
         if (pending := self._pending.get((job, training.progress.step))) is not None:
             pending.progress, pending.keeps_best = copy.copy(training.progress), training.best is not None
 
     def show_mean(self, job: str) -> None:
         self._own.show_mean(job)
-        self.staff.command_all(ShowMean(job))
+        self.staff.command_all(JobCommand("show mean", job))
 
     def show_master(self, job: str) -> None:
         self._own.show_master(job)
-        self.staff.command_all(ShowMaster(job))
+        self.staff.command_all(JobCommand("show master", job))
 
     def run(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
         """Run a window on all workers. A window that has begun is finished, even if `stop` returns True,
         unless that would take long: then nothing more is computed, and unfinished global batches are
         dropped."""
-        self._left, request = False, StopRequest(stop)
+        self._ends_early, request = False, StopRequest(stop)
         evaluations = [(action, plan) for action, plan in program.compute() if isinstance(action, Evaluate)]
         held_out = {action.microbatch for action, _ in evaluations}
         self._awaited = {(segment.job, segment.step) for _, plan in evaluations for segment in plan.segments}
@@ -209,7 +188,7 @@ class Driver:
             for number, plan in enumerate(program.microbatches)
             if plan.segments
         }
-        self._through.clear()
+        self._finished.clear()
         shares = [
             {action.microbatch: microbatches[action.microbatch] for action, _ in program.compute_in(replica)}
             for replica in range(self.replicas)
@@ -218,8 +197,8 @@ class Driver:
             self.staff.command(worker, RunProgram(program, shares[program.replica(worker)]))
         fetch = delivered(program, shares[0])
         yield from self._own.run(program, fetch, overdue=lambda: self._leaves(request))
-        self._transport.settle()
-        while len(self._through) < len(self.staff.workers):
+        self._transport.flush()
+        while len(self._finished) < len(self.staff.workers):
             if (heard := self.staff.heard(EVERY)) is not None:
                 self._hear(*heard)
             self._leaves(request)
@@ -227,31 +206,30 @@ class Driver:
 
     def _leaves(self, request: StopRequest) -> bool:
         """Return whether the window ends early; if so, notify all workers at once."""
-        if request.is_overdue() and not self._left:
-            self._left = True
-            self.staff.command_all(EndEarly())
-        return self._left
+        if request.is_overdue() and not self._ends_early:
+            self._ends_early = True
+            self.staff.command_all(End(window_only=True))
+        return self._ends_early
 
     def _hear(self, worker: int, answer: Answer) -> None:
-        if isinstance(answer, Through):
-            self._through[worker] = answer
+        if isinstance(answer, WorkerReport):
+            self._finished[worker] = answer
             return
-        assert isinstance(answer, Saved), f"worker {worker} answers {answer} where nobody asked"
+        assert isinstance(answer, Slice | Unsaved), f"worker {worker} sends {answer} without a command"
         self._on_saved(worker, answer)
 
     def _end_window(self, program: Program) -> Iterator[Event]:
-        ordered = [self._through[worker] for worker in sorted(self._through)]
-        self.reports = [self._agreed.report, *(one.report for one in ordered)]
-        self.peaks = [one.peak_bytes for one in ordered]
+        self.reports = [self._agreed.report, *(self._finished[worker] for worker in sorted(self._finished))]
+        self.peaks = [report.peak_bytes for report in self.reports[1:]]
         short = [report.shortage for report in self.reports if report.shortage]
         yield from self._late_failures()
         if not short:
             self.paces.learn(program, self.reports)
             yield from self._passed(program)
-            yield from self._evaluations([one for report in self.reports for one in report.evaluations])
+            yield from self._evaluations()
         self._awaited.clear()
         self._early.clear()
-        if short and not self._left:
+        if short and not self._ends_early:
             # Steps that were made are made everywhere; nothing else was kept.
             raise OutOfMemory("; ".join(short))
 
@@ -277,21 +255,18 @@ class Driver:
                     self.kill(job)
                     yield Failed(job, reason)
 
-    def _evaluations(self, evaluations: Sequence[PartEvaluation]) -> Iterator[Event]:
-        sums: dict[tuple[str, int], PartEvaluation] = {}
-        for evaluation in evaluations:
-            key = evaluation.job, evaluation.step
-            sums[key] = sums[key] + evaluation if key in sums else evaluation
+    def _evaluations(self) -> Iterator[Event]:
+        sums: dict[tuple[str, int], EvaluationSums] = {}
+        for report in self.reports:
+            for one in report.evaluations:
+                key = one.job, one.step
+                sums[key] = sums[key] + one if key in sums else one
         for one in sums.values():
             if one.job in self._own.dead:
                 continue
-            if math.isfinite(one.loss):
-                yield Evaluated(
-                    one.job, one.step, one.loss / one.tokens, one.tokens, one.correct / one.tokens
-                )
-            else:
+            if not math.isfinite(one.loss):
                 self.kill(one.job)
-                yield Failed(one.job, f"its evaluation loss at step {one.step} is {one.loss}")
+            yield evaluation_event(one)
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
@@ -315,7 +290,7 @@ class Driver:
             return
         self.save(job, folder)
         for worker in self.staff.first_replica:
-            self.staff.command(worker, SaveSlice(job))
+            self.staff.command(worker, JobCommand("save slice", job))
 
     def unsaved(self) -> list[Unsaved]:
         """Return checkpoints that could not be written and have not been reported yet."""
@@ -326,8 +301,7 @@ class Driver:
         return found
 
     def finish_saves(self, job: str) -> None:
-        """Wait until the job's checkpoints are written or have failed, except those whose evaluation is still
-        to come in this window."""
+        """Wait for the job's checkpoints, except those whose evaluation is to come in this window."""
         while True:
             self._advance_saves()
             keys = [key for key in self._pending if key[0] == job and key not in self._awaited]
@@ -341,14 +315,14 @@ class Driver:
             # Otherwise this worker's slice has been written since the first line, and there is no other
             # message to wait for.
 
-    def _on_saved(self, worker: int, answer: Saved) -> None:
+    def _on_saved(self, worker: int, answer: Slice | Unsaved) -> None:
         key = answer.job, answer.step
         if key not in self._pending:
             self._early.setdefault(key, {})[worker] = answer
-        elif answer.slice is None:
-            self._give_up(key, answer.error)
+        elif isinstance(answer, Unsaved):
+            self._give_up(key, answer.reason)
         else:
-            self._pending[key].slices[worker] = answer.slice
+            self._pending[key].slices[worker] = answer
 
     def _advance_saves(self) -> None:
         """Rename complete checkpoints into place, except those whose evaluation is still to come."""
@@ -380,27 +354,26 @@ def open_pipeline(
     layout: Layout,
     checkpoints: Callable[[str], Path],
     delay: float = 0.0,
-    most: int | None = None,
+    max_bytes: int | None = None,
     deterministic: bool = False,
 ) -> Driver:
-    """Load every worker's part of the base, and wait for all. No worker uses more than `most` bytes of its
+    """Load every worker's part of the base, and wait for all. No worker uses more than `max_bytes` of its
     GPU. If `deterministic`, the other workers use torch's deterministic kernels, as the caller does."""
     for worker in staff.workers:
         part = layout.on(worker % layout.workers)
-        staff.command(worker, Begin(spec, part, delay, most, deterministic))
-    limit_bytes(device, most)
+        staff.command(worker, Begin(spec, part, delay, max_bytes, deterministic))
+    limit_bytes(device, max_bytes)
     loaded = load_part(spec, device, layout.on(0))
     for _ in staff.workers:
         _, answer = staff.wait()
-        if isinstance(answer, Refused):
-            raise UserError(answer.sentence)
         assert isinstance(answer, Begun), f"{answer} came where a stage was to be loaded"
+        if answer.refusal:
+            raise UserError(answer.refusal)
     return Driver(staff, loaded, layout, checkpoints, delay)
 
 
 def shares(reports: Sequence[WorkerReport], kinds: type | UnionType) -> dict[int, float]:
-    """Return a map from microbatch to the seconds of its passes of these kinds, divided by the number of
-    workers."""
+    """Return a map from microbatch to the seconds of its passes of these kinds, as a mean over workers."""
     seconds: dict[int, float] = {}
     for report in reports:
         for one in report.times:
@@ -410,13 +383,16 @@ def shares(reports: Sequence[WorkerReport], kinds: type | UnionType) -> dict[int
     return seconds
 
 
-def _whole(own: Training, parts: Sequence[HandedOver], layout: VectorLayout) -> Training:
-    """Return a training state with all parameters. Moments stay on their workers, since the job is not
-    continued."""
+def _whole(own: Training, parts: Sequence[Snapshot], layout: VectorLayout) -> Training:
+    """Return a training state with all parameters. Moments are left out: the job is not continued."""
     stored = VectorLayout(tuple(parameter for part in parts for parameter in part.layout.parameters))
-    master = layout.slice_of(stored, torch.cat([part.master for part in parts]))
-    kept = [part.best for part in parts if part.best is not None]
-    best = layout.slice_of(stored, torch.cat(kept)) if len(kept) == len(parts) else None
+    master, best = (
+        layout.slice_of(stored, torch.cat([part.vectors[name] for part in parts]))
+        if all(name in part.vectors for part in parts)
+        else None
+        for name in ("master", "best")
+    )
+    assert master is not None
     nothing = master.new_zeros(0)
     state = AdamState(master=master, exp_avg=nothing, exp_avg_sq=nothing, gradient=nothing, weights=nothing)
     return Training(own.adapter, own.recipe, layout, state, own.progress, best)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from weftune.errors import UserError
 from weftune.run.workers.mailbox import PeerLane
-from weftune.run.workers.transport import Lanes
 
 FOREVER = timedelta(days=30)
 """Timeout that never expires: a slow worker is not an error, and a lost one is found by the heartbeat."""
@@ -28,7 +28,7 @@ PATIENCE = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPlace:
+class WorkerPosition:
     """The position of this process in a pipeline."""
 
     worker: int
@@ -37,8 +37,7 @@ class WorkerPlace:
     """Number of the worker among those of this machine."""
     local_workers: int = 1
     replicas: int = 1
-    """Number of copies of the pipeline. The first replica's workers come first; within a replica workers are
-    in the order of stages."""
+    """Number of copies of the pipeline. Workers are ordered by replica, then by stage."""
     ring: bool = False
     """Whether there are more stages than workers, so that the last worker sends to the first."""
 
@@ -55,9 +54,8 @@ class WorkerPlace:
         return self.worker // self.stages
 
 
-def place_here() -> WorkerPlace | None:
-    """Return the position that torchrun, or Weftune's launcher, has put in the environment, or None if this
-    is the only process."""
+def position_here() -> WorkerPosition | None:
+    """Return the position in the environment, or None if this is the only process."""
     workers = _number("WORLD_SIZE", 1)
     if workers == 1 or "RANK" not in os.environ:
         return None
@@ -66,7 +64,9 @@ def place_here() -> WorkerPlace | None:
             f"The environment says worker {os.environ['RANK']} of {workers}, but not {missing[0]}; start the "
             "workers with torchrun or --pipeline, or unset RANK and WORLD_SIZE to train in one process"
         )
-    return WorkerPlace(_number("RANK", 0), workers, _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1))
+    return WorkerPosition(
+        _number("RANK", 0), workers, _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1)
+    )
 
 
 def _number(name: str, otherwise: int) -> int:
@@ -85,10 +85,10 @@ def secret() -> bytes:
     return os.environ.get(SECRET, "").encode()
 
 
-def require_secret(place: WorkerPlace) -> None:
+def require_secret(position: WorkerPosition) -> None:
     """Raise UserError for workers on several machines without a secret: any machine in the network could send
     messages. On one machine they use the loopback."""
-    if place.local_workers < place.workers and not secret():
+    if position.local_workers < position.workers and not secret():
         raise UserError(
             f"The workers of this run are on several machines, and {SECRET} is not set; set it to the same "
             "long random text on all of them, so that they take orders from one another only"
@@ -96,37 +96,28 @@ def require_secret(place: WorkerPlace) -> None:
 
 
 def attempt() -> int:
-    """Return how often torchrun has restarted all workers; Weftune's launcher passes it on the command
-    line."""
+    """Return how often torchrun has restarted all workers; Weftune's launcher uses the command line."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-@dataclass(frozen=True, slots=True)
-class Wires:
-    place: WorkerPlace
-    lanes: Lanes
-    commands: Mapping[int, Any]
-    """Maps each worker to the group in which the first worker sends it commands."""
-    reports: Mapping[int, Any]
-    """Maps each worker to the group in which it answers the first worker."""
-
-
-def connect(place: WorkerPlace, device: torch.device) -> Wires:
+def connect(position: WorkerPosition, device: torch.device) -> Wires:
     """Connect to the other workers at the address in the environment, and create all groups."""
     # Not by `env://`: torchrun may keep its store over a restart, with addresses of workers that are gone.
-    store = dist.PrefixStore(f"weftune/meet/{attempt()}", store_here(place))
-    dist.init_process_group("gloo", store=store, rank=place.worker, world_size=place.workers, timeout=FOREVER)
-    return lay_wires(place, device)
+    store = dist.PrefixStore(f"weftune/meet/{attempt()}", store_here(position))
+    dist.init_process_group(
+        "gloo", store=store, rank=position.worker, world_size=position.workers, timeout=FOREVER
+    )
+    return lay_wires(position, device)
 
 
-def store_here(place: WorkerPlace) -> dist.TCPStore:
+def store_here(position: WorkerPosition) -> dist.TCPStore:
     """Return a connection to the store at the address in the environment, the launcher's or the first
     worker's. Every thread that may wait on it needs a separate connection."""
     launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     return dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        is_master=place.worker == 0 and not launchers,
+        is_master=position.worker == 0 and not launchers,
         wait_for_workers=False,
         multi_tenant=True,
         timeout=PATIENCE,
@@ -144,12 +135,12 @@ def loopback_store() -> dist.TCPStore:
 
 
 Purpose = Literal["activation", "gradient", "sums", "decision", "share", "command", "report"]
-SMALL: tuple[Purpose, ...] = ("sums", "decision")
+SMALL: tuple[Purpose, ...] = ("sums", "decision", "command", "report")
 """Purposes whose messages stay in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class WorkerLink:
     """A connection from one worker to another, for one purpose."""
 
     purpose: Purpose
@@ -157,81 +148,131 @@ class _Way:
     receiver: int
 
 
-def _ways(place: WorkerPlace) -> Iterator[_Way]:
+@dataclass(frozen=True, slots=True)
+class Wires:
+    """All connections of a run, as this worker sees them."""
+
+    position: WorkerPosition
+    groups: Mapping[WorkerLink, Any]
+    """Maps each connection to its process group."""
+
+    def incoming(self, purpose: Purpose) -> tuple[PeerLane, ...]:
+        """Return the connections to this worker, in the order of their senders where there are several."""
+        mine = self.position.worker
+        links = [one for one in self.groups if one.purpose == purpose and one.receiver == mine]
+        return tuple(PeerLane(self.groups[one], one.sender) for one in links)
+
+    def outgoing(self, purpose: Purpose) -> tuple[PeerLane, ...]:
+        mine = self.position.worker
+        links = [one for one in self.groups if one.purpose == purpose and one.sender == mine]
+        return tuple(PeerLane(self.groups[one], one.receiver) for one in links)
+
+
+def _links(position: WorkerPosition) -> Iterator[WorkerLink]:
     """Yield all connections of a run, of all workers."""
-    stages = place.stages
-    if place.ring:
-        yield _Way("activation", place.workers - 1, 0)
-        yield _Way("gradient", 0, place.workers - 1)
-    for first in range(0, place.workers, stages):
+    stages, workers = position.stages, position.workers
+    if position.ring:
+        yield WorkerLink("activation", workers - 1, 0)
+        yield WorkerLink("gradient", 0, workers - 1)
+    for first in range(0, workers, stages):
         for worker in range(first, first + stages - 1):
-            yield _Way("activation", worker, worker + 1)
-            yield _Way("gradient", worker + 1, worker)
-            yield _Way("decision", worker, worker + 1)
+            yield WorkerLink("activation", worker, worker + 1)
+            yield WorkerLink("gradient", worker + 1, worker)
+            yield WorkerLink("decision", worker, worker + 1)
             if first == 0:
-                yield _Way("sums", worker + 1, worker)
+                # Sums of a batch over the stages after.
+                yield WorkerLink("sums", worker + 1, worker)
         if first > 0:
-            yield _Way("decision", 0, first)
-    for sender in range(place.workers):
-        for receiver in range(sender % stages, place.workers, stages):
+            yield WorkerLink("decision", 0, first)
+    for sender in range(workers):
+        for receiver in range(sender % stages, workers, stages):
             if receiver != sender:
-                yield _Way("share", sender, receiver)
+                yield WorkerLink("share", sender, receiver)
+    for worker in range(1, workers):
+        yield WorkerLink("command", 0, worker)
+        yield WorkerLink("report", worker, 0)
 
 
-def lay_wires(place: WorkerPlace, device: torch.device) -> Wires:
+def lay_wires(position: WorkerPosition, device: torch.device) -> Wires:
     """Create all groups. Every worker creates every group in the same order, as torch requires."""
-    library = "nccl" if own_gpus(place, device) else "gloo"
-    laid = {way: _group(way, "gloo" if way.purpose in SMALL else library) for way in _ways(place)}
-    for way, group in laid.items():
-        _greet(way, group, place, device if library == "nccl" else torch.device("cpu"))
-    others = range(1, place.workers)
-    commands = {worker: _group(_Way("command", 0, worker), "gloo") for worker in others}
-    reports = {worker: _group(_Way("report", worker, 0), "gloo") for worker in others}
-
-    def coming(purpose: Purpose) -> tuple[PeerLane, ...]:
-        mine = [way for way in laid if way.purpose == purpose and way.receiver == place.worker]
-        return tuple(PeerLane(laid[way], way.sender) for way in mine)
-
-    def going(purpose: Purpose) -> tuple[PeerLane, ...]:
-        mine = [way for way in laid if way.purpose == purpose and way.sender == place.worker]
-        return tuple(PeerLane(laid[way], way.receiver) for way in mine)
-
-    lanes = Lanes(
-        activation_in=_only(coming("activation")),
-        activation_out=_only(going("activation")),
-        gradient_in=_only(coming("gradient")),
-        gradient_out=_only(going("gradient")),
-        sums_in=_only(coming("sums")),
-        sums_out=_only(going("sums")),
-        decision_in=_only(coming("decision")),
-        decisions_out=going("decision"),
-        shares_in=coming("share"),
-        shares_out=going("share"),
-    )
-    return Wires(place, lanes, commands, reports)
+    library = "nccl" if own_gpus(position, device) else "gloo"
+    groups = {
+        link: dist.new_group(
+            sorted((link.sender, link.receiver)),
+            backend="gloo" if link.purpose in SMALL else library,
+            timeout=FOREVER,
+        )
+        for link in _links(position)
+    }
+    # NCCL connects two workers at their first message, and the first of them waits for the other. With
+    # receives posted ahead, neighbours would wait for each other forever.
+    greeting = torch.zeros(1, device=device if library == "nccl" else "cpu")
+    for link, group in groups.items():
+        if link.purpose not in SMALL and position.worker == link.sender:
+            dist.send(greeting, link.receiver, group=group)
+        if link.purpose not in SMALL and position.worker == link.receiver:
+            dist.recv(greeting, link.sender, group=group)
+    return Wires(position, groups)
 
 
-def _only(lanes: tuple[PeerLane, ...]) -> PeerLane | None:
-    assert len(lanes) <= 1, "a worker has one neighbour on each side"
-    return lanes[0] if lanes else None
-
-
-def own_gpus(place: WorkerPlace, device: torch.device) -> bool:
+def own_gpus(position: WorkerPosition, device: torch.device) -> bool:
     """Return whether every worker of this machine has a separate GPU, as NCCL requires."""
-    return device.type == "cuda" and torch.cuda.device_count() >= place.local_workers
+    return device.type == "cuda" and torch.cuda.device_count() >= position.local_workers
 
 
-def _greet(way: _Way, group: Any, place: WorkerPlace, device: torch.device) -> None:
-    """Send a first message on a connection. NCCL connects two workers at their first message, and the first
-    of them waits for the other. With receives posted ahead, neighbours would wait for each other forever."""
-    if way.purpose in SMALL:
-        return
-    greeting = torch.zeros(1, device=device)
-    if place.worker == way.sender:
-        dist.send(greeting, way.receiver, group=group)
-    if place.worker == way.receiver:
-        dist.recv(greeting, way.sender, group=group)
+# -- the network interface that reaches the other workers, for the libraries that must bind one -------------
+
+LIBRARIES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Environment variables with each library's interface; a value set by the user is kept. The default of gloo
+and NCCL is the interface of the machine's own name: often the loopback, although other workers are on other
+machines, or a public one, although all are on this machine."""
 
 
-def _group(way: _Way, backend: str) -> Any:
-    return dist.new_group(sorted((way.sender, way.receiver)), backend=backend, timeout=FOREVER)
+def bind_interface(position: WorkerPosition) -> None:
+    """Set the interface that reaches the other workers for the libraries. If all are on this machine, gloo
+    listens on the loopback only; NCCL needs no network then."""
+    alone = position.local_workers == position.workers
+    found = loopback() if alone else interface_towards(os.environ["MASTER_ADDR"])
+    if found is not None:
+        for name in LIBRARIES[:1] if alone else LIBRARIES:
+            os.environ.setdefault(name, found)
+
+
+def loopback() -> str | None:
+    return next((name for name, addresses in _addresses().items() if any(map(_is_loopback, addresses))), None)
+
+
+def interface_towards(host: str) -> str | None:
+    """Return the interface through which `host` is reached; on the host itself, the one that has its address.
+
+    None if that is not known: `host` is unknown, or is the loopback and there are several others.
+    """
+    own = _address_towards(host)
+    held = _addresses()
+    outward = [name for name, addresses in held.items() if not all(map(_is_loopback, addresses))]
+    if own is None or _is_loopback(own):
+        # The machine's own name is its loopback address; others may know it by another address.
+        return outward[0] if len(outward) == 1 else None
+    return next((name for name in outward if own in held[name]), None)
+
+
+def _addresses() -> dict[str, set[str]]:
+    """Return a map from each interface to its addresses."""
+    return {
+        name: {address.address for address in addresses if address.family is socket.AF_INET}
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+
+
+def _address_towards(host: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Nothing is sent: connecting a datagram socket only determines its own address.
+            probe.connect((host, 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.")

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from torch.distributed import DistStoreError, TCPStore
 
-from weftune.run.workers.groups import WorkerPlace, attempt
+from weftune.run.workers.groups import WorkerPosition, attempt
 
 EVERY = 1.0
 LOST_AFTER = 7.0
@@ -29,9 +29,9 @@ LOST = 75
 
 class Heartbeat:
     def __init__(
-        self, place: WorkerPlace, store: TCPStore, on_loss: Callable[[str], None] | None = None
+        self, position: WorkerPosition, store: TCPStore, on_loss: Callable[[str], None] | None = None
     ) -> None:
-        self._place = place
+        self._position = position
         self._store = store
         self._on_loss = on_loss or leave
         # torchrun keeps its store when it starts all workers again.
@@ -43,9 +43,8 @@ class Heartbeat:
         self._watch = threading.Thread(target=self._watch_store, name="store watch", daemon=True)
 
     def start(self) -> None:
-        """Write the first mark before connecting, so that a worker that has connected to all others can
-        detect the loss of each."""
-        self._store.set(self._key(self._place.worker), "0")
+        """Write the first mark before connecting, so that every connected worker can be found lost."""
+        self._store.set(self._key(self._position.worker), "0")
         self._answered = time.monotonic()
         self._thread.start()
         self._watch.start()
@@ -56,13 +55,13 @@ class Heartbeat:
         self._thread.join(LOST_AFTER)
         # The launcher may have ended first; then there is no store to write to.
         with suppress(DistStoreError, RuntimeError):
-            self._store.set(self._key(self._place.worker), "done")
+            self._store.set(self._key(self._position.worker), "done")
 
     def _key(self, worker: int) -> str:
         return f"weftune/beat/{self._attempt}/{worker}"
 
     def _beat(self) -> None:
-        others = [worker for worker in range(self._place.workers) if worker != self._place.worker]
+        others = [worker for worker in range(self._position.workers) if worker != self._position.worker]
         marks: dict[int, bytes] = {}
         seen: dict[int, float] = {}
         number = 0
@@ -70,7 +69,7 @@ class Heartbeat:
         while not self._stop.wait(EVERY):
             number += 1
             try:
-                self._store.set(self._key(self._place.worker), str(number))
+                self._store.set(self._key(self._position.worker), str(number))
                 for worker in others:
                     # A worker that has not started yet has written no mark.
                     if self._store.check([self._key(worker)]):

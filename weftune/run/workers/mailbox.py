@@ -1,5 +1,4 @@
-"""Tensors from one worker to another. Receives are posted ahead; a sender keeps each tensor until it has
-arrived, and never waits for that."""
+"""Tensors between workers: receives are posted ahead, and a sender never waits for an arrival."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ class Inbox:
 
 
 class Outbox:
-    """The tensors to one worker. A thread sends them in order, so that the sender never waits for its
-    peer."""
+    """The tensors to one worker, sent in order by a thread: the sender never waits for its peer."""
 
     def __init__(self, lane: PeerLane, delay: float = 0.0) -> None:
         self._lane = lane
@@ -90,7 +88,7 @@ class Outbox:
         ready.record()
         self._queue.put((staged, ready))
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until everything has been received."""
         self._queue.join()
         self._raise()
@@ -134,7 +132,7 @@ class DirectOutbox:
         kept = tensor.detach().contiguous()
         self._works.append((kept, dist.isend(kept, self._lane.peer, group=self._lane.group)))
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         while self._works:
             self._works.popleft()[1].wait()
 

@@ -10,25 +10,25 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, Literal, Union
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.kinds import KINDS
-from weftune.adapters.vector import VectorLayout
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
 from weftune.plan.program.layout import OnWorker
 from weftune.plan.program.program import Program
+from weftune.run.training.checkpoint import Slice
 from weftune.run.training.schedule import Recipe
-from weftune.run.training.slices import Slice
+from weftune.run.training.snapshot import Snapshot
+from weftune.run.training.writer import Unsaved
 from weftune.run.workers.agreed import WorkerReport
 from weftune.run.workers.codec import Forged, decode, encode, records_in
 from weftune.run.workers.groups import Wires, secret
-from weftune.run.workers.mailbox import PeerLost
+from weftune.run.workers.mailbox import PeerLane, PeerLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Begin:
     spec: BaseSpec
     part: OnWorker
     delay: float = 0.0
-    most: int | None = None
+    max_bytes: int | None = None
     """Bytes that the worker may use of its GPU. None means all."""
     deterministic: bool = False
     """Whether the worker runs torch's deterministic kernels."""
@@ -60,90 +60,36 @@ class RunProgram:
     """The microbatches that the worker's replica runs."""
 
 
-@dataclass(frozen=True, slots=True)
-class EndEarly:
-    """Compute nothing more of the running Program. It is read at once, even while another command runs."""
+JobAction = Literal["keep best", "show mean", "show master", "save slice", "detach"]
+"""Keep the weights, since the last evaluation was the best; make passes read the mean of the last weights, or
+the job's own weights again; write a slice of a checkpoint (workers of the first replica only: the others hold
+the same weights); detach the job, for which workers of the first replica return its weights."""
 
 
 @dataclass(frozen=True, slots=True)
-class KeepBest:
-    """This job's last evaluation was its best: keep its weights."""
-
-    job: str
-
-
-@dataclass(frozen=True, slots=True)
-class ShowMean:
-    """Make passes read the mean of this job's last weights."""
-
-    job: str
-
-
-@dataclass(frozen=True, slots=True)
-class ShowMaster:
-    """Make passes read this job's own weights again."""
-
-    job: str
-
-
-@dataclass(frozen=True, slots=True)
-class SaveSlice:
-    """Write a slice of a checkpoint. Sent only to workers of the first replica, since the others hold the
-    same weights."""
-
-    job: str
-
-
-@dataclass(frozen=True, slots=True)
-class Detach:
-    """Detach the job; workers of the first replica return its weights."""
-
+class JobCommand:
+    action: JobAction
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    pass
+    """End this worker."""
+
+    window_only: bool = False
+    """Whether only the running Program ends: nothing more of it is computed. This is read at once, even while
+    another command runs."""
 
 
-Command = Begin | Attach | RunProgram | EndEarly | KeepBest | ShowMean | ShowMaster | SaveSlice | Detach | End
+Command = Begin | Attach | RunProgram | JobCommand | End
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
     """The part of the base is loaded."""
 
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    job: str
-    step: int
-    slice: Slice | None
-    error: str = ""
-    """Reason why the slice could not be written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Through:
-    """The worker has finished its list of a window."""
-
-    report: WorkerReport
-    peak_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class HandedOver:
-    job: str
-    layout: VectorLayout
-    master: Tensor
-    best: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A user's mistake that only this worker could see; the first worker shows the sentence."""
-
-    sentence: str
+    refusal: str = ""
+    """A user's mistake that only this worker could see, instead; the first worker shows the sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,17 +97,21 @@ class Ended:
     """The last message of a worker that was dismissed."""
 
 
-Answer = Begun | Saved | Through | HandedOver | Refused | Ended
+Answer = Begun | Slice | Unsaved | WorkerReport | Snapshot | Ended
+"""A `Slice` has been written, or why not; a `WorkerReport` says that the worker has finished its list of a
+window; a `Snapshot` holds the weights of a job that was detached."""
+
+
+MessageError = PeerLost | Forged
+"""An error while a message was received, raised where it is taken."""
 
 
 class Orders:
-    """The worker's side: commands in, answers out. A thread receives commands, since `EndEarly` cannot
-    wait."""
+    """The worker's side. A thread receives commands, since the end of a window cannot wait."""
 
     def __init__(self, wires: Wires) -> None:
-        worker = wires.place.worker
-        self._commands, self._reports = wires.commands[worker], wires.reports[worker]
-        self._heard: queue.Queue[Command | PeerLost | Forged] = queue.Queue()
+        (self._commands,), (self._reports,) = wires.incoming("command"), wires.outgoing("report")
+        self._heard: queue.Queue[Command | MessageError] = queue.Queue()
         self._one_at_a_time = threading.Lock()
         """Lock for answers, which threads that write slices send too."""
         self.overdue = threading.Event()
@@ -170,49 +120,47 @@ class Orders:
 
     def take(self) -> Command:
         command = self._heard.get()
-        if isinstance(command, PeerLost | Forged):
+        if isinstance(command, MessageError):
             raise command
         return command
 
     def _listen(self) -> None:
-        command: Command | PeerLost | Forged | None = None
-        while not isinstance(command, End | PeerLost | Forged):
-            try:
-                command = receive_message(self._commands, 0)
-            except (PeerLost, Forged) as mistrusted:
-                command = mistrusted
-            assert command is not None
-            if isinstance(command, EndEarly):
+        while True:
+            command: Command | MessageError = _received(self._commands)
+            if isinstance(command, End) and command.window_only:
                 self.overdue.set()
                 continue
             if isinstance(command, RunProgram):
                 # The previous Program is finished on all workers.
                 self.overdue.clear()
             self._heard.put(command)
+            if isinstance(command, End | MessageError):
+                return
 
     def answer(self, answer: Answer) -> None:
         with self._one_at_a_time:
-            send_message(answer, self._reports, 0)
+            send_message(answer, self._reports)
 
 
 class Staff:
-    """The first worker's side. One thread per other worker receives its answers, so that neither side waits
-    for them."""
+    """The first worker's side. One thread per other worker receives its answers."""
 
     def __init__(self, wires: Wires) -> None:
         self.wires = wires
-        self.workers = tuple(wires.commands)
-        self.first_replica = tuple(worker for worker in self.workers if worker < wires.place.stages)
+        self._commands = {lane.peer: lane for lane in wires.outgoing("command")}
+        self.workers = tuple(self._commands)
+        self.first_replica = tuple(worker for worker in self.workers if worker < wires.position.stages)
         """Workers that write checkpoints and return adapters."""
-        self._heard: queue.Queue[tuple[int, Answer | PeerLost | Forged]] = queue.Queue()
+        self._heard: queue.Queue[tuple[int, Answer | MessageError]] = queue.Queue()
         self._listeners = [
-            threading.Thread(target=self._listen, args=(worker,), daemon=True) for worker in self.workers
+            threading.Thread(target=self._listen, args=(lane,), daemon=True)
+            for lane in wires.incoming("report")
         ]
         for listener in self._listeners:
             listener.start()
 
     def command(self, worker: int, command: Command) -> None:
-        send_message(command, self.wires.commands[worker], worker)
+        send_message(command, self._commands[worker])
 
     def command_all(self, command: Command) -> None:
         for worker in self.workers:
@@ -224,56 +172,56 @@ class Staff:
         for listener in self._listeners:
             listener.join()
 
-    def heard(self, seconds: float = 0.0) -> tuple[int, Answer] | None:
-        """Return the next answer, or None if there is none within this time."""
+    def heard(self, seconds: float | None = 0.0) -> tuple[int, Answer] | None:
+        """Return the next answer and its worker, or None if there is none within this time."""
         try:
-            return self._checked(*self._heard.get(seconds > 0, seconds or None))
+            worker, answer = self._heard.get(seconds != 0.0, seconds)
         except queue.Empty:
             return None
-
-    def wait(self) -> tuple[int, Answer]:
-        return self._checked(*self._heard.get())
-
-    def _checked(self, worker: int, answer: Answer | PeerLost | Forged) -> tuple[int, Answer]:
-        if isinstance(answer, PeerLost | Forged):
+        if isinstance(answer, MessageError):
             raise answer
         return worker, answer
 
-    def _listen(self, worker: int) -> None:
-        while self._hear_next(worker):
+    def wait(self) -> tuple[int, Answer]:
+        found = self.heard(None)
+        assert found is not None
+        return found
+
+    def _listen(self, lane: PeerLane) -> None:
+        while self._hear_next(lane):
             pass
 
-    def _hear_next(self, worker: int) -> bool:
+    def _hear_next(self, lane: PeerLane) -> bool:
         """Receive one answer and return whether there are more to come. It is a separate function, so that
         the last answer, with its weights, is not held while waiting for the next."""
-        answer: Answer | PeerLost | Forged
-        try:
-            answer = receive_message(self.wires.reports[worker], worker)
-        except (PeerLost, Forged) as mistrusted:
-            answer = mistrusted
-        self._heard.put((worker, answer))
-        return not isinstance(answer, Ended | PeerLost | Forged)
+        answer = _received(lane)
+        self._heard.put((lane.peer, answer))
+        return not isinstance(answer, Ended | MessageError)
 
 
 KNOWN = {**records_in(Command), **records_in(Answer), **records_in(Union[*KINDS.values()])}
 """Maps names to the records that a message may hold."""
 
 
-def send_message(message: Command | Answer, group: Any, peer: int) -> None:
+def send_message(message: Command | Answer, lane: PeerLane) -> None:
     payload = torch.frombuffer(bytearray(encode(message, secret())), dtype=torch.uint8)
     try:
-        dist.send(torch.tensor([len(payload)]), peer, group=group)
-        dist.send(payload, peer, group=group)
+        dist.send(torch.tensor([len(payload)]), lane.peer, group=lane.group)
+        dist.send(payload, lane.peer, group=lane.group)
     except RuntimeError as error:
-        raise PeerLost(f"worker {peer} is gone: {error}") from error
+        raise PeerLost(f"worker {lane.peer} is gone: {error}") from error
 
 
-def receive_message(group: Any, peer: int) -> Any:
+def _received(lane: PeerLane) -> Any:
+    """Return the next message, or the error that it met."""
     size = torch.zeros(1, dtype=torch.int64)
     try:
-        dist.recv(size, peer, group=group)
+        dist.recv(size, lane.peer, group=lane.group)
         payload = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(payload, peer, group=group)
+        dist.recv(payload, lane.peer, group=lane.group)
     except RuntimeError as error:
-        raise PeerLost(f"worker {peer} is gone: {error}") from error
-    return decode(payload.numpy().tobytes(), KNOWN, secret())
+        return PeerLost(f"worker {lane.peer} is gone: {error}")
+    try:
+        return decode(payload.numpy().tobytes(), KNOWN, secret())
+    except Forged as error:
+        return error

@@ -56,8 +56,7 @@ class _Stage:
 
 class Paces:
     def __init__(self, layers: Sequence[int]) -> None:
-        """`layers` is the number of layers of each stage; times are guessed from it until some are
-        measured."""
+        """`layers` is the number of layers of each stage, from which times are guessed at first."""
         self._stages = [_Stage(count) for count in layers]
         self.loads: LoadPace | None = None
         """Times of Loads if stages are streamed: predicted, not measured."""
@@ -67,8 +66,7 @@ class Paces:
         return all(stage.forwards and stage.backwards for stage in self._stages)
 
     def learn(self, program: Program, reports: Sequence[WorkerReport]) -> None:
-        """Learn from a window. `reports` are in the order of workers, replica after replica; a Step belongs
-        to all stages of its worker."""
+        """Learn from the reports of all workers; a Step belongs to all stages of its worker."""
         for worker, report in enumerate(reports):
             homes = program.homes(program.replica(worker))
             here = [stage for stage, home in zip(self._stages, homes, strict=True) if home == worker]

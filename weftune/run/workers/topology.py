@@ -23,8 +23,7 @@ def crossed_gpus(count: int) -> tuple[int, ...]:
 
 
 def cross_mapped(roots: Sequence[str | None]) -> tuple[int, ...]:
-    """Return GPUs in the order of workers, chosen by root complex; unchanged if a root complex is not
-    known."""
+    """Return GPUs in the order of workers, by root complex; unchanged if a root complex is unknown."""
     known = [root for root in roots if root is not None]
     names = list(dict.fromkeys(known))
     if len(known) < len(roots) or len(names) < 2:
@@ -35,8 +34,7 @@ def cross_mapped(roots: Sequence[str | None]) -> tuple[int, ...]:
 
 
 def root_of(address: str, devices: Path = PCI) -> str | None:
-    """Return the root complex above a PCI device from its path in the kernel's tree, or None if it is not
-    found there."""
+    """Return the root complex above a PCI device in the kernel's tree, or None if it is not there."""
     place = (devices / address).resolve()
     return next((part for part in place.parts if re.fullmatch(r"pci[0-9a-f]{4,}:[0-9a-f]{2}", part)), None)
 

@@ -1,71 +1,65 @@
-"""Messages between neighbours of a pipeline while a Program runs: hidden states and gradients, moved while
-the device computes, and the sums and decisions by which workers agree on Steps. Receives are posted ahead in
-the order of the Program, which fixes their shapes.
+"""Messages between workers while a Program runs: hidden states and gradients of neighbours, moved while the
+device computes; the sums and decisions by which workers agree on Steps; and the gradients that replicas
+exchange. Receives are posted ahead in the order of the Program, which fixes their shapes.
 
-Shapes: T rows of a microbatch, D hidden width.
+Shapes: T rows of a microbatch, D hidden width, N numbers of a replica's message: a stage's slice of the
+gradient, then loss and correct predictions.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from weftune.plan.program.program import Program, Recv, Reduce, Send, Step
 from weftune.run.training.state import master_dtype
+from weftune.run.workers.groups import Purpose, Wires
 from weftune.run.workers.mailbox import DirectOutbox, Inbox, Outbox, PeerLane, outbox_for
-from weftune.run.workers.replicas import Exchange
 
 DECISION = 2
 """Number of values in a decision: the batch's index in the Program, and the norm of its gradient."""
 SUMS = 4
 """Number of values in the sums of a batch: its index, then loss, correct predictions and the squared norm."""
+BEHIND = 2
+"""Number of values after the gradient in a message between replicas."""
 
-
-@dataclass(frozen=True, slots=True)
-class Lanes:
-    """A worker's connections. None means that it has no neighbour on that side."""
-
-    activation_in: PeerLane | None
-    activation_out: PeerLane | None
-    gradient_in: PeerLane | None
-    gradient_out: PeerLane | None
-    sums_in: PeerLane | None
-    """Sums of a batch over the stages after."""
-    sums_out: PeerLane | None
-    decision_in: PeerLane | None
-    """Decision of the first worker on a Step: from the stage before, or directly for the first worker of a
-    replica."""
-    decisions_out: tuple[PeerLane, ...]
-    shares_in: tuple[PeerLane, ...] = ()
-    """Gradient and sums of a batch from the same stage of the other replicas, in their order."""
-    shares_out: tuple[PeerLane, ...] = ()
+StepKey = tuple[str, int]
+"""A job and its step."""
 
 
 class Transport:
-    """All messages between a worker and its neighbours while a Program runs."""
+    """All messages between a worker and the others while a Program runs."""
 
     def __init__(
-        self, lanes: Lanes, width: int, dtype: torch.dtype, device: torch.device, delay: float = 0.0
+        self, wires: Wires, width: int, dtype: torch.dtype, device: torch.device, delay: float = 0.0
     ) -> None:
         """`delay` is added to the seconds of every message: a slow link, for tests and benchmarks."""
         self._width, self._dtype, self._device = width, dtype, device
         cpu = torch.device("cpu")
-        self._activation_in = _inbox(lanes.activation_in, dtype, device)
-        self._gradient_in = _inbox(lanes.gradient_in, dtype, device)
-        self._sums_in = _inbox(lanes.sums_in, torch.float64, cpu)
-        self._decision_in = _inbox(lanes.decision_in, torch.float64, cpu)
-        self._activation_out = _outbox(lanes.activation_out, device, delay)
-        self._gradient_out = _outbox(lanes.gradient_out, device, delay)
-        self._sums_out = _outbox(lanes.sums_out, cpu, 0.0)
-        self._decisions_out = [outbox_for(lane, cpu) for lane in lanes.decisions_out]
-        self.exchange = Exchange(lanes.shares_in, lanes.shares_out, master_dtype(dtype), device, delay)
+
+        def inbox(purpose: Purpose, dtype: torch.dtype, device: torch.device) -> Inbox | None:
+            lane = _only(wires.incoming(purpose))
+            return None if lane is None else Inbox(lane, dtype, device)
+
+        def outbox(purpose: Purpose, device: torch.device, delay: float) -> Outbox | DirectOutbox | None:
+            lane = _only(wires.outgoing(purpose))
+            return None if lane is None else outbox_for(lane, device, delay)
+
+        self._activation_in = inbox("activation", dtype, device)
+        self._gradient_in = inbox("gradient", dtype, device)
+        self._sums_in = inbox("sums", torch.float64, cpu)
+        self._decision_in = inbox("decision", torch.float64, cpu)
+        self._activation_out = outbox("activation", device, delay)
+        self._gradient_out = outbox("gradient", device, delay)
+        self._sums_out = outbox("sums", cpu, 0.0)
+        self._decisions_out = [outbox_for(lane, cpu) for lane in wires.outgoing("decision")]
+        self.exchange = Exchange(wires, master_dtype(dtype), device, delay)
 
     def expect(self, program: Program, worker: int, sizes: Mapping[str, int]) -> None:
-        """Post the receives of a worker's list ahead. `sizes` maps each job to the parameters of its slice
-        here."""
+        """Post the receives of a worker's list ahead. `sizes` maps jobs to the parameters of their slice."""
         actions = program.devices[worker]
         self.exchange.expect(program, sizes)
         rows = [microbatch.rows for microbatch in program.microbatches]
@@ -114,9 +108,10 @@ class Transport:
         for outbox in self._decisions_out:
             outbox.send(decision)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
+        """Wait until everything that was sent has been received."""
         for outbox in self._outboxes():
-            outbox.settle()
+            outbox.flush()
 
     def close(self) -> None:
         for outbox in self._outboxes():
@@ -124,13 +119,70 @@ class Transport:
 
     def _outboxes(self) -> list[Outbox | DirectOutbox]:
         boxes = (self._activation_out, self._gradient_out, self._sums_out)
-        alone = [box for box in boxes if box is not None]
-        return [*alone, *self._decisions_out, *self.exchange.outboxes]
+        return [*(box for box in boxes if box is not None), *self._decisions_out, *self.exchange.outboxes]
 
 
-def _inbox(lane: PeerLane | None, dtype: torch.dtype, device: torch.device) -> Inbox | None:
-    return None if lane is None else Inbox(lane, dtype, device)
+def _only(lanes: tuple[PeerLane, ...]) -> PeerLane | None:
+    assert len(lanes) <= 1, "a worker has one neighbour on each side"
+    return lanes[0] if lanes else None
 
 
-def _outbox(lane: PeerLane | None, device: torch.device, delay: float) -> Outbox | DirectOutbox | None:
-    return None if lane is None else outbox_for(lane, device, delay)
+class _Replica:
+    """The messages from one other replica's worker, in the order of that worker's list."""
+
+    def __init__(self, lane: PeerLane, dtype: torch.dtype, device: torch.device) -> None:
+        self.worker = lane.peer
+        self._inbox = Inbox(lane, dtype, device)
+        self._coming: deque[StepKey] = deque()
+        self._came: dict[StepKey, Tensor] = {}
+
+    def expect(self, program: Program, sizes: Mapping[str, int]) -> None:
+        coming = [
+            one for one in program.devices[self.worker] if isinstance(one, Reduce) and one.what == "gradient"
+        ]
+        self._coming.extend((one.job, one.step) for one in coming)
+        self._inbox.expect((sizes[one.job] + BEHIND,) for one in coming)
+
+    def contributes(self, key: StepKey) -> bool:
+        return key in self._came or key in self._coming
+
+    def take(self, key: StepKey) -> Tensor:
+        """Return the message of a job's batch; messages of other jobs that came earlier are kept."""
+        while key not in self._came:
+            self._came[self._coming.popleft()] = self._inbox.take()
+        return self._came.pop(key)
+
+
+class Exchange:
+    """Exchange of gradients with the workers that hold the same stage in other replicas, if there are any.
+
+    Every replica adds in the same order, so that all hold the same bits, and so do two runs. Sending never
+    blocks: gradients are transferred while the workers continue to compute.
+    """
+
+    def __init__(self, wires: Wires, dtype: torch.dtype, device: torch.device, delay: float) -> None:
+        self._others = [_Replica(lane, dtype, device) for lane in wires.incoming("share")]
+        self.outboxes = [outbox_for(lane, device, delay) for lane in wires.outgoing("share")]
+        self._own: dict[StepKey, Tensor] = {}
+
+    def expect(self, program: Program, sizes: Mapping[str, int]) -> None:
+        """Post receives ahead. `sizes` maps each job to the parameters of its slice."""
+        for other in self._others:
+            other.expect(program, sizes)
+
+    def hand_out(self, key: StepKey, message_N: Tensor) -> None:
+        """Send a message to all other replicas; `message_N` must not be changed afterwards."""
+        self._own[key] = message_N
+        for outbox in self.outboxes:
+            outbox.send(message_N)
+
+    def sum(self, key: StepKey, worker: int) -> Tensor:
+        """Return the sum over all replicas in their order; waits for the last of them."""
+        parts_N = {other.worker: other.take(key) for other in self._others if other.contributes(key)}
+        if key in self._own:
+            parts_N[worker] = self._own.pop(key)
+        first, *others = (parts_N[one] for one in sorted(parts_N))
+        total_N = first.clone()
+        for part_N in others:
+            total_N += part_N
+        return total_N

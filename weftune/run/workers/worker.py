@@ -1,5 +1,5 @@
-"""Every worker of a pipeline except the first: it loads its part of the base and executes commands one by
-one."""
+"""A worker's part of the base, the executor that runs its list, and every worker of a pipeline except the
+first: it executes commands one by one."""
 
 from __future__ import annotations
 
@@ -8,36 +8,64 @@ from pathlib import Path
 
 import torch
 
+from weftune.base.host.streamed import StreamedBase, load_streamed
+from weftune.base.model import Base
+from weftune.base.spec import BaseSpec
+from weftune.base.stages import load_stage
 from weftune.core.deterministic import deterministic_kernels
 from weftune.errors import UserError
+from weftune.plan.program.layout import OnWorker
+from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.run.events import SaveDue
+from weftune.run.executor import Executor
 from weftune.run.measure.memory import begin_peak, limit_bytes, peak_bytes
-from weftune.run.parts import delivered
+from weftune.run.measure.timers import ActionTimer
+from weftune.run.parts import AdapterState, delivered
 from weftune.run.training import checkpoint
-from weftune.run.training.slices import write_slice
-from weftune.run.training.snapshot import Snapshot
+from weftune.run.training.checkpoint import write_slice
+from weftune.run.training.snapshot import Snapshot, weights_of
 from weftune.run.training.state import new_training
+from weftune.run.training.writer import Unsaved
+from weftune.run.workers.agreed import Agreed
 from weftune.run.workers.groups import Wires
-from weftune.run.workers.loaded import base_of, load_part, worker_executor
 from weftune.run.workers.messages import (
     Attach,
     Begin,
     Begun,
-    Detach,
     End,
     Ended,
-    HandedOver,
-    KeepBest,
+    JobCommand,
     Orders,
-    Refused,
     RunProgram,
-    Saved,
-    SaveSlice,
-    ShowMaster,
-    ShowMean,
-    Through,
 )
 from weftune.run.workers.transport import Transport
+
+
+def load_part(spec: BaseSpec, device: torch.device, part: OnWorker) -> Base | StreamedBase:
+    """Load a worker's part: in a pipeline one resident stage, otherwise stages that take turns."""
+    if part.layout.pipelined:
+        return load_stage(spec, device, part.held(part.worker))
+    return load_streamed(spec, device, part.layout, worker=part.worker)
+
+
+def base_of(loaded: Base | StreamedBase) -> Base:
+    """Return the base of a loaded part."""
+    return loaded.whole if isinstance(loaded, StreamedBase) else loaded
+
+
+def worker_executor(
+    loaded: Base | StreamedBase, part: OnWorker, transport: Transport, worker: int
+) -> tuple[Executor, Agreed]:
+    """Return the executor of the worker with this number, and its side of the agreement with the others."""
+    sides: list[Agreed] = []
+
+    def agrees(adapters: AdapterState, timer: ActionTimer) -> Agreed:
+        sides.append(Agreed(adapters, timer, transport, worker))
+        return sides[0]
+
+    if isinstance(loaded, StreamedBase):
+        return streamed_executor(loaded, worker=worker, agrees=agrees), sides[0]
+    return resident_executor(loaded, part=part, worker=worker, agrees=agrees, at_once=False), sides[0]
 
 
 def serve(wires: Wires, device: torch.device) -> None:
@@ -49,32 +77,28 @@ def serve(wires: Wires, device: torch.device) -> None:
         return
     assert isinstance(first, Begin), f"the first command is to begin, not {first}"
     with deterministic_kernels(first.deterministic):
-        _serve(wires, orders, first, device)
-
-
-def _serve(wires: Wires, orders: Orders, first: Begin, device: torch.device) -> None:
-    try:
-        worker = Worker(wires, orders, first, device)
-    except UserError as error:
-        orders.answer(Refused(f"worker {wires.place.worker}: {error}"))
-        last = orders.take()
-        assert isinstance(last, End), f"who refused is sent home, not told {last}"
-        orders.answer(Ended())
-        return
-    orders.answer(Begun())
-    worker.obey()
+        try:
+            worker = Worker(wires, orders, first, device)
+        except UserError as error:
+            orders.answer(Begun(refusal=f"worker {wires.position.worker}: {error}"))
+            last = orders.take()
+            assert isinstance(last, End), f"a worker that refused is dismissed, and not sent {last}"
+            orders.answer(Ended())
+            return
+        orders.answer(Begun())
+        worker.obey()
 
 
 class Worker:
     def __init__(self, wires: Wires, orders: Orders, begin: Begin, device: torch.device) -> None:
-        self.place = wires.place
+        self.position = wires.position
         self.orders = orders
-        limit_bytes(device, begin.most)
+        limit_bytes(device, begin.max_bytes)
         loaded = load_part(begin.spec, device, begin.part)
         self.base = base_of(loaded)
         width, dtype = self.base.shape.hidden, self.base.dtype
-        self.transport = Transport(wires.lanes, width, dtype, device, begin.delay)
-        self.executor, self.agreed = worker_executor(loaded, begin.part, self.transport, self.place.worker)
+        self.transport = Transport(wires, width, dtype, device, begin.delay)
+        self.executor, self.agreed = worker_executor(loaded, begin.part, self.transport, self.position.worker)
         self._checkpoints: dict[str, Path] = {}
 
     def obey(self) -> None:
@@ -84,16 +108,16 @@ class Worker:
                     self._attach(attach)
                 case RunProgram() as run:
                     self._run(run)
-                case KeepBest(job):
+                case JobCommand("keep best", job):
                     training = self.executor.aboard[job]
                     training.best = training.master.clone()
-                case ShowMean(job):
+                case JobCommand("show mean", job):
                     self.executor.show_mean(job)
-                case ShowMaster(job):
+                case JobCommand("show master", job):
                     self.executor.show_master(job)
-                case SaveSlice(job):
+                case JobCommand("save slice", job):
                     self._save(job)
-                case Detach(job):
+                case JobCommand("detach", job):
                     self._detach(job)
                 case End():
                     self.executor.writer.close()
@@ -131,8 +155,10 @@ class Worker:
         for event in self.executor.run(run.program, fetch, overdue=self.orders.overdue.is_set):
             assert isinstance(event, SaveDue), f"{event} is the first worker's business"
             self._save(event.job)
-        self.transport.settle()
-        self.orders.answer(Through(self.agreed.report, peak_bytes(self.base.device)))
+        self.transport.flush()
+        report = self.agreed.report
+        report.peak_bytes = peak_bytes(self.base.device)
+        self.orders.answer(report)
 
     def _save(self, job: str) -> None:
         """Take a snapshot. The first worker is notified when the slice is written, or why it cannot be."""
@@ -142,20 +168,18 @@ class Worker:
         """Write a slice in the writer's thread, and report it."""
         job, step = snapshot.job, snapshot.progress.step
         try:
-            self.orders.answer(Saved(job, step, write_slice(folder, snapshot, self.place.worker)))
+            self.orders.answer(write_slice(folder, snapshot, self.position.worker))
         except OSError as error:
-            self.orders.answer(Saved(job, step, None, error.strerror or str(error)))
+            self.orders.answer(Unsaved(job, step, error.strerror or str(error)))
         except Exception as error:
             # Otherwise it would not be reported, and the first worker would wait.
-            self.orders.answer(Saved(job, step, None, f"{type(error).__name__}: {error}"))
+            self.orders.answer(Unsaved(job, step, f"{type(error).__name__}: {error}"))
             raise
 
     def _detach(self, job: str) -> None:
         training = self.executor.detach(job)
         self.executor.writer.wait(job)
         del self._checkpoints[job]
-        if self.place.replica > 0:
-            # The first replica's workers hold the same weights and return them.
-            return
-        best = None if training.best is None else training.best.cpu()
-        self.orders.answer(HandedOver(job, training.layout, training.master.cpu(), best))
+        # The workers of other replicas hold the same weights as those of the first.
+        if self.position.replica == 0:
+            self.orders.answer(weights_of(training))
