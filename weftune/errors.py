@@ -7,7 +7,7 @@ Bugs are asserts; they are allowed to look like bugs.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class WeftuneError(Exception):
@@ -20,6 +20,8 @@ class Mistake:
 
     place: str
     sentence: str
+    line: int = field(default=0, compare=False, repr=False)
+    """Line of the file, to sort mistakes by; 0 if there is none."""
 
     def __str__(self) -> str:
         return f"{self.place}: {self.sentence}" if self.place else self.sentence

@@ -83,6 +83,7 @@ def train(
             raise UserError("--retry goes with --resume: it names the job of an earlier run to resume")
         if changes and not retry:
             raise UserError("--set goes with --retry JOB, which resumes with it; else edit the jobs file")
+        command = shlex.join(["weftune", *again])
         options = replace(
             early.read_options(
                 device=device,
@@ -95,8 +96,8 @@ def train(
             resume=resume,
             restart=tuple(restart or ()),
             retry=tuple(retry or ()),
-            changes=read_changes(changes or ()),
-            command=shlex.join(["weftune", *again]),
+            changes=read_changes(changes or (), command, retry or ()),
+            command=command,
         )
         # The environment alone decides whether this is one of several workers, before torch is imported.
         if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ:

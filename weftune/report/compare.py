@@ -80,7 +80,7 @@ def is_enough(job: JobRecord) -> bool:
 def by_result(jobs: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
     """Sort by validation loss, then jobs without validation by training loss, then failed jobs."""
 
-    def place(job: JobRecord) -> tuple[int, float]:
+    def rank(job: JobRecord) -> tuple[int, float]:
         validation, training = kept_validation(job), job.loss
         if job.state in ENDED_BADLY:
             return (3 if job.state == "cancelled" else 4), 0.0
@@ -88,7 +88,7 @@ def by_result(jobs: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
             return 0, validation
         return (1, training) if training is not None else (2, 0.0)
 
-    return tuple(sorted(jobs, key=place))
+    return tuple(sorted(jobs, key=rank))
 
 
 def validation_groups(jobs: Sequence[JobRecord]) -> tuple[tuple[JobRecord, ...], ...]:

@@ -342,13 +342,13 @@ def _path(places: Sequence[tuple[str, str] | None]) -> str:
     return "".join(text)
 
 
-def _along(place: float) -> str:
-    return f"{UNITS * place:.1f}".removesuffix(".0")
+def _along(position: float) -> str:
+    return f"{UNITS * position:.1f}".removesuffix(".0")
 
 
-def _down(place: float) -> str:
+def _down(position: float) -> str:
     """Return the vertical coordinate, 0 at the top. Two decimals keep four digits of a value read back."""
-    return f"{UNITS * (1 - place):.2f}".rstrip("0").rstrip(".")
+    return f"{UNITS * (1 - position):.2f}".rstrip("0").rstrip(".")
 
 
 # -- parallel coordinates -------------------------------------------------------------------------------

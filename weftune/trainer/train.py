@@ -110,7 +110,7 @@ def trainer_for(
         report_to=run.report_to,
         options=options,
         view=view,
-        place=run.place,
+        place=run.locate,
     )
     for job in run.jobs:
         trainer.add(job)

@@ -34,7 +34,7 @@ from weftune.jobs.spec.checks import (
     warnings,
 )
 from weftune.jobs.spec.retry import as_retried, new_retry, with_changes
-from weftune.jobs.spec.spec import JobSpec, place_in_job, resolved
+from weftune.jobs.spec.spec import JobSpec, locate_in_job, resolved
 from weftune.jobs.store.job_file import DamagedJobFile, read_job_file
 from weftune.jobs.store.status import State, resume_line
 from weftune.jobs.store.store import Store, open_share, open_store
@@ -108,7 +108,7 @@ class Trainer:
         report_to: Sequence[str] = (),
         options: Options | None = None,
         view: View | None = None,
-        place: Callable[..., str] = place_in_job,
+        place: Callable[..., str] = locate_in_job,
     ) -> None:
         if isinstance(base, str | Mapping):
             base = BaseSpec(model=base) if isinstance(base, str) else BaseSpec(**base)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from weftune.jobs.spec.build import (
-    Located,
     exists,
     is_hub_id,
     is_revision,
@@ -82,12 +82,18 @@ def test_no_near_file_is_looked_for_where_the_folder_cannot_be_one(tmp_path: Pat
     assert "did you mean" not in missing(tmp_path, f"{'x' * 5000}/train.jsonl")
 
 
+def fault(locate: Callable[[Path, str], str], folder: Path, text: str) -> str:
+    with pytest.raises(ValueError) as found:
+        locate(folder, text)
+    return str(found.value)
+
+
 def test_rows_are_a_file_that_exists_before_they_are_an_id(tmp_path: Path) -> None:
-    assert locate_rows(tmp_path, "owner/name") == Located("owner/name")
+    assert locate_rows(tmp_path, "owner/name") == "owner/name"
     (tmp_path / "owner").mkdir()
     (tmp_path / "owner" / "name").touch()
-    assert locate_rows(tmp_path, "owner/name") == Located(str(tmp_path / "owner" / "name"))
-    assert locate_rows(tmp_path, "rows.jsonl") == Located("rows.jsonl", missing(tmp_path, "rows.jsonl"))
+    assert locate_rows(tmp_path, "owner/name") == str(tmp_path / "owner" / "name")
+    assert fault(locate_rows, tmp_path, "rows.jsonl") == missing(tmp_path, "rows.jsonl")
 
 
 def test_a_chat_template_is_chatml_or_a_file(tmp_path: Path) -> None:
@@ -95,21 +101,20 @@ def test_a_chat_template_is_chatml_or_a_file(tmp_path: Path) -> None:
     (tmp_path / "chatml").touch()
     (tmp_path / "folder.d").mkdir()
     (tmp_path / "plain").touch()
-    assert locate_template(tmp_path, "chatml") == Located("chatml"), "a file of that name is no template"
-    assert locate_template(tmp_path, "chat.jinja") == Located(str(tmp_path / "chat.jinja"))
-    assert locate_template(tmp_path, "plain") == Located(str(tmp_path / "plain"))
-    word = locate_template(tmp_path, "llama3")
-    assert word == Located("llama3", 'must be chatml or a Jinja file, got "llama3"')
+    assert locate_template(tmp_path, "chatml") == "chatml", "a file of that name is no template"
+    assert locate_template(tmp_path, "chat.jinja") == str(tmp_path / "chat.jinja")
+    assert locate_template(tmp_path, "plain") == str(tmp_path / "plain")
+    assert fault(locate_template, tmp_path, "llama3") == 'must be chatml or a Jinja file, got "llama3"'
     for path in ("folder.d", "sub/chat", "other.jinja"):
-        assert locate_template(tmp_path, path) == Located(path, missing(tmp_path, path))
+        assert fault(locate_template, tmp_path, path) == missing(tmp_path, path)
 
 
 def test_an_adapter_to_start_from_is_a_folder_with_its_configuration_and_its_weights(tmp_path: Path) -> None:
-    assert locate_adapter(tmp_path, "old").fault == missing(tmp_path, "old", "folder")
+    assert fault(locate_adapter, tmp_path, "old") == missing(tmp_path, "old", "folder")
     (tmp_path / "old").mkdir()
-    fault = locate_adapter(tmp_path, "old").fault
-    assert fault == '"old" holds no adapter_config.json; name a PEFT adapter folder'
+    found = fault(locate_adapter, tmp_path, "old")
+    assert found == '"old" holds no adapter_config.json; name a PEFT adapter folder'
     (tmp_path / "old" / "adapter_config.json").touch()
-    assert locate_adapter(tmp_path, "old").fault == f"{tmp_path / 'old'} holds no adapter_model.safetensors"
+    assert fault(locate_adapter, tmp_path, "old") == f"{tmp_path / 'old'} holds no adapter_model.safetensors"
     (tmp_path / "old" / "adapter_model.safetensors").touch()
-    assert locate_adapter(tmp_path, "old") == Located(str(tmp_path / "old"))
+    assert locate_adapter(tmp_path, "old") == str(tmp_path / "old")

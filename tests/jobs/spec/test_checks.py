@@ -73,7 +73,7 @@ def test_a_target_of_a_file_is_placed_by_its_line(tmp_path: Path) -> None:
     file = tmp_path / "jobs.yaml"
     file.write_text("base: demo\njobs:\n- name: a\n  data: owner/rows\n  adapter: {targets: [lm_head]}\n")
     run = read_run(file)
-    (mistake,) = check_targets(run.jobs, SHAPE, run.place)
+    (mistake,) = check_targets(run.jobs, SHAPE, run.locate)
     assert mistake.place == "jobs.yaml:5 jobs[0].adapter.targets[0]"
 
 

@@ -14,7 +14,6 @@ from weftune.jobs.spec.layer import (
     ABSENT,
     Layer,
     Place,
-    Placed,
     dotted,
     from_python,
     in_file_order,
@@ -82,7 +81,7 @@ def test_what_a_shorthand_held_is_still_placed_where_it_was_written() -> None:
 
 
 def test_mistakes_come_in_the_order_of_their_lines_each_once() -> None:
-    late, early = Placed(Place("f", 9, "b"), "too large"), Placed(Place("f", 2, "a"), "too small")
+    late, early = Place("f", 9, "b").mistake("too large"), Place("f", 2, "a").mistake("too small")
     assert in_file_order([late, early, late]) == [
         Mistake("f:2 a", "too small"),
         Mistake("f:9 b", "too large"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from weftune.errors import SpecError
-from weftune.jobs.spec.lines import Document, parse_yaml, read_yaml
+from weftune.jobs.spec.lines import parse_yaml, read_yaml
 
 
 def values(text: str) -> Any:
@@ -51,22 +51,24 @@ def test_what_is_no_number_at_all_is_one_too() -> None:
 
 def test_every_key_and_item_has_its_line() -> None:
     document = parse_yaml("# first\na:\n  b: [1,\n    2]\nc:\n- 5\n- {d: 6}\n", "f.yaml")
-    assert document == Document(
-        file="f.yaml",
-        values={"a": {"b": [1, 2]}, "c": [5, {"d": 6}]},
-        lines={
-            (): 2,
-            ("a",): 2,
-            ("a", "b"): 3,
-            ("a", "b", 0): 3,
-            ("a", "b", 1): 4,
-            ("c",): 5,
-            ("c", 0): 6,
-            ("c", 1): 7,
-            ("c", 1, "d"): 7,
-        },
+    assert (document.file, document.values, document.faults) == (
+        "f.yaml",
+        {"a": {"b": [1, 2]}, "c": [5, {"d": 6}]},
+        [],
     )
-    assert parse_yaml("# nothing\n", "f.yaml") == Document("f.yaml")
+    assert document.lines == {
+        (): 2,
+        ("a",): 2,
+        ("a", "b"): 3,
+        ("a", "b", 0): 3,
+        ("a", "b", 1): 4,
+        ("c",): 5,
+        ("c", 0): 6,
+        ("c", 1): 7,
+        ("c", 1, "d"): 7,
+    }
+    empty = parse_yaml("# nothing\n", "f.yaml")
+    assert (empty.values, empty.lines, empty.faults) == (None, {}, [])
 
 
 def test_what_is_merged_in_gives_way_to_what_is_written_and_the_earlier_to_none() -> None:

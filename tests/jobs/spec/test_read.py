@@ -157,9 +157,9 @@ jobs:
         - v_proj
 """,
     )
-    assert run.place("a", "adapter", "targets", 0) == "jobs.yaml:4 defaults.adapter.targets[0]"
-    assert run.place("b", "adapter", "targets", 1) == "jobs.yaml:13 jobs[1].adapter.targets[1]"
-    assert run.place("b", "adapter", "rank") == "jobs.yaml:10 jobs[1].adapter"
+    assert run.locate("a", "adapter", "targets", 0) == "jobs.yaml:4 defaults.adapter.targets[0]"
+    assert run.locate("b", "adapter", "targets", 1) == "jobs.yaml:13 jobs[1].adapter.targets[1]"
+    assert run.locate("b", "adapter", "rank") == "jobs.yaml:10 jobs[1].adapter"
 
 
 def test_a_mapping_reads_as_the_file_does(tmp_path: Path) -> None:

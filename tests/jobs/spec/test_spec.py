@@ -232,8 +232,8 @@ def test_a_resolved_job_writes_out_its_sources_and_what_stops_it() -> None:
 
 def test_a_job_that_no_file_names_is_pointed_at_by_its_name() -> None:
     run = parse_run({"base": "demo", "jobs": [{"name": "a", "data": "owner/rows"}]}, Path.cwd())
-    assert run.place("a", "adapter", "rank") == "jobs[0]"
-    assert run.place("b", "adapter", "targets", 1) == "job b adapter.targets[1]"
+    assert run.locate("a", "adapter", "rank") == "jobs[0]"
+    assert run.locate("b", "adapter", "targets", 1) == "job b adapter.targets[1]"
     assert "places" not in repr(run), "they would be longer than all the rest"
     assert replace(run, places={}) == run, "where a key was written changes nothing"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,8 +15,9 @@ from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.target import ALL_LINEAR, layer_numbers
 from weftune.core.bounds import Bound, show
 from weftune.core.limited import ending, slow_sentence
+from weftune.errors import Mistake
 from weftune.jobs.spec.keys import SAME_FOR_ALL, SECTIONS
-from weftune.jobs.spec.layer import ROWS, Fault, Layer, Loc, Placed, dotted, place_of, step_into
+from weftune.jobs.spec.layer import ROWS, Fault, Layer, Loc, dotted, place_of, step_into
 from weftune.jobs.spec.names import name_fault, nearest
 from weftune.jobs.spec.schema import EXPECTED, bound_at, build, choice_sentence, number_faults
 
@@ -31,15 +32,8 @@ CHATML = "chatml"
 """Name of the chat template that needs no file."""
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
-    """The absolute path that a written path leads to, or the reason why it leads nowhere."""
-
-    path: str
-    fault: str = ""
-
-
-Locate = Callable[[Path, str], Located]
+Locate = Callable[[Path, str], str]
+"""Function that returns where a path written in a folder leads; ValueError has the message for nowhere."""
 
 
 def is_hub_id(text: str) -> bool:
@@ -89,34 +83,36 @@ def missing(folder: Path, text: str, what: str = "file") -> str:
     return f"{sentence}; write a path relative to the jobs file, or an absolute one"
 
 
-def locate_rows(folder: Path, text: str) -> Located:
+def locate_rows(folder: Path, text: str) -> str:
     """Locate an existing file or folder, or else an id on the Hub."""
     path = place_in(folder, text)
     if exists(path):
-        return Located(str(path))
-    return Located(text) if is_hub_id(text) else Located(text, missing(folder, text))
+        return str(path)
+    if not is_hub_id(text):
+        raise ValueError(missing(folder, text))
+    return text
 
 
-def locate_template(folder: Path, text: str) -> Located:
+def locate_template(folder: Path, text: str) -> str:
     path = place_in(folder, text)
     if text == CHATML:
-        return Located(text)
+        return text
     if exists(path) and path.is_file():
-        return Located(str(path))
+        return str(path)
     if "." not in text and "/" not in text:
-        return Located(text, f"must be chatml or a Jinja file, got {show(text)}")
-    return Located(text, missing(folder, text))
+        raise ValueError(f"must be chatml or a Jinja file, got {show(text)}")
+    raise ValueError(missing(folder, text))
 
 
-def locate_adapter(folder: Path, text: str) -> Located:
+def locate_adapter(folder: Path, text: str) -> str:
     path = place_in(folder, text)
     if not exists(path):
-        return Located(text, missing(folder, text, "folder"))
+        raise ValueError(missing(folder, text, "folder"))
     if not exists(path / CONFIG):
-        return Located(text, f"{show(text)} holds no {CONFIG}; name a PEFT adapter folder")
+        raise ValueError(f"{show(text)} holds no {CONFIG}; name a PEFT adapter folder")
     if not exists(path / WEIGHTS):
-        return Located(text, no_weights(path))
-    return Located(str(path))
+        raise ValueError(no_weights(path))
+    return str(path)
 
 
 Record = TypeVar("Record")
@@ -124,7 +120,7 @@ TOKEN = Bound(whole=True, at_least=0, at_most=2**31 - 1)
 """Allowed range of a token id."""
 
 
-def settle(record: type[Record], layer: Layer, folder: Path) -> tuple[Record | None, list[Placed]]:
+def build_job(record: type[Record], layer: Layer, folder: Path) -> tuple[Record | None, list[Mistake]]:
     """Return the job that `layer` describes, or every mistake in it. Paths are relative to `folder`."""
     values = _completed(layer.values)
     faults: dict[Loc, str] = {}
@@ -144,7 +140,7 @@ def settle(record: type[Record], layer: Layer, folder: Path) -> tuple[Record | N
     note(_disagreements(values))
     if faults:
         return None, [
-            Placed(place_of(layer.places, loc), sentence + _hint(values, loc))
+            place_of(layer.places, loc).mistake(sentence + _hint(values, loc))
             for loc, sentence in faults.items()
         ]
     assert isinstance(made, record)
@@ -216,10 +212,13 @@ def _located(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any], list
             return {**value, "path": found(value["path"], (*loc, "path"), locate)}
         if not isinstance(value, str):
             return value
-        located = locate(folder, value) if value else Located(value, "must not be empty")
-        if located.fault:
-            faults.append(Fault(loc, located.fault))
-        return located.path
+        try:
+            if not value:
+                raise ValueError("must not be empty")
+            return locate(folder, value)
+        except ValueError as error:
+            faults.append(Fault(loc, str(error)))
+            return value
 
     whole = dict(values)
     for section, key, locate in LOCATED:

@@ -17,9 +17,9 @@ from weftune.core.bounds import show
 from weftune.core.limited import slow_sentence
 from weftune.core.shapes import ModelShape, SiteShape, layer_of
 from weftune.errors import AdapterError, Mistake
-from weftune.jobs.spec.layer import Loc
+from weftune.jobs.spec.layer import Fault, Loc
 from weftune.jobs.spec.names import nearest
-from weftune.jobs.spec.spec import JobSpec, in_steps, place_in_job
+from weftune.jobs.spec.spec import JobSpec, in_steps, locate_in_job
 from weftune.plan.cost.memory import gib
 
 HIGH_RATE, HIGH_DECAY = 0.1, 1.0
@@ -32,77 +32,70 @@ NAMED = 4
 
 
 def check_targets(
-    jobs: Sequence[JobSpec], shape: ModelShape, place: Callable[..., str] = place_in_job
+    jobs: Sequence[JobSpec], shape: ModelShape, locate: Callable[..., str] = locate_in_job
 ) -> list[Mistake]:
-    """Return a mistake for every target that matches no site of the base. `place` is `RunSpec.place` for a
+    """Return a mistake for every target that matches no site of the base. `locate` is `RunSpec.locate` for a
     file."""
+    return [
+        Mistake(locate(job.name, "adapter", *fault.loc), fault.sentence)
+        for job in jobs
+        for fault in _adapter_faults(job.adapter, shape)
+    ]
+
+
+def _adapter_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
+    """Yield what this base cannot take of an adapter; locations are below the key `adapter`."""
     names = [site.name for site in shape.sites]
-    mistakes: list[Mistake] = []
-    for job in jobs:
-        wrong = [*_slow_patterns(job, names, place), *_layer_mistakes(job, shape, place)]
-        mistakes += wrong or _target_mistakes(job, shape, place)
-        mistakes += _room_mistakes(job, shape, place)
-        mistakes += _parameter_mistakes(job, shape, place)
-        mistakes += _token_mistakes(job, shape, place)
-    return mistakes
+    wrong = [
+        Fault(key, slow)
+        for key, expression in adapter.expressions().items()
+        # An expression that would take too long on the module names of this base.
+        if (slow := slow_sentence([expression], names))
+    ]
+    if adapter.layers is not None and (last := max(layer_numbers(adapter.layers))) >= shape.layers:
+        sentence = f"there is no layer {last}: the base has layers 0 to {shape.layers - 1}"
+        wrong.append(Fault(("layers",), sentence))
+    yield from wrong or _target_faults(adapter, shape)
+    yield from _room_faults(adapter, shape)
+    yield from _parameter_faults(adapter, shape)
+    yield from _token_faults(adapter, shape)
 
 
-def _slow_patterns(job: JobSpec, names: Sequence[str], place: Callable[..., str]) -> Iterator[Mistake]:
-    """Yield a mistake for every expression that would take too long on the module names of this base."""
-    for key, expression in job.adapter.expressions().items():
-        if slow := slow_sentence([expression], names):
-            yield Mistake(place(job.name, "adapter", *key), slow)
-
-
-def _layer_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -> Iterator[Mistake]:
-    layers = job.adapter.layers
-    if layers is not None and (last := max(layer_numbers(layers))) >= shape.layers:
-        where = place(job.name, "adapter", "layers")
-        yield Mistake(where, f"there is no layer {last}: the base has layers 0 to {shape.layers - 1}")
-
-
-def _target_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -> Iterator[Mistake]:
-    targets = job.adapter.targets
-    if "targets" in job.adapter.unused:
+def _target_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
+    targets = adapter.targets
+    if "targets" in adapter.unused:
         return
-    if isinstance(targets, str):
-        if not any(job.adapter.adapts(site) for site in _linears(shape)):
-            yield Mistake(place(job.name, "adapter", "targets"), _no_match(targets, shape))
-        return
-    if targets == _default_targets(job.adapter):
-        if not any(job.adapter.adapts(site) for site in _linears(shape)):
-            where = place(job.name, "adapter", "targets")
-            yield Mistake(where, f"name modules of the base: its modules end in {', '.join(_endings(shape))}")
+    default = next(item.default for item in fields(adapter) if item.name == "targets")
+    if isinstance(targets, str) or targets == default:
+        if not any(adapter.adapts(site) for site in _linears(shape)):
+            # Default targets are names from several model families, some of which a base has.
+            name_them = f"name modules of the base: its modules end in {', '.join(_endings(shape))}"
+            yield Fault(("targets",), _no_match(targets, shape) if isinstance(targets, str) else name_them)
         return
     for index, target in enumerate(targets):
-        alone = replace(job.adapter, targets=(target,))
+        alone = replace(adapter, targets=(target,))
         if not any(alone.adapts(site) for site in _linears(shape)):
-            where = place(job.name, "adapter", "targets", index)
-            yield Mistake(where, f"{show(target)} matches no module of the base; {_offer(target, shape)}")
+            sentence = f"{show(target)} matches no module of the base; {_offer(target, shape)}"
+            yield Fault(("targets", index), sentence)
 
 
-def _room_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -> Iterator[Mistake]:
-    """Yield a mistake for every reason why this base cannot take the job's virtual tokens."""
-    adapter = job.adapter
+def _room_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
+    """Yield the reasons why this base cannot take virtual tokens."""
+    kind = adapter.kind
     if (before := adapter.positions_before) > shape.context - LEAST_TOKENS:
-        where = place(job.name, "adapter", "num_virtual_tokens")
         sentence = f"{before} leave no room for a sample in the base's context of {shape.context} tokens"
-        yield Mistake(where, f"{sentence}; write fewer")
-    where, kind = place(job.name, "adapter", "kind"), adapter.kind
-    outside = next((site.name for site in shape.sites if layer_of(site.name) is None), None)
-    if adapter.rows_before and outside:
+        yield Fault(("num_virtual_tokens",), f"{sentence}; write fewer")
+    if adapter.rows_before and (outside := _outside_layers(shape)):
         sentence = f"{kind} needs embeddings that go into the first layer as they are, and the base has"
-        yield Mistake(where, f"{sentence} {outside} around its layers; choose another kind")
+        yield Fault(("kind",), f"{sentence} {outside} around its layers; choose another kind")
     # Not checked for kinds with targets: their expressions may take forever, and have been refused.
     if adapter.keys_before and (seen := sum(map(adapter.adapts, shape.sites))) != shape.layers:
         sentence = f"{kind} needs the keys and values of every layer, and the base has them in"
-        yield Mistake(where, f"{sentence} {seen} of {shape.layers}; choose another kind")
+        yield Fault(("kind",), f"{sentence} {seen} of {shape.layers}; choose another kind")
 
 
-def _default_targets(adapter: TargetSpec) -> object:
-    """Return the default targets of the adapter's kind: names from several model families, some of which a
-    base has."""
-    return next(item.default for item in fields(adapter) if item.name == "targets")
+def _outside_layers(shape: ModelShape) -> str | None:
+    return next((site.name for site in shape.sites if layer_of(site.name) is None), None)
 
 
 def _no_match(expression: str, shape: ModelShape) -> str:
@@ -125,35 +118,27 @@ def _endings(shape: ModelShape) -> list[str]:
     return list(dict.fromkeys(site.name.rpartition(".")[2] for site in _linears(shape)))
 
 
-def _parameter_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -> Iterator[Mistake]:
-    adapter = job.adapter
-    if not isinstance(adapter, LoraSpec):
-        return
-    for index, target in enumerate(adapter.target_parameters):
-        alone = replace(adapter, target_parameters=(target,))
-        where = place(job.name, "adapter", "target_parameters", index)
+def _parameter_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
+    for index, target in enumerate(adapter.target_parameters if isinstance(adapter, LoraSpec) else ()):
+        alone = replace(adapter, target_parameters=(target,))  # type: ignore[call-arg]
+        loc: Loc = ("target_parameters", index)
         if not _experts(shape):
-            yield Mistake(where, f"{show(target)} asks for experts, which the base has none of; leave it out")
+            yield Fault(loc, f"{show(target)} asks for experts, which the base has none of; leave it out")
         elif not any(alone.adapts(site) for site in _experts(shape)):
             hint = f"write {_expert_parameters(shape)}, or one of both"
-            yield Mistake(where, f"{show(target)} matches no parameter of the base's experts; {hint}")
+            yield Fault(loc, f"{show(target)} matches no parameter of the base's experts; {hint}")
 
 
-def _token_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -> Iterator[Mistake]:
-    """Yield a mistake for every reason why this base cannot train the job's token embeddings."""
+def _token_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
+    """Yield the reasons why this base cannot train the adapter's token embeddings."""
     key = "trainable_token_indices"
-    for index, token in enumerate(job.adapter.trained_tokens):
+    for index, token in enumerate(adapter.trained_tokens):
         if token >= shape.vocabulary:
-            where = place(job.name, "adapter", key, index)
-            yield Mistake(
-                where, f"there is no token {token}: the base has tokens 0 to {shape.vocabulary - 1}"
-            )
-    outside = next((site.name for site in shape.sites if layer_of(site.name) is None), None)
-    if job.adapter.trained_tokens and outside:
+            sentence = f"there is no token {token}: the base has tokens 0 to {shape.vocabulary - 1}"
+            yield Fault((key, index), sentence)
+    if adapter.trained_tokens and (outside := _outside_layers(shape)):
         sentence = "needs embeddings that go into the first layer as they are, and the base has"
-        yield Mistake(
-            place(job.name, "adapter", key), f"{sentence} {outside} around its layers; leave it out"
-        )
+        yield Fault((key,), f"{sentence} {outside} around its layers; leave it out")
 
 
 def _linears(shape: ModelShape) -> list[SiteShape]:
@@ -214,20 +199,20 @@ def _job_warnings(job: JobSpec, shape: ModelShape, adapters: Mapping[str, Target
         )
     if job.weight_decay > HIGH_DECAY:
         yield f"weight_decay {job.weight_decay:g} is far above the usual, 0 to 0.1"
-    aboard = [site for site in shape.sites if adapter.adapts(site)]
+    sites = [site for site in shape.sites if adapter.adapts(site)]
     if not adapter.served:
-        way = "to serve it there, run weftune export --merged"
-        way = way if adapter.merges else "nor can they be merged into a model that it loads"
-        yield f"vLLM does not load {adapter.kind} adapters; {way}"
+        merged = "to serve it there, run weftune export --merged"
+        remedy = merged if adapter.merges else "nor can they be merged into a model that it loads"
+        yield f"vLLM does not load {adapter.kind} adapters; {remedy}"
     if adapter.dense:
-        values = sum(map(adapter.parameters_at, aboard))
+        values = sum(map(adapter.parameters_at, sites))
         size = gib(values * (shape.bytes_per_value + 4 * max(4, shape.bytes_per_value)))
         yield (
-            f"a {adapter.kind} adapter on {len(aboard)} targets has {values:,} parameters, which take {size} "
+            f"a {adapter.kind} adapter on {len(sites)} targets has {values:,} parameters, which take {size} "
             "with their optimizer state; name fewer targets or layers to take less"
         )
     if isinstance(adapter, LoraSpec):
-        yield from _lora_warnings(adapter, aboard, adapters)
+        yield from _lora_warnings(adapter, sites, adapters)
     if job.data.max_length > (room := shape.context - adapter.positions_before):
         context = f"the base's context of {shape.context} tokens"
         less = f"the {room} that virtual tokens leave of {context}" if adapter.positions_before else context
@@ -235,9 +220,9 @@ def _job_warnings(job: JobSpec, shape: ModelShape, adapters: Mapping[str, Target
 
 
 def _lora_warnings(
-    adapter: LoraSpec, aboard: Sequence[SiteShape], adapters: Mapping[str, TargetSpec]
+    adapter: LoraSpec, sites: Sequence[SiteShape], adapters: Mapping[str, TargetSpec]
 ) -> Iterator[str]:
-    wide = [site for site in aboard if adapter.rank_at(site.name) > _width(site)]
+    wide = [site for site in sites if adapter.rank_at(site.name) > _width(site)]
     if wide:
         narrow = min(wide, key=_width)
         yield (
@@ -246,7 +231,7 @@ def _lora_warnings(
         )
     for key, patterns in (("rank_pattern", adapter.rank_pattern), ("alpha_pattern", adapter.alpha_pattern)):
         for pattern in patterns:
-            if not any(pattern_for([pattern], site.name) == pattern for site in aboard):
+            if not any(pattern_for([pattern], site.name) == pattern for site in sites):
                 yield f"{key} {show(pattern)} matches none of the job's targets"
     if adapter.served and (adapter.rank_pattern or adapter.alpha_pattern):
         yield "vLLM ignores rank_pattern and alpha_pattern; to serve it there, run weftune export --portable"
@@ -257,12 +242,12 @@ def _lora_warnings(
         )
     if adapter.served and adapter.trained_tokens:
         yield "vLLM does not load trainable_token_indices; to serve it there, run weftune export --merged"
-    if (before := _started_from(adapter, aboard, adapters)) is not None:
-        yield from _start_warnings(adapter, before, aboard)
+    if (before := _started_from(adapter, sites, adapters)) is not None:
+        yield from _start_warnings(adapter, before, sites)
 
 
 def _started_from(
-    adapter: LoraSpec, aboard: Sequence[SiteShape], adapters: Mapping[str, TargetSpec]
+    adapter: LoraSpec, sites: Sequence[SiteShape], adapters: Mapping[str, TargetSpec]
 ) -> LoraSpec | None:
     """Return the spec of the adapter that a job starts from: that in a folder, or one of the jobs'
     `adapters`."""
@@ -272,16 +257,16 @@ def _started_from(
     folder = Path(adapter.init_from)
     try:
         before = read_spec(folder)
-        refuse_slow(folder, before, [site.name for site in aboard])
+        refuse_slow(folder, before, [site.name for site in sites])
     except AdapterError:
         return None  # refused, with its reason, when the job is made ready
     return before
 
 
-def _start_warnings(adapter: LoraSpec, before: LoraSpec, aboard: Sequence[SiteShape]) -> Iterator[str]:
+def _start_warnings(adapter: LoraSpec, before: LoraSpec, sites: Sequence[SiteShape]) -> Iterator[str]:
     """Warn if the scale differs from that of the source: PEFT's files hold A and B, and what they add up to
     depends on the scale, which the job sets anew."""
-    for site in aboard:
+    for site in sites:
         scale, was = adapter.scale_at(site.name), before.scale_at(site.name)
         if not math.isclose(scale, was):
             yield (
@@ -296,7 +281,7 @@ def _width(site: SiteShape) -> int:
 
 
 SOURCE: Loc = ("adapter", "init_from", "job")
-MOST_NAMED = 8
+MAX_NAMED = 8
 """Number of jobs that a message names before it only counts them."""
 
 
@@ -336,8 +321,8 @@ def _unknown(source: str, others: Sequence[str]) -> str:
         return f"{sentence}; did you mean {near}?"
     if not others:
         return f"{sentence}; for a folder write its path as init_from"
-    more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
-    return f"{sentence}; its other jobs are {', '.join(others[:MOST_NAMED])}{more}"
+    more = f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
+    return f"{sentence}; its other jobs are {', '.join(others[:MAX_NAMED])}{more}"
 
 
 def _circle(name: str, sources: Mapping[str, str]) -> list[str]:
@@ -349,19 +334,19 @@ def _circle(name: str, sources: Mapping[str, str]) -> list[str]:
 
 
 def check_names(
-    jobs: Sequence[JobSpec], known: Sequence[str], place: Callable[..., str] = place_in_job
+    jobs: Sequence[JobSpec], known: Sequence[str], locate: Callable[..., str] = locate_in_job
 ) -> list[Mistake]:
     """Return the faults of `name_faults` as mistakes, for jobs that were made in Python."""
-    return [Mistake(place(name, *SOURCE), sentence) for name, sentence in name_faults(jobs, known)]
+    return [Mistake(locate(name, *SOURCE), sentence) for name, sentence in name_faults(jobs, known)]
 
 
 def check_starts(
-    jobs: Sequence[JobSpec], shape: ModelShape, place: Callable[..., str] = place_in_job
+    jobs: Sequence[JobSpec], shape: ModelShape, locate: Callable[..., str] = locate_in_job
 ) -> list[Mistake]:
     """Return a mistake for every job whose source has other sites or ranks on this base."""
     adapters = {job.name: job.adapter for job in jobs}
     return [
-        Mistake(place(job.name, *SOURCE), sentence)
+        Mistake(locate(job.name, *SOURCE), sentence)
         for job in jobs
         if (source := source_of(job.adapter)) in adapters
         and (sentence := _misfit(source, adapters[source], job.adapter, shape))

@@ -31,6 +31,9 @@ class Place:
         where = f"{self.file}:{self.line}" if self.line else self.file
         return " ".join(part for part in (where, self.name) if part)
 
+    def mistake(self, sentence: str) -> Mistake:
+        return Mistake(str(self), sentence, self.line)
+
 
 Places = dict[Loc, Place]
 
@@ -99,22 +102,9 @@ def wrap(places: Places, at: Loc, key: str) -> None:
             places[(*at, key, *loc[len(at) :])] = place
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A mistake whose place is still a record, so that a list of mistakes can be sorted by line."""
-
-    place: Place
-    sentence: str
-
-    @property
-    def mistake(self) -> Mistake:
-        return Mistake(str(self.place), self.sentence)
-
-
-def in_file_order(found: list[Placed]) -> list[Mistake]:
+def in_file_order(found: list[Mistake]) -> list[Mistake]:
     """Return the mistakes by line, each once: one in `defaults` would otherwise be repeated for every job."""
-    once = dict.fromkeys(sorted(found, key=lambda placed: placed.place.line))
-    return [placed.mistake for placed in once]
+    return list(dict.fromkeys(sorted(found, key=lambda mistake: mistake.line)))
 
 
 ALTERNATIVES: Mapping[Loc, tuple[str, str]] = {(): ("epochs", "steps"), ("eval",): ("path", "fraction")}

@@ -6,14 +6,13 @@ Numbers and booleans are read as YAML 1.2 has them, so that `2e-4` is a number, 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from weftune.errors import Mistake, SpecError
-from weftune.jobs.spec.layer import Loc, Place, Placed, dotted
+from weftune.jobs.spec.layer import Loc, Place, dotted
 
 MAX_NODES = 50_000
 """Maximum number of values in a file: more than any honest file has, but aliases of aliases can write
@@ -60,15 +59,105 @@ _resolve(
 _resolve("merge", "<<", "<")
 
 
-@dataclass(slots=True)
 class Document:
-    """The content of a file: its values, the line of every key and item, and the mistakes found while
-    reading."""
+    """The content of a YAML file as plain values, with the line of every key and item and the mistakes found
+    while reading."""
 
-    file: str
-    values: Any = None
-    lines: dict[Loc, int] = field(default_factory=dict)
-    faults: list[Placed] = field(default_factory=list)
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.values: Any = None
+        self.lines: dict[Loc, int] = {}
+        self.faults: list[Mistake] = []
+        self._nodes = 0
+        self._open: set[int] = set()
+
+    def read(self, node: yaml.Node) -> None:
+        self.lines[()] = node.start_mark.line + 1
+        self.values = self._value(node, ())
+
+    def _fault(self, node: yaml.Node, loc: Loc, sentence: str) -> None:
+        place = Place(self.file, node.start_mark.line + 1, dotted(loc))
+        self.faults.append(place.mistake(sentence))
+
+    def _value(self, node: yaml.Node, loc: Loc) -> Any:
+        self._nodes += 1
+        if self._nodes > MAX_NODES:
+            raise SpecError(
+                Mistake(self.file, f"holds more than {MAX_NODES} values once aliases are followed")
+            )
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, loc)
+        if id(node) in self._open:
+            # The node is the anchored value, which begins further up than its alias.
+            place = Place(self.file, self.lines[loc], dotted(loc))
+            self.faults.append(place.mistake("an alias stands inside the thing it names; remove it"))
+            return None
+        self._open.add(id(node))
+        try:
+            return (
+                self._mapping(node, loc) if isinstance(node, yaml.MappingNode) else self._sequence(node, loc)
+            )
+        finally:
+            self._open.discard(id(node))
+
+    def _sequence(self, node: yaml.Node, loc: Loc) -> list[Any]:
+        for index, item in enumerate(node.value):
+            self.lines[(*loc, index)] = item.start_mark.line + 1
+        return [self._value(item, (*loc, index)) for index, item in enumerate(node.value)]
+
+    def _mapping(self, node: yaml.MappingNode, loc: Loc) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key, value in node.value:
+            if key.tag == TAG + "merge":
+                result = self._merged(value, loc) | result
+        first: dict[str, int] = {}
+        for key, value in node.value:
+            if key.tag == TAG + "merge":
+                continue
+            if not isinstance(key, yaml.ScalarNode):
+                self._fault(key, loc, "a key must be plain text")
+                continue
+            line = key.start_mark.line + 1
+            here = (*loc, key.value)
+            if key.value in first:
+                self._fault(key, here, f"is written twice, first on line {first[key.value]}; remove one")
+                continue
+            first[key.value] = self.lines[here] = line
+            result[key.value] = self._value(value, here)
+        return result
+
+    def _merged(self, node: yaml.Node, loc: Loc) -> dict[str, Any]:
+        """Return what `<<` brings in: one mapping, or a list of mappings, the earlier of which wins."""
+        parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        result: dict[str, Any] = {}
+        for part in reversed(parts):
+            if isinstance(part, yaml.MappingNode):
+                result |= self._value(part, loc) or {}
+            else:
+                self._fault(part, loc, "<< takes a mapping, or a list of mappings")
+        return result
+
+    def _scalar(self, node: yaml.ScalarNode, loc: Loc) -> Any:
+        text, tag = node.value, node.tag
+        try:
+            if tag == TAG + "null":
+                return None
+            if tag == TAG + "bool":
+                return text.lower() == "true"
+            if tag == TAG + "int":
+                return int(text, 16 if text.startswith("0x") else 10)
+            if tag == TAG + "float":
+                return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
+        except ValueError:
+            self._fault(node, loc, "is a number that cannot be read")
+            return None
+        if tag not in (TAG + "str", TAG + "merge"):
+            self._fault(node, loc, f"the tag {tag} means nothing here; remove it")
+            return None
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            self._fault(node, loc, "holds half a surrogate pair, which is no text; remove it")
+            return None
+        return text
 
 
 def read_yaml(path: Path) -> Document:
@@ -93,7 +182,7 @@ def parse_yaml(text: str, file: str) -> Document:
     try:
         node = _Loader(text).get_single_node()
         if node is not None:
-            _Builder(document).build(node, ())
+            document.read(node)
     except yaml.MarkedYAMLError as error:
         raise SpecError(_syntax_mistake(error, file)) from None
     except yaml.YAMLError as error:
@@ -111,98 +200,3 @@ def _syntax_mistake(error: yaml.MarkedYAMLError, file: str) -> Mistake:
     elif problem == "mapping values are not allowed here":
         problem = "a colon stands where no key can be; put the text in quotes, or mend the indentation"
     return Mistake(f"{file}:{mark.line + 1}" if mark else file, f"is not YAML: {problem}")
-
-
-class _Builder:
-    """A builder that turns YAML nodes into plain values and records their lines."""
-
-    def __init__(self, document: Document) -> None:
-        self.document = document
-        self.nodes = 0
-        self.open: set[int] = set()
-
-    def build(self, node: yaml.Node, loc: Loc) -> None:
-        self.document.lines[loc] = node.start_mark.line + 1
-        self.document.values = self.value(node, loc)
-
-    def fault(self, node: yaml.Node, loc: Loc, sentence: str) -> None:
-        place = Place(self.document.file, node.start_mark.line + 1, dotted(loc))
-        self.document.faults.append(Placed(place, sentence))
-
-    def value(self, node: yaml.Node, loc: Loc) -> Any:
-        self.nodes += 1
-        if self.nodes > MAX_NODES:
-            raise SpecError(
-                Mistake(self.document.file, f"holds more than {MAX_NODES} values once aliases are followed")
-            )
-        if isinstance(node, yaml.ScalarNode):
-            return self.scalar(node, loc)
-        if id(node) in self.open:
-            # The node is the anchored value, which begins further up than its alias.
-            place = Place(self.document.file, self.document.lines[loc], dotted(loc))
-            self.document.faults.append(Placed(place, "an alias stands inside the thing it names; remove it"))
-            return None
-        self.open.add(id(node))
-        try:
-            return self.mapping(node, loc) if isinstance(node, yaml.MappingNode) else self.sequence(node, loc)
-        finally:
-            self.open.discard(id(node))
-
-    def sequence(self, node: yaml.Node, loc: Loc) -> list[Any]:
-        for index, item in enumerate(node.value):
-            self.document.lines[(*loc, index)] = item.start_mark.line + 1
-        return [self.value(item, (*loc, index)) for index, item in enumerate(node.value)]
-
-    def mapping(self, node: yaml.MappingNode, loc: Loc) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for key, value in node.value:
-            if key.tag == TAG + "merge":
-                result = self.merged(value, loc) | result
-        first: dict[str, int] = {}
-        for key, value in node.value:
-            if key.tag == TAG + "merge":
-                continue
-            if not isinstance(key, yaml.ScalarNode):
-                self.fault(key, loc, "a key must be plain text")
-                continue
-            line = key.start_mark.line + 1
-            here = (*loc, key.value)
-            if key.value in first:
-                self.fault(key, here, f"is written twice, first on line {first[key.value]}; remove one")
-                continue
-            first[key.value] = self.document.lines[here] = line
-            result[key.value] = self.value(value, here)
-        return result
-
-    def merged(self, node: yaml.Node, loc: Loc) -> dict[str, Any]:
-        """Return what `<<` brings in: one mapping, or a list of mappings, the earlier of which wins."""
-        parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        result: dict[str, Any] = {}
-        for part in reversed(parts):
-            if isinstance(part, yaml.MappingNode):
-                result |= self.value(part, loc) or {}
-            else:
-                self.fault(part, loc, "<< takes a mapping, or a list of mappings")
-        return result
-
-    def scalar(self, node: yaml.ScalarNode, loc: Loc) -> Any:
-        text, tag = node.value, node.tag
-        try:
-            if tag == TAG + "null":
-                return None
-            if tag == TAG + "bool":
-                return text.lower() == "true"
-            if tag == TAG + "int":
-                return int(text, 16 if text.startswith("0x") else 10)
-            if tag == TAG + "float":
-                return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
-        except ValueError:
-            self.fault(node, loc, "is a number that cannot be read")
-            return None
-        if tag not in (TAG + "str", TAG + "merge"):
-            self.fault(node, loc, f"the tag {tag} means nothing here; remove it")
-            return None
-        if any("\ud800" <= letter <= "\udfff" for letter in text):
-            self.fault(node, loc, "holds half a surrogate pair, which is no text; remove it")
-            return None
-        return text

@@ -12,7 +12,7 @@ from weftune.base.spec import DEMO, BaseSpec
 from weftune.core.bounds import show
 from weftune.core.shapes import ModelShape
 from weftune.errors import Mistake, SpecError, UserError
-from weftune.jobs.spec.build import exists, is_hub_id, is_revision, missing, place_in, settle
+from weftune.jobs.spec.build import build_job, exists, is_hub_id, is_revision, missing, place_in
 from weftune.jobs.spec.checks import SOURCE, check_starts, check_targets, name_faults
 from weftune.jobs.spec.keys import SECTIONS, unknown_key
 from weftune.jobs.spec.layer import (
@@ -20,7 +20,6 @@ from weftune.jobs.spec.layer import (
     Layer,
     Loc,
     Place,
-    Placed,
     Places,
     dotted,
     in_file_order,
@@ -66,10 +65,10 @@ class _Reader:
     file: str
     folder: Path
     lines: Mapping[Loc, int]
-    broken: list[Placed]
+    broken: list[Mistake]
     """Mistakes in the YAML itself; nothing more is reported for those values."""
     shape_of: ShapeOf | None = None
-    found: list[Placed] = field(default_factory=list)
+    found: list[Mistake] = field(default_factory=list)
 
     def run(self, values: Any, file: Path | None) -> RunSpec:
         if not isinstance(values, Mapping):
@@ -103,8 +102,8 @@ class _Reader:
         return run
 
     def raise_mistakes(self, more: Sequence[Mistake] = ()) -> None:
-        unread = {placed.place for placed in self.broken}
-        mistakes = self.broken + [placed for placed in self.found if placed.place not in unread]
+        unread = {mistake.place for mistake in self.broken}
+        mistakes = self.broken + [one for one in self.found if one.place not in unread]
         if mistakes or more:
             # Trials share the place of a wrong target.
             raise SpecError([*in_file_order(mistakes), *dict.fromkeys(more)])
@@ -120,27 +119,28 @@ class _Reader:
             return error.mistakes
         if shape is None:
             return ()
-        return [*check_targets(run.jobs, shape, run.place), *check_starts(run.jobs, shape, run.place)]
+        return [*check_targets(run.jobs, shape, run.locate), *check_starts(run.jobs, shape, run.locate)]
 
     def fault(self, loc: Loc, sentence: str) -> None:
         line = next((self.lines[loc[:n]] for n in range(len(loc), -1, -1) if loc[:n] in self.lines), 0)
-        self.found.append(Placed(Place(self.file, line, dotted(loc)), sentence))
+        self.found.append(Place(self.file, line, dotted(loc)).mistake(sentence))
 
     def base(self, value: Any) -> BaseSpec | None:
         keys = {"model": value} if isinstance(value, str) else value
         if not isinstance(keys, Mapping):
             self.fault(("base",), f"must be {EXPECTED[('base',)]}, got {show(value)}")
             return None
-        unknown = [key for key in keys if key not in SECTIONS["base"]]
-        for key in unknown:
-            self.fault(("base", key), unknown_key("base", str(key)))
-        made = build(BaseSpec, {key: keys[key] for key in keys if key in SECTIONS["base"]}, "base", ("base",))
-        if isinstance(made, list):
-            for flaw in made:
+        known = {key: keys[key] for key in keys if key in SECTIONS["base"]}
+        for key in keys:
+            if key not in known:
+                self.fault(("base", key), unknown_key("base", str(key)))
+        base = build(BaseSpec, known, "base", ("base",))
+        if isinstance(base, list):
+            for flaw in base:
                 self.fault(flaw.loc, flaw.sentence)
             return None
-        assert isinstance(made, BaseSpec)
-        return self.located_base(made, ("base",) if isinstance(value, str) else ("base", "model"))
+        assert isinstance(base, BaseSpec)
+        return self.located_base(base, ("base",) if isinstance(value, str) else ("base", "model"))
 
     def located_base(self, base: BaseSpec, loc: Loc) -> BaseSpec:
         path = place_in(self.folder, base.model)
@@ -212,30 +212,24 @@ class _Reader:
                 continue
             layer = merged(defaults, self.layer(keys, loc))
             if "sweep" in keys:
-                expanded = expand(layer, self.folder)
-                self.found.extend(expanded.found)
-                made += expanded.jobs
-                sweeps += expanded.sweeps
-                places |= expanded.places
+                sweep, trials, found = expand(layer, self.folder)
+                self.found.extend(found)
+                sweeps += [sweep] if sweep is not None else []
+                made += [job for job, _ in trials]
+                places |= {job.name: where for job, where in trials}
                 continue
-            job, found = settle(JobSpec, layer, self.folder)
+            job, found = build_job(JobSpec, layer, self.folder)
             self.found.extend(found)
             if job is not None:
                 made.append(job)
                 places[job.name] = layer.places
-        for index, sentence in repeated(
-            [keys.get("name") if isinstance(keys, Mapping) else None for keys in listed]
-        ):
+        names = [keys.get("name") if isinstance(keys, Mapping) else None for keys in listed]
+        for index, sentence in (*repeated(names), *trial_clashes(names, sweeps)):
             self.fault(("jobs", index, "name"), sentence)
-        for index, sentence in trial_clashes(
-            [keys.get("name") if isinstance(keys, Mapping) else None for keys in listed], sweeps
-        ):
-            self.fault(("jobs", index, "name"), sentence)
-        names = [keys.get("name") for keys in listed if isinstance(keys, Mapping)]
         known = [name for name in names if isinstance(name, str)]
-        trials = {trial.name: sweep.name for sweep in sweeps for trial in sweep.trials}
-        for name, sentence in name_faults(made, known, trials):
-            self.found.append(Placed(place_of(places[name], SOURCE), sentence))
+        trial_names = {trial.name: sweep.name for sweep in sweeps for trial in sweep.trials}
+        for name, sentence in name_faults(made, known, trial_names):
+            self.found.append(place_of(places[name], SOURCE).mistake(sentence))
         return tuple(made), tuple(sweeps), places
 
     def defaults(self, values: Any) -> Layer:

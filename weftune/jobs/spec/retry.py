@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from weftune.errors import Mistake, SpecError
-from weftune.jobs.spec.build import settle
+from weftune.jobs.spec.build import build_job
 from weftune.jobs.spec.keys import SECTIONS, unknown_key
-from weftune.jobs.spec.layer import Layer, from_python, merged, places_of, written_out
+from weftune.jobs.spec.layer import from_python, merged, places_of, written_out
 from weftune.jobs.spec.lines import parse_yaml
 from weftune.jobs.spec.spec import JobSpec, changed_keys, resolved
+from weftune.jobs.store.status import resume_line
 
 CHANGEABLE = (
     "learning_rate", "schedule", "warmup", "weight_decay", "betas", "eps", "clip", "adapter.dropout",
@@ -47,8 +48,11 @@ class Retry:
         return f"retried from step {self.step}{what}" + (f", after: {self.reason}" if self.reason else "")
 
 
-def read_changes(words: Sequence[str]) -> dict[str, Any]:
-    """Read every `--set KEY=VALUE`; values are parsed as in the jobs file."""
+def read_changes(
+    words: Sequence[str], command: str | None = None, jobs: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Read every `--set KEY=VALUE`; values are parsed as in the jobs file. `command` is the one that resumes
+    the run, and `jobs` are those to retry."""
     changes: dict[str, Any] = {}
     mistakes: list[Mistake] = []
     for word in words:
@@ -57,7 +61,8 @@ def read_changes(words: Sequence[str]) -> dict[str, Any]:
         if not equals or not key:
             mistakes.append(Mistake(f"--set {word}", "write KEY=VALUE, such as learning_rate=1e-5"))
         elif key not in CHANGEABLE:
-            mistakes.append(Mistake(f"--set {key}", _refusal(key)))
+            restart = resume_line(command, restart=jobs or ["JOB"])
+            mistakes.append(Mistake(f"--set {key}", _refusal(key, restart)))
         else:
             changes[key] = parse_yaml(text, f"--set {key}").values
     if mistakes:
@@ -65,14 +70,14 @@ def read_changes(words: Sequence[str]) -> dict[str, Any]:
     return changes
 
 
-def _refusal(key: str) -> str:
+def _refusal(key: str, restart: str) -> str:
     section, _, last = key.rpartition(".")
     known = SECTIONS.get(section or "job", ())
     if last not in known:
         return unknown_key(section if section in SECTIONS else "job", last)
     return (
         "a started job cannot change it: it decides the job's rows, its length or its adapter's shape; "
-        f"train it anew with --restart, or change one of {', '.join(CHANGEABLE)}"
+        f"train it anew with {restart}, or change one of {', '.join(CHANGEABLE)}"
     )
 
 
@@ -82,10 +87,9 @@ def with_changes(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
         return job
     below = from_python({item.name: getattr(job, item.name) for item in fields(JobSpec)})
     nested = _nested(changes)
-    layer = merged(below, written_out(nested, places_of(nested)))
-    made, found = settle(JobSpec, Layer(layer.values, layer.places), Path.cwd())
+    made, found = build_job(JobSpec, merged(below, written_out(nested, places_of(nested))), Path.cwd())
     if made is None:
-        raise SpecError([Mistake(f"--set {placed.place}", placed.sentence) for placed in found])
+        raise SpecError([Mistake(f"--set {one.place}", one.sentence) for one in found])
     return made
 
 

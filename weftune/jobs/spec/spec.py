@@ -15,7 +15,7 @@ from weftune.adapters.start import FromJob
 from weftune.base.spec import BaseSpec
 from weftune.data.spec import DataSpec, EvalSpec
 from weftune.errors import Mistake, SpecError
-from weftune.jobs.spec.build import settle
+from weftune.jobs.spec.build import build_job
 from weftune.jobs.spec.keys import EarlyStop, JobKeys, Keep, Objective, Schedule
 from weftune.jobs.spec.layer import ROWS, Loc, Places, dotted, from_python, in_file_order, place_of
 from weftune.jobs.sweeps.spec import Sweep
@@ -57,7 +57,7 @@ class JobSpec:
     def __init__(self, **keys: Unpack[JobKeys]) -> None:
         if "sweep" in keys:
             raise SpecError(Mistake("sweep", "a JobSpec is one job; give a job with sweep as a mapping"))
-        job, found = settle(JobSpec, from_python(keys), Path.cwd())
+        job, found = build_job(JobSpec, from_python(keys), Path.cwd())
         if job is None:
             raise SpecError(in_file_order(found))
         for item in fields(JobSpec):
@@ -87,13 +87,13 @@ class RunSpec:
     places: Mapping[str, Places] = field(default_factory=dict, repr=False, compare=False)
     """Job name → the places where its keys were written."""
 
-    def place(self, job: str, *loc: str | int) -> str:
+    def locate(self, job: str, *loc: str | int) -> str:
         """Return where `loc` of a job was written, for a mistake that is found only when the base is
         known."""
-        return str(place_of(self.places[job], loc)) if job in self.places else place_in_job(job, *loc)
+        return str(place_of(self.places[job], loc)) if job in self.places else locate_in_job(job, *loc)
 
 
-def place_in_job(job: str, *loc: str | int) -> str:
+def locate_in_job(job: str, *loc: str | int) -> str:
     """Return the place of a key in a job that was made in Python."""
     return f"job {job} {dotted(loc)}"
 

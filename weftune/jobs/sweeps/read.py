@@ -4,22 +4,20 @@ checked before the first is trained."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from weftune.core.bounds import show
-from weftune.errors import SpecError, UserError
-from weftune.jobs.spec.build import settle
+from weftune.errors import Mistake, SpecError, UserError
+from weftune.jobs.spec.build import build_job
 from weftune.jobs.spec.keys import SAME_FOR_ALL, SECTIONS, unknown_key
 from weftune.jobs.spec.layer import (
     Fault,
     Layer,
     Loc,
-    Place,
-    Placed,
     Places,
     in_file_order,
     merged,
@@ -40,8 +38,8 @@ from weftune.jobs.sweeps.spec import (
     Trial,
     ValueRange,
     leaves_of,
+    location_of,
     nested,
-    way_of,
 )
 
 NARROWEST = 1e-9
@@ -178,7 +176,7 @@ def _read_over(written: Any) -> tuple[dict[str, Choices], list[Fault]]:
 
 
 def _key_fault(key: str) -> str | None:
-    first, *below = way_of(key)
+    first, *below = location_of(key)
     if first in SAME_FOR_ALL:
         return f"cannot be swept: {SAME_FOR_ALL[str(first)]}"
     if first not in SECTIONS["job"]:
@@ -221,7 +219,7 @@ def _range_faults(key: str, value: Mapping[str, Any], loc: Loc) -> Iterator[Faul
         yield Fault((*loc, name), _range_key(str(name)))
     if foreign:
         return
-    bound = bound_at(way_of(key))
+    bound = bound_at(location_of(key))
     if bound is None:
         yield Fault(loc, "takes no range, for it is no number; write a list of values")
         return
@@ -290,7 +288,7 @@ def _shared(one: Sequence[Loc], other: Sequence[Loc]) -> Loc | None:
 
 def trial_job(sweep: Sweep, trial: Trial) -> JobSpec:
     """Return the job of a trial, also for later generations, which no file lists."""
-    job, found = settle(JobSpec, trial_layer(sweep, trial), sweep.folder)
+    job, found = build_job(JobSpec, trial_layer(sweep, trial), sweep.folder)
     if job is None:
         raise SpecError(in_file_order(found))
     return job
@@ -317,60 +315,36 @@ def _places(sweep: Sweep, key: str, value: Any) -> Places:
     choices = sweep.spec.over[key]
     if not isinstance(choices, ValueRange):
         written = (*written, choices.index(value))
-    way, depth = way_of(key), len(written)
-    return {(*way, *loc[depth:]): place for loc, place in sweep.keys.places.items() if loc[:depth] == written}
+    loc, depth = location_of(key), len(written)
+    return {(*loc, *at[depth:]): place for at, place in sweep.keys.places.items() if at[:depth] == written}
 
 
-@dataclass(slots=True)
-class Expanded:
-    """The expansion of one job with `sweep`; it holds only the mistakes in `found` if there are any."""
-
-    found: list[Placed] = field(default_factory=list)
-    jobs: list[JobSpec] = field(default_factory=list)
-    sweeps: list[Sweep] = field(default_factory=list)
-    places: dict[str, Places] = field(default_factory=dict)
-
-
-def expand(keys: Layer, folder: Path) -> Expanded:
+def expand(keys: Layer, folder: Path) -> tuple[Sweep | None, list[tuple[JobSpec, Places]], list[Mistake]]:
+    """Return the sweep of a job, and the jobs of its trials with the places of their keys; or else the
+    mistakes."""
     spec, faults = read_sweep(keys.values)
-    found = [Placed(place_of(keys.places, fault.loc), fault.sentence) for fault in faults]
-    job, wrong = settle(JobSpec, own_keys(keys), folder)
+    found = [place_of(keys.places, fault.loc).mistake(fault.sentence) for fault in faults]
+    job, wrong = build_job(JobSpec, own_keys(keys), folder)
     if spec is None:
-        return Expanded([*found, *wrong])
+        return None, [], [*found, *wrong]
     name = str(keys.values.get("name"))
     sweep = Sweep(name, spec, (), keys, folder)
-    wrong += _wrong(sweep, (Trial(name, values) for values in _one_by_one(sweep)))
+    for key, choices in spec.over.items():
+        # Every value by itself, including those that no draw has hit yet.
+        for values in () if isinstance(choices, ValueRange) else grid({key: choices}):
+            wrong += build_job(JobSpec, trial_layer(sweep, Trial(name, values)), folder)[1]
     if job is None or wrong:
-        return Expanded(wrong)
-    trials = TrialSearch(name, spec, job.seed).first()
-    return _jobs(replace(sweep, trials=trials))
-
-
-def _one_by_one(sweep: Sweep) -> Iterator[dict[str, Any]]:
-    """Yield every value by itself, including those that no draw has hit yet."""
-    for key, choices in sweep.spec.over.items():
-        if not isinstance(choices, ValueRange):
-            yield from grid({key: choices})
-
-
-def _wrong(sweep: Sweep, trials: Iterable[Trial]) -> list[Placed]:
-    return [
-        placed for trial in trials for placed in settle(JobSpec, trial_layer(sweep, trial), sweep.folder)[1]
-    ]
-
-
-def _jobs(sweep: Sweep) -> Expanded:
-    made = Expanded(sweeps=[sweep])
-    found: dict[Place, Placed] = {}
+        return None, [], wrong
+    sweep = replace(sweep, trials=TrialSearch(name, spec, job.seed).first())
+    jobs: list[tuple[JobSpec, Places]] = []
+    mistakes: dict[str, Mistake] = {}
     for trial in sweep.trials:
         layer = trial_layer(sweep, trial)
-        job, wrong = settle(JobSpec, layer, sweep.folder)
-        for placed in wrong:
-            found.setdefault(placed.place, placed)
-        if job is not None:
-            made.jobs.append(job)
-            made.places[job.name] = layer.places
-    return Expanded(list(found.values())) if found else made
+        made, wrong = build_job(JobSpec, layer, folder)
+        for mistake in wrong:
+            mistakes.setdefault(mistake.place, mistake)
+        jobs += [(made, layer.places)] if made is not None else []
+    return (None, [], list(mistakes.values())) if mistakes else (sweep, jobs, [])
 
 
 def trial_clashes(names: Sequence[Any], sweeps: Sequence[Sweep]) -> Iterator[tuple[int, str]]:

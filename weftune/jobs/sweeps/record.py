@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from weftune.adapters.folder import CONFIG
 from weftune.core.files import FORMAT, json_text, refuse_unknown_format, replace_json
 from weftune.errors import OutputError
+from weftune.jobs.store.status import resume_line
 from weftune.jobs.sweeps.halving import Decision, quota, worth
 from weftune.jobs.sweeps.spec import Judge, Metric, Mode, Search
 
@@ -108,7 +109,8 @@ class DamagedSweep(OutputError):
 
     def __init__(self, path: Path, complaint: str) -> None:
         self.complaint = complaint
-        super().__init__(f"{path} cannot be used ({complaint}); --resume rebuilds it from the metrics")
+        mend = f"{resume_line(None)} rebuilds it from the metrics"
+        super().__init__(f"{path} cannot be used ({complaint}); {mend}")
 
 
 def write_record(folder: Path, record: SweepRecord) -> None:

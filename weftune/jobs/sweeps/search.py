@@ -25,7 +25,7 @@ from weftune.jobs.sweeps.spec import (
     ValueRange,
     leaves,
     leaves_of,
-    way_of,
+    location_of,
 )
 
 if TYPE_CHECKING:
@@ -155,56 +155,56 @@ def trial_names(
 ) -> list[str]:
     """Return a name for each of `drawn`, none of them in `taken`; a number distinguishes names that would be
     equal."""
-    told = _told(over)
+    locations = _named_locations(over)
     used = {sweep.lower(), *(name.lower() for name in taken)}
     names = []
     for values in drawn:
-        name = _unique(_name(sweep, told, values), used)
+        name = _unique(_name(sweep, locations, values), used)
         used.add(name.lower())
         names.append(name)
     return names
 
 
-def _told(over: Mapping[str, Choices]) -> list[Loc]:
+def _named_locations(over: Mapping[str, Choices]) -> list[Loc]:
     """Return the locations of the values that names contain: those that differ, and only the first of several
     that change together. For a single trial, one value of each key."""
-    told: list[Loc] = []
+    locations: list[Loc] = []
     for key, choices in over.items():
         if isinstance(choices, ValueRange):
-            told.append(way_of(key))
+            locations.append(location_of(key))
         elif len(choices) > 1:
-            told += _telling(key, choices)
-    return told or [way for key, choices in over.items() for way in leaves_of(key, choices)[:1]]
+            locations += _telling(key, choices)
+    return locations or [loc for key, choices in over.items() for loc in leaves_of(key, choices)[:1]]
 
 
 def _telling(key: str, choices: Sequence[Any]) -> list[Loc]:
-    told: list[Loc] = []
+    locations: list[Loc] = []
     apart = 1
-    for way in leaves_of(key, tuple(choices)):
+    for loc in leaves_of(key, tuple(choices)):
         kinds = {
-            tuple(repr(dict(leaves(way_of(key), value)).get(one)) for one in (*told, way))
+            tuple(repr(dict(leaves(location_of(key), value)).get(one)) for one in (*locations, loc))
             for value in choices
         }
         if len(kinds) > apart:
-            told.append(way)
+            locations.append(loc)
             apart = len(kinds)
-    return told
+    return locations
 
 
-def _name(sweep: str, told: Sequence[Loc], values: Mapping[str, Any]) -> str:
-    held = {way: value for key, value in values.items() for way, value in leaves(way_of(key), value)}
-    tail = "-".join(part for way in told if way in held and (part := _part(way, held[way])))
+def _name(sweep: str, locations: Sequence[Loc], values: Mapping[str, Any]) -> str:
+    held = {loc: value for key, value in values.items() for loc, value in leaves(location_of(key), value)}
+    tail = "-".join(part for loc in locations if loc in held and (part := _part(loc, held[loc])))
     head = sweep[: max(LEAST_OF_SWEEP, LONGEST - 1 - len(tail))]
     return f"{head}-{tail}"[:LONGEST].rstrip("-.") if tail else head
 
 
-def _part(way: Loc, value: Any) -> str:
-    key, text = str(way[-1]), value_text(value)
+def _part(loc: Loc, value: Any) -> str:
+    key, text = str(loc[-1]), value_text(value)
     if key in BY_VALUE:
         return text
     if isinstance(value, bool):
         return _plain(key if value else f"no-{key}")
-    short = SHORT.get(key, _plain(key)) if len(way) < 3 else _plain(key)
+    short = SHORT.get(key, _plain(key)) if len(loc) < 3 else _plain(key)
     is_number = isinstance(value, int | float)
     return f"{short}{text}" if is_number else f"{short}-{text}"
 

@@ -91,7 +91,7 @@ class Sweep:
     """Folder that the job's paths are relative to."""
 
 
-def way_of(key: str) -> Loc:
+def location_of(key: str) -> Loc:
     """Return `adapter.rank` as `("adapter", "rank")`; the rest is one name, since patterns contain dots
     themselves."""
     return tuple(key.split(".", 2))
@@ -101,7 +101,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a trial's values as keys of a job: `{"adapter.rank": 8}` becomes `{"adapter": {"rank": 8}}`."""
     whole: dict[str, Any] = {}
     for key, value in values.items():
-        *above, last = way_of(key)
+        *above, last = location_of(key)
         inner = whole
         for part in above:
             inner = inner.setdefault(str(part), {})
@@ -110,21 +110,21 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def leaves(way: Loc, value: Any) -> Iterator[tuple[Loc, Any]]:
-    """Yield the locations and values that a value of the key at `way` sets: itself, or the content of a
+def leaves(loc: Loc, value: Any) -> Iterator[tuple[Loc, Any]]:
+    """Yield the locations and values that a value of the key at `loc` sets: itself, or the content of a
     mapping."""
     if isinstance(value, Mapping):
         for name, below in value.items():
-            yield from leaves((*way, name), below)
+            yield from leaves((*loc, name), below)
     else:
-        yield way, value
+        yield loc, value
 
 
 def leaves_of(key: str, choices: Choices) -> list[Loc]:
     """Return the locations of everything that some value of `choices` sets."""
     if isinstance(choices, ValueRange):
-        return [way_of(key)]
-    return list(dict.fromkeys(way for value in choices for way, _ in leaves(way_of(key), value)))
+        return [location_of(key)]
+    return list(dict.fromkeys(loc for value in choices for loc, _ in leaves(location_of(key), value)))
 
 
 def _joined(one: dict[str, Any], other: Any) -> Any:
