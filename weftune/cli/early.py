@@ -134,7 +134,7 @@ def refuse_targets(run: RunSpec, shape: ModelShape) -> None:
     """Refuse targets and starts that do not match the base."""
     from weftune.jobs.spec.checks import check_starts, check_targets
 
-    mistakes = [*check_targets(run.jobs, shape, run.place), *check_starts(run.jobs, shape, run.place)]
+    mistakes = [*check_targets(run.jobs, shape, run.locate), *check_starts(run.jobs, shape, run.locate)]
     if mistakes:
         # Trials share the line of a wrong target.
         raise SpecError(dict.fromkeys(mistakes))
