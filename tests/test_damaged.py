@@ -70,7 +70,7 @@ def test_without_a_whole_checkpoint_a_job_is_paused_and_begins_anew_only_at_the_
     reason = status(crashed)["jobs"]["drops"]["reason"]
     assert reason == (
         f"none of its checkpoints is whole ({', '.join(reversed(damaged))}); put back a copy of one, "
-        "or train it anew with options=weftune.Options(resume=True, restart=('drops',))"
+        "or restart it with options=weftune.Options(resume=True, restart=('drops',))"
     )
     assert told.rows["drops"].reason == reason
     assert (crashed / "metrics.jsonl").read_text().count('"drops"') == metrics, "its curve is kept"
@@ -124,7 +124,7 @@ def test_a_job_file_that_is_damaged_with_its_copy_is_a_sentence_with_the_remedy(
     for folder in (crashed / "drops", crashed / "drops" / "checkpoints"):
         (folder / "job.yaml").write_bytes(b"job: [\xff")
     with pytest.raises(
-        OutputError, match=r"job.yaml cannot be used .* train it anew with .*restart=\('drops',\)"
+        OutputError, match=r"job.yaml cannot be used .* restart it with .*restart=\('drops',\)"
     ):
         resumed(crashed, model)
     assert resumed(crashed, model, restart=("drops",))[0]["drops"] == "succeeded"

@@ -92,7 +92,7 @@ def test_finished_jobs_are_skipped_and_new_ones_start(started, forks):
         ),
         (
             {"adapter": {"rank": 5, "dropout": 0.1}, "batch_size": 3},
-            "adapter.rank, batch_size changed; put them back, or train it anew with weftune train jobs.yaml "
+            "adapter.rank, batch_size changed; put them back, or restart it with weftune train jobs.yaml "
             "--resume --restart long",
         ),
     ],
@@ -110,10 +110,10 @@ def test_a_changed_key_of_a_finished_job_is_refused_with_both_values(started, fo
     assert forks.weftune("train", "jobs.yaml", "--resume", cwd=started) == 2
     assert (
         "Job short has already finished with other settings: learning_rate 0.01, now 0.5; steps 4, now 12; "
-        "put them back, or train it anew with weftune train jobs.yaml --resume --restart short\n"
+        "put them back, or restart it with weftune train jobs.yaml --resume --restart short\n"
     ) in said(started)
     assert (started / "out" / "status.json").read_bytes() == before
-    remedy = said(started).rpartition("train it anew with weftune ")[2].split()
+    remedy = said(started).rpartition("restart it with weftune ")[2].split()
     assert forks.weftune(*remedy, cwd=started) == 0, said(started)
     assert states(started / "out") == {"short": "succeeded", "long": "succeeded"}
     assert sum(line["job"] == "short" for line in lines(started / "out")) == 12

@@ -96,7 +96,7 @@ def test_what_cannot_be_retried_is_refused(failed, model):
     with pytest.raises(SpecError, match="--set learning_rate: must be"):
         run(failed, model, resume=True, retry=("a",), changes={"learning_rate": -1.0})
     assert run(failed, model, resume=True, retry=("a",)) == {"a": "succeeded"}, "by chance it goes well now"
-    with pytest.raises(SpecError, match=r"--retry a: it has succeeded; train it anew with .*restart=.'a',"):
+    with pytest.raises(SpecError, match=r"--retry a: it has succeeded; restart it with .*restart=.'a',"):
         run(failed, model, resume=True, retry=("a",))
 
 

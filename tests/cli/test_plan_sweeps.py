@@ -56,8 +56,8 @@ def test_a_plan_lists_the_trials_and_says_what_halving_saves(plan):
     assert "for the whole run if no trial leaves early" in words
     assert len([line for line in out.splitlines() if line.startswith("│ sql-r")]) == 24
     assert (
-        "Sweep sql: 24 trials; 8 after step 20 and 3 after step 60 go on. That takes 4,880 samples instead "
-        "of 19,200, 25%." in words
+        "Sweep sql: 24 trials; 8 after step 20 and 3 after step 60 continue. That takes 4,880 samples "
+        "instead of 19,200, 25%." in words
     )
     assert "Not tokenised yet, so the first rows stand for all: sql (24 trials), other." in words
     (sweep,) = numbers["sweeps"]

@@ -117,7 +117,7 @@ jobs:
     ]
     assert all("100" in row and "MiB" in row for row in rows)
     words = " ".join(shown.output.split())
-    assert "6 trials; 3 after step 10 go on. That takes 1,320 samples instead of 2,400, 55%." in words
+    assert "6 trials; 3 after step 10 continue. That takes 1,320 samples instead of 2,400, 55%." in words
     assert "Times are estimated from the data sheet" in words
     assert (
         words.count("warning: sql: sweep.halving.at: the first rung is at step 10, and trials warm up until")

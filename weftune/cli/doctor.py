@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weftune.cli.early import DeviceOption
+
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
@@ -48,9 +50,9 @@ def doctor(
         bool, typer.Option("--profile", help="Measure this device's passes over a base, for predictions.")
     ] = False,
     base: Annotated[str, typer.Option(help="With --profile: the base, as a jobs file names it.")] = "demo",
-    device: Annotated[str | None, typer.Option(help="With --profile: cuda or cpu; else the best.")] = None,
+    device: DeviceOption = None,
     output: Annotated[
-        Path | None, typer.Option(help="With --profile: the file to write; else one in the cache.")
+        Path | None, typer.Option(help="With --profile: the file to write; default: one in the cache.")
     ] = None,
 ) -> None:
     """Show what this machine can do, what is missing and how to get it."""

@@ -25,7 +25,7 @@ def export(
     target: Annotated[
         Path | None,
         typer.Argument(
-            metavar="DIR", help="A new folder; else JOB/portable or JOB/merged.", show_default=False
+            metavar="DIR", help="A new folder; default: JOB/portable or JOB/merged.", show_default=False
         ),
     ] = None,
     portable: Annotated[

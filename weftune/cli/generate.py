@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weftune.cli.early import DeviceOption, refuse_base, refuse_device
 from weftune.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -21,11 +22,10 @@ def generate(
     against_base: Annotated[bool, typer.Option(help="Show the base's answer beside the adapter's.")] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 128,
     system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; the GPU if there is one.")] = None,
+    device: DeviceOption = None,
 ) -> None:
     """Ask a finished adapter something."""
     from weftune.adapters.folder import refuse_folder_of_adapters, refuse_no_adapter
-    from weftune.cli.early import refuse_base, refuse_device
 
     refuse_device(device)
     refuse_folder_of_adapters(folder)
@@ -71,7 +71,7 @@ def base_of(folder: Path) -> BaseSpec:
             written=base.get("written"),
         )
     except DamagedJobFile as error:
-        raise AdapterError(f"{error}, so nobody knows which base the adapter was trained on.") from error
+        raise AdapterError(f"{error}, so it is not known which base the adapter was trained on.") from error
     except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
         raise AdapterError(
             f"{folder / JOB_FILE} does not say which base the adapter was trained on."

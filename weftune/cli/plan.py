@@ -111,7 +111,7 @@ def _refuse_picture(file: Path) -> None:
     """Refuse an unknown file ending, or a missing drawing library, before anything is planned."""
     ending = file.suffix.lower()
     if ending not in (".html", ".htm", ".png"):
-        raise UserError(f"--gantt {file}: the timeline is drawn as .html or .png; write such as out.html")
+        raise UserError(f"--gantt {file}: the timeline is drawn as .html or .png; such as out.html")
     if ending == ".png":
         from weftune.report.gantt_png import require_pillow
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weftune.jobs.sweeps.halving import Saving, TrialWork, expected_saving, rung_steps, trial_count
 from weftune.jobs.sweeps.read import sweep_warnings
 from weftune.jobs.sweeps.spec import Sweep
+from weftune.report.words import plural
 
 if TYPE_CHECKING:
     from weftune.jobs.spec.spec import JobSpec
@@ -47,13 +48,13 @@ class SweepOutlook:
         count, listed = self.trials, len(self.listed)
         later = f", of which the first {listed} are known" if listed < count else ""
         if not self.halved:
-            return f"Sweep {self.name}: {_trials(count)}{later}, all trained to their end."
+            return f"Sweep {self.name}: {plural(count, 'trial')}{later}, all trained to their end."
         rungs = " and ".join(
             f"{kept:,} after step {step:,}"
             for step, kept in zip(self.steps[:-1], self.samples.rungs[1:], strict=True)
         )
         return (
-            f"Sweep {self.name}: {_trials(count)}{later}; {rungs} go on. That takes "
+            f"Sweep {self.name}: {plural(count, 'trial')}{later}; {rungs} continue. That takes "
             f"{self.samples.expected:,.0f} samples instead of {self.samples.whole:,.0f}, "
             f"{self.samples.share:.0%}."
         )
@@ -61,11 +62,10 @@ class SweepOutlook:
 
 def averaged_trials(sweeps: Iterable[Sweep]) -> set[str]:
     """Return the trials that keep the mean of their weights, since rungs evaluate the mean."""
-    halved = [(sweep, sweep.spec.halving) for sweep in sweeps]
     return {
         trial.name
-        for sweep, halving in halved
-        if halving is not None and halving.judge == "mean"
+        for sweep in sweeps
+        if sweep.spec.halving is not None and sweep.spec.halving.judge == "mean"
         for trial in sweep.trials
     }
 
@@ -76,18 +76,20 @@ def sweep_outlooks(
     specs = {job.name: job for job in jobs}
     all_steps = {name: total.steps for name, total in totals.items()}
 
-    def one(sweep: Sweep) -> SweepOutlook:
+    found = []
+    for sweep in sweeps:
         spec, names = sweep.spec, [trial.name for trial in sweep.trials]
         steps = all_steps[names[0]]
-        return SweepOutlook(
-            sweep,
-            (*rung_steps(spec.halving, steps), steps),
-            expected_saving(spec, [TrialWork(all_steps[name], specs[name].batch_size) for name in names]),
-            expected_saving(spec, [TrialWork(all_steps[name], totals[name].tokens) for name in names]),
-            tuple(sweep_warnings([sweep], specs, all_steps)),
+        found.append(
+            SweepOutlook(
+                sweep,
+                (*rung_steps(spec.halving, steps), steps),
+                expected_saving(spec, [TrialWork(all_steps[name], specs[name].batch_size) for name in names]),
+                expected_saving(spec, [TrialWork(all_steps[name], totals[name].tokens) for name in names]),
+                tuple(sweep_warnings([sweep], specs, all_steps)),
+            )
         )
-
-    return tuple(one(sweep) for sweep in sweeps)
+    return tuple(found)
 
 
 def expected_seconds(run: WholeRun, sweeps: Sequence[SweepOutlook], totals: Mapping[str, JobTotal]) -> float:
@@ -142,7 +144,3 @@ def sweep_numbers(
         ],
         "expected_seconds": expected_seconds(run, sweeps, totals),
     }
-
-
-def _trials(count: int) -> str:
-    return "1 trial" if count == 1 else f"{count:,} trials"

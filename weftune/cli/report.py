@@ -13,7 +13,7 @@ def report(
         Path, typer.Argument(metavar="DIR", help="A folder that `weftune train` has written to.")
     ],
 ) -> None:
-    """Draw report.html of an output folder anew and print its path."""
+    """Redraw report.html of an output folder and print its path."""
     from weftune.report.page import write_report
 
     typer.echo(write_report(output))

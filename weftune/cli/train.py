@@ -78,7 +78,7 @@ def train(
         from weftune.jobs.spec.retry import read_changes
 
         if restart and not resume:
-            raise UserError("--restart goes with --resume: it names the job of an earlier run to train anew")
+            raise UserError("--restart goes with --resume: it names the job of an earlier run to restart")
         if retry and not resume:
             raise UserError("--retry goes with --resume: it names the job of an earlier run to resume")
         if changes and not retry:

@@ -62,7 +62,7 @@ def lost_sentence(store: Store, name: str, found: checkpoint.Survey) -> str:
     """Return why a job that has begun cannot resume; the user, who may have a copy, decides."""
     what = "none of its checkpoints is whole" if found.damaged else "its checkpoints are gone"
     names = f" ({', '.join(path.name for path in found.damaged)})" if found.damaged else ""
-    return f"{what}{names}; put back a copy of one, or train it anew with {store.resume_line(restart=[name])}"
+    return f"{what}{names}; put back a copy of one, or restart it with {store.resume_line(restart=[name])}"
 
 
 def source_sentence(store: Store, source: str, state: State) -> str:
@@ -633,7 +633,7 @@ class Loop:
             self._leave_sweep(name, reason)
         self._rest(orders.rest)
         self._retire()
-        assert self.add is not None, "whoever hands in sweeps says how their jobs are added"
+        assert self.add is not None, "a run with sweeps can add jobs"
         self.sweeps.propose(self.add, self.journal.note)
         self._handle_writes()
         return not before.issuperset(self.waiting)

@@ -95,22 +95,22 @@ def refuse_changes(
     run. Return a sentence about a damaged file, or "".
     """
     name = description["job"]["name"]
-    anew = f"train it anew with {resume_line(command, restart=[name])}"
+    restart = f"restart it with {resume_line(command, restart=[name])}"
     try:
         found = read_job_file(folder)
     except DamagedJobFile as damaged:
         if not any((folder / CHECKPOINTS).glob("step-*")):
             # It starts at its first step, so any settings will do.
-            return f"{damaged}; it is written anew."
+            return f"{damaged}; it is written again."
         raise OutputError(
             f"{damaged}, so it is not known whether job {name} would resume with the settings it began "
-            f"with; put back a copy of it, or {anew}"
+            f"with; put back a copy of it, or {restart}"
         ) from damaged
     if found is None:
         return ""
     before = found.values
     changed = [key for key in changed_keys(before["job"], description["job"]) if not _is_in(key, allowed)]
-    remedy = f"put them back, or {anew}"
+    remedy = f"put them back, or {restart}"
     if changed and all(_is_in(key, CHANGEABLE) for key in changed):
         values = {key: value_at(description["job"], key) for key in changed}
         remedy = f"put them back, or resume with {resume_line(command, retry=[name], changes=values)}"

@@ -249,7 +249,7 @@ class Trainer:
                 raise SpecError(f"{option} {unknown[0]}: there is no such job; known: {', '.join(known)}")
         if both := [name for name in self.options.retry if name in self.options.restart]:
             raise SpecError(
-                f"--retry {both[0]} resumes from its last checkpoint, --restart begins anew; choose one"
+                f"--retry {both[0]} resumes from its last checkpoint, --restart starts again; choose one"
             )
         check_trackers(self.report_to)
         self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
@@ -281,7 +281,7 @@ class Trainer:
         return sweeps
 
     def unfinished(self, store: Store, shape: ModelShape) -> list[PreparedJob]:
-        """Return the unfinished jobs, and those to train anew, ready to train."""
+        """Return the unfinished jobs, and those to restart, ready to train."""
         if store.rebuilt:
             self.view.note(store.rebuilt)
         self._refuse_changes_of_finished(store)
@@ -295,8 +295,8 @@ class Trainer:
             if name not in store or read_job_file(self.output / name) is None:
                 raise SpecError(f"--retry {name}: it has not started yet; leave --retry out")
             if store.job(name).state is State.SUCCEEDED:
-                anew = resume_line(self.options.command, restart=[name])
-                raise SpecError(f"--retry {name}: it has succeeded; train it anew with {anew}")
+                restart = resume_line(self.options.command, restart=[name])
+                raise SpecError(f"--retry {name}: it has succeeded; restart it with {restart}")
         try:
             ready = self._ready_all([job for job in jobs if not self._is_lost(store, job.name)], shape, store)
         finally:
@@ -314,9 +314,9 @@ class Trainer:
                 continue
             folder = self.output / job.name
             if changed := finished_changes(folder, self._as_retried(job), self.spec, self.max_steps):
-                anew = resume_line(self.options.command, restart=[job.name])
+                restart = resume_line(self.options.command, restart=[job.name])
                 what = f"Job {job.name} has already finished with other settings: {'; '.join(changed)}"
-                mistakes.append(Mistake("", f"{what}; put them back, or train it anew with {anew}"))
+                mistakes.append(Mistake("", f"{what}; put them back, or restart it with {restart}"))
         if mistakes:
             raise OutputError(mistakes)
 

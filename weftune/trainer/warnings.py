@@ -33,7 +33,7 @@ def collapse_warning(outcome: StepOutcome, vocabulary: int) -> str:
         return ""
     return (
         f"the adapter has collapsed: all {vocabulary:,} tokens are equally likely (loss "
-        f"{loss_text(outcome.loss)}) and the gradient is zero; train it anew with a lower learning_rate"
+        f"{loss_text(outcome.loss)}) and the gradient is zero; train it again with a lower learning_rate"
     )
 
 
@@ -105,7 +105,7 @@ def slow_sentence(
     what = f"warning: training takes {seconds / planned:.1f} times as long as planned"
     if others + threads > 1.1 * cores:
         return (
-            f"{what}: other processes keep {others:.1f} of the {cores} cores busy, and this run wants "
+            f"{what}: other processes keep {others:.1f} of the {cores} cores busy, and this run needs "
             f"{threads}; end them, or wait until they have ended"
         )
     if not has_profile:
