@@ -20,7 +20,7 @@ from statistics import mean, pstdev
 from weftune.plan.cost.layers import LayerCost
 from weftune.plan.layout.partition import StageLimit, balance
 from weftune.plan.pack.merge import BatchSample, JobLengths, MergeRules, group, merge
-from weftune.plan.program.prices import Prices, free_cluster, stage_prices
+from weftune.plan.program.prices import PassPrice, Prices, free_cluster
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, Program, SegmentPlan
 from weftune.plan.program.simulate import simulate
 from weftune.plan.studies.scheme import SEARCHED
@@ -46,6 +46,11 @@ SIZES = {2: range(6, 15), 3: range(9, 18), 4: range(12, 21)}
 """Samples in a microbatch of 1F1B and mLoRA, and the global batch sizes to try."""
 
 Batches = dict[tuple[str, int], GlobalBatch]
+
+
+def stage_prices(rows: Sequence[Sequence[tuple[float, float]]]) -> Prices:
+    """Return prices made from (forward, backward) seconds of each microbatch on each stage."""
+    return Prices(tuple(tuple(PassPrice(f, b, kept_bytes=1) for f, b in row) for row in rows))
 
 
 @dataclass(frozen=True, slots=True)

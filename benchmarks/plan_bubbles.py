@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks import figure20
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
-from weftune.plan.program.prices import Link, PassPrice, PricedCluster, Prices, even_prices, free_cluster
+from weftune.plan.program.prices import Link, PassPrice, PricedCluster, Prices, free_cluster
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, Program, SegmentPlan
 from weftune.plan.program.simulate import simulate
 from weftune.plan.window.orders import Work, gpipe, multi_job, one_forward_one_backward
@@ -28,6 +28,11 @@ EQUAL = 1e-9
 SHOWN = 6
 HOP = 0.1
 """In the table of what cannot attain the formula: a hop, and what the last stage takes more, over a pass."""
+
+
+def even_prices(microbatches: int, stages: int, forward: float = 1.0, backward: float = 1.0) -> Prices:
+    """Return prices with identical passes, in which only passes take time."""
+    return Prices(((PassPrice(forward, backward, kept_bytes=1),) * stages,) * microbatches)
 
 
 @dataclass(frozen=True, slots=True)

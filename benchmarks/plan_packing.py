@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,7 +26,7 @@ from typing import Any
 import weftune
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
-from weftune.plan.pack.best import LIMITS, Limits, Packing, pack_many, packers
+from weftune.plan.pack.best import LIMITS, Limits, Packing, pack_instance
 from weftune.plan.pack.instance import Instance, instance
 from weftune.plan.pack.merge import BatchSample, MergeRules, merge
 
@@ -47,6 +49,40 @@ ABLATION = {
 ABLATED = (8, 16, 32, 64)
 GROUPS = (("gsm8k", "wikisum"), ("xsum", "cnn_dailymail"))
 """Head-tail groups of four jobs."""
+FOUND_BY = {
+    "greedy": "best fit",
+    "swap": "exchanging samples between microbatches",
+    "shake": "packing a few microbatches anew",
+    "solver": "the solver",
+}
+
+
+def explain(packing: Packing) -> str:
+    """Return one sentence on how a packing was found."""
+    known = "fewer cannot do" if packing.proven else f"the bound is {packing.bound}"
+    return (
+        f"{packing.count} microbatches, found by {FOUND_BY[packing.how]}; "
+        f"best fit alone needs {packing.greedy}, and {known}"
+    )
+
+
+def pack_many(
+    cases: Sequence[Instance], leave_room: bool = False, limits: Limits = LIMITS, pool: Executor | None = None
+) -> list[Packing]:
+    """Return one packing per global batch; with a `pool`, several are packed at a time."""
+    one = partial(pack_instance, leave_room=leave_room, limits=limits)
+    if pool is None:
+        return [one(case) for case in cases]
+    # Small chunks, because a batch that needs the solver takes a thousand times as long as one that does not.
+    return list(pool.map(one, cases, chunksize=max(1, len(cases) // 64)))
+
+
+def packers(count: int) -> ProcessPoolExecutor:
+    """Return processes for `pack_many`. Create them once and use them for every window.
+
+    They are spawned, not forked, since the caller may hold threads and a GPU.
+    """
+    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +158,7 @@ def table(found: Sequence[Row]) -> str:
 def rest(found: Sequence[Row]) -> list[str]:
     """Every global batch that is more than 2 % above the bound."""
     return [
-        f"{row.source}, capacity {row.capacity}, {row.size} samples, batch {number}: {one.why()}"
+        f"{row.source}, capacity {row.capacity}, {row.size} samples, batch {number}: {explain(one)}"
         for row in found
         for number, one in enumerate(row.packings)
         if one.count > 1.02 * one.bound

@@ -1,4 +1,13 @@
-"""The public entry of this package: from a job's data keys to samples."""
+"""The public entry of this package: from a job's data keys to samples.
+
+How a row becomes a sample:
+1. `tables` opens a path, a Hub id or rows from Python as a `Table`; `json_rows` and `parquet` read its rows.
+2. `build` finds the format, checks every row and tokenises chunks of rows, in `workers` if there are many.
+3. `formats` checks a row and converts it to its content: a chat, a text, or tokens.
+4. `template` renders a chat in a limited process; `chats` finds the characters that are supervised.
+5. `tokenise` turns content into tokens and a mask, through the base's tokenizer (`encode`).
+6. `cache` stores the samples; `samples` gives a job its own and their order; `collate` makes microbatches.
+"""
 
 from __future__ import annotations
 

@@ -179,16 +179,16 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(["*", "+"])
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Any, operator: str, first: Any, second: Any) -> Any:
         if operator == "*" and (
-            isinstance(left, str | list | tuple) or isinstance(right, str | list | tuple)
+            isinstance(first, str | list | tuple) or isinstance(second, str | list | tuple)
         ):
-            sizes = [side if isinstance(side, int) else len(side) for side in (left, right)]
+            sizes = [side if isinstance(side, int) else len(side) for side in (first, second)]
             if sizes[0] * sizes[1] > LONGEST_PRINT:
                 raise _PrintsTooMuch
-        if operator == "+" and isinstance(left, str) and len(left) > LONGEST_PRINT:
+        if operator == "+" and isinstance(first, str) and len(first) > LONGEST_PRINT:
             raise _PrintsTooMuch
-        return super().call_binop(context, operator, left, right)
+        return super().call_binop(context, operator, first, second)
 
 
 class _Generation(jinja2.ext.Extension):

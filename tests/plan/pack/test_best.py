@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.plan_packing import explain, pack_many, packers
 from tests.plan.packings import assert_legal, fewest, instances
-from weftune.plan.pack.best import Limits, pack_best, pack_instance, pack_many, packers
+from weftune.plan.pack.best import Limits, pack_best, pack_instance
 from weftune.plan.pack.instance import instance, pack_padded
 from weftune.plan.pack.swap import emptiest
 
@@ -64,7 +65,7 @@ def test_without_the_solver_packing_still_works(monkeypatch):
 
 def test_a_packing_explains_itself():
     packing = pack_best([6, 6, 5, 5, 4, 4], 15)
-    assert packing.why() == (
+    assert explain(packing) == (
         "2 microbatches, found by exchanging samples between microbatches; "
         "best fit alone needs 3, and fewer cannot do"
     )

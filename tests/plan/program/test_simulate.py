@@ -5,14 +5,13 @@ from time import process_time
 
 import pytest
 
-from tests.plan.works import work
+from tests.plan.works import even_prices, work
 from weftune.plan.program.prices import (
     Link,
     PassPrice,
     PricedCluster,
     PricedDevice,
     Prices,
-    even_prices,
     free_cluster,
 )
 from weftune.plan.program.program import Backward, Evict, Forward, Load, Program, Recv, Reduce, Send, Step

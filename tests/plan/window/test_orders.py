@@ -8,9 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.cases import slow_but
-from tests.plan.works import batch, work
+from tests.plan.works import batch, even_prices, stage_prices, work
 from weftune.plan.program.check import check
-from weftune.plan.program.prices import PassPrice, even_prices, free_cluster, stage_prices
+from weftune.plan.program.prices import PassPrice, free_cluster
 from weftune.plan.program.program import (
     Backward,
     Forward,

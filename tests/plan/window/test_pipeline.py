@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.program.test_check import course
+from tests.plan.works import stage_prices
 from weftune.plan.cost.time import Line
 from weftune.plan.program.check import check
-from weftune.plan.program.prices import free_cluster, stage_prices
+from weftune.plan.program.prices import free_cluster
 from weftune.plan.program.program import Evaluate, Forward, Save, Step
 from weftune.plan.program.simulate import simulate
 from weftune.plan.window.pace import StagePace

@@ -7,11 +7,8 @@ function of its input (and, if the solver decides, of the solver's version).
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from weftune.plan.pack import milp
@@ -19,12 +16,6 @@ from weftune.plan.pack.instance import Bins, Instance, bound_of, instance, pack_
 from weftune.plan.pack.swap import emptiest, least_possible, shake, swap
 
 How = Literal["greedy", "swap", "shake", "solver"]
-FOUND_BY = {
-    "greedy": "best fit",
-    "swap": "exchanging samples between microbatches",
-    "shake": "packing a few microbatches anew",
-    "solver": "the solver",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +55,6 @@ class Packing:
     def count(self) -> int:
         return len(self.bins)
 
-    def why(self) -> str:
-        """Return one sentence for a reader of the plan."""
-        known = "fewer cannot do" if self.proven else f"the bound is {self.bound}"
-        return (
-            f"{self.count} microbatches, found by {FOUND_BY[self.how]}; "
-            f"best fit alone needs {self.greedy}, and {known}"
-        )
-
 
 def pack_best(
     lengths: Sequence[int],
@@ -87,25 +70,6 @@ def pack_best(
     `multiple` pads each job's rows in a microbatch; `jobs` gives the job of each sample (one job without it).
     """
     return pack_instance(instance(lengths, capacity, multiple, jobs), leave_room, limits)
-
-
-def pack_many(
-    cases: Sequence[Instance], leave_room: bool = False, limits: Limits = LIMITS, pool: Executor | None = None
-) -> list[Packing]:
-    """Return one packing per global batch; with a `pool`, several are packed at a time."""
-    one = partial(pack_instance, leave_room=leave_room, limits=limits)
-    if pool is None:
-        return [one(case) for case in cases]
-    # Small chunks, because a batch that needs the solver takes a thousand times as long as one that does not.
-    return list(pool.map(one, cases, chunksize=max(1, len(cases) // 64)))
-
-
-def packers(count: int) -> ProcessPoolExecutor:
-    """Return processes for `pack_many`. Create them once and use them for every window.
-
-    They are spawned, not forked, since the caller may hold threads and a GPU.
-    """
-    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
 
 
 def pack_instance(case: Instance, leave_room: bool = False, limits: Limits = LIMITS) -> Packing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -67,16 +67,6 @@ class PricedCluster:
     needed first, so a queue delays no stage for one that is needed later."""
 
 
-def even_prices(microbatches: int, stages: int, forward: float = 1.0, backward: float = 1.0) -> Prices:
-    """Return prices with identical passes, in which only passes take time."""
-    return Prices(((PassPrice(forward, backward, kept_bytes=1),) * stages,) * microbatches)
-
-
 def free_cluster(devices: int) -> PricedCluster:
     """Return a cluster with unlimited memory and links that take no time."""
     return PricedCluster((PricedDevice(1 << 62),) * devices)
-
-
-def stage_prices(rows: Sequence[Sequence[tuple[float, float]]]) -> Prices:
-    """Return prices made from (forward, backward) seconds of each microbatch on each stage."""
-    return Prices(tuple(tuple(PassPrice(f, b, kept_bytes=1) for f, b in row) for row in rows))

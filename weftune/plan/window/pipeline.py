@@ -102,7 +102,8 @@ def plan_pipeline(windows: Sequence[JobWindow], rules: PipelineRules) -> Program
         program = Program(rules.capacity, (), (), lists, tuple(range(rules.stages)), replicas=rules.replicas)
     last = {batch.job: batch.step for batch in batches}
     evaluated = evaluating or [one for one in windows if one.evaluates_at(last.get(one.job, -1))]
-    held_out = [SegmentPlan(one.job, (step | last)[one.job], one.evaluation) for one in evaluated]
+    after = step | last
+    held_out = [SegmentPlan(one.job, after[one.job], one.evaluation) for one in evaluated]
     program = _with_evaluation(program, held_out, rules)
     # A job that waits meanwhile begins in the next window, and must not save at the same step in both.
     program = _with_saves(program, windows, evaluating or beginners)
