@@ -100,7 +100,7 @@ class OffloadedActivations:
         self._kept = KeptActivations(part.own)
         self._offloaded = part.offloaded
         self.width, self._dtype, self._device = whole.shape.hidden, whole.dtype, whole.device
-        self._copies = _GpuCopies(self._device, waited) if whole.device.type == "cuda" else _Copies(waited)
+        self._copies = _Copies(self._device, waited)
         self._away: set[StageVisit] = set()
         """Inputs that have been offloaded, or are about to be, and will be fetched back."""
         self._rows: dict[int, slice] = {}
@@ -184,49 +184,26 @@ class OffloadedActivations:
 
 
 class _Copies:
-    """Copies for a CPU in the role of the device: each is made at once."""
-
-    def __init__(self, waited: Waited) -> None:
-        self._waited = waited
-
-    def leave(self, visit: StageVisit, given_TD: Tensor, host_TD: Tensor) -> None:
-        began = time.perf_counter()
-        host_TD.copy_(given_TD)
-        self._waited.seconds += time.perf_counter() - began
-
-    def await_gone(self, visit: StageVisit) -> None:
-        """Wait until the device's tensor may be freed."""
-
-    def come(self, visit: StageVisit, host_TD: Tensor) -> Tensor:
-        began = time.perf_counter()
-        here_TD = host_TD.clone()
-        self._waited.seconds += time.perf_counter() - began
-        self._waited.copied_bytes += host_TD.nbytes
-        return here_TD
-
-    def await_coming(self, visit: StageVisit) -> None:
-        """Wait until the copy may be read."""
-
-    def finish(self) -> None:
-        """Order all later work after all copies."""
-
-
-class _GpuCopies:
     """Copies on separate streams: queued after Loads, an input would wait for stages that are needed only
-    later, and queued after Evicts it would hold up a slot. An input is small compared to a stage.
+    later, and queued after Evicts it would hold up a slot. An input is small compared to a stage. If a CPU
+    acts as the device, each copy is made at once.
 
     Tensors are allocated and freed on the compute stream, after it has waited for their copy. So the tensors
     on the device at any time follow from the Program, not from how far the host runs ahead.
     """
 
     def __init__(self, device: torch.device, waited: Waited) -> None:
-        self._waited = waited
-        self._device = device
-        self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._device, self._waited = device, waited
+        self._on_gpu = device.type == "cuda"
+        if self._on_gpu:
+            self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._gone: dict[StageVisit, torch.cuda.Event] = {}
         self._there: dict[StageVisit, torch.cuda.Event] = {}
 
     def leave(self, visit: StageVisit, given_TD: Tensor, host_TD: Tensor) -> None:
+        if not self._on_gpu:
+            self._copy_now(host_TD, given_TD)
+            return
         self._out.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._out):
             # In chunks, so that copies of Steps to the host can run in between.
@@ -236,28 +213,40 @@ class _GpuCopies:
             self._gone[visit] = recorded_event()
 
     def await_gone(self, visit: StageVisit) -> None:
-        self._await(self._gone.pop(visit))
+        """Wait until the device's tensor may be freed."""
+        self._await(self._gone.pop(visit, None))
 
     def come(self, visit: StageVisit, host_TD: Tensor) -> Tensor:
         here_TD = torch.empty_like(host_TD, device=self._device)
+        self._waited.copied_bytes += host_TD.nbytes
+        if not self._on_gpu:
+            self._copy_now(here_TD, host_TD)
+            return here_TD
         # Its memory may have belonged to another tensor that compute has yet to read.
         self._in.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._in):
             here_TD.copy_(host_TD, non_blocking=True)
             self._there[visit] = recorded_event()
-        self._waited.copied_bytes += host_TD.nbytes
         return here_TD
 
     def await_coming(self, visit: StageVisit) -> None:
-        if (there := self._there.pop(visit, None)) is not None:
-            self._await(there)
-
-    def _await(self, copied: torch.cuda.Event) -> None:
-        ready = recorded_event()
-        torch.cuda.current_stream().wait_event(copied)
-        self._waited.note(ready, copied)
+        """Wait until the copy may be read."""
+        self._await(self._there.pop(visit, None))
 
     def finish(self) -> None:
-        torch.cuda.synchronize(self._device)
+        """Order all later work after all copies."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
         self._gone.clear()
         self._there.clear()
+
+    def _copy_now(self, target_TD: Tensor, source_TD: Tensor) -> None:
+        began = time.perf_counter()
+        target_TD.copy_(source_TD)
+        self._waited.seconds += time.perf_counter() - began
+
+    def _await(self, copied: torch.cuda.Event | None) -> None:
+        if copied is not None:
+            ready = recorded_event()
+            torch.cuda.current_stream().wait_event(copied)
+            self._waited.note(ready, copied)

@@ -56,7 +56,8 @@ class StreamedWeights:
         self.waited = Waited()
         self.come: Beside = lambda stage: None
         self.leave: Beside = lambda stage: None
-        self._queue: _HostQueue | _GpuQueue = _HostQueue(self)
+        self._queue: _GpuQueue | None = None
+        """Queue of copies on a GPU. None if a CPU acts as the device: every copy is made at once."""
         if base.whole.device.type == "cuda":
             read = any(source.blocks for source in base.sources.values())
             self._queue = _GpuQueue(self, _StageRead(self) if read else None)
@@ -72,28 +73,38 @@ class StreamedWeights:
         assert not taken, f"stage {stage} would overwrite stage {taken[0]}"
         self.there.add(stage)
         self.waited.copied_bytes += self.base.sources[stage].size
-        self._queue.load(stage, slot)
+        if self._queue is not None:
+            self._queue.load(stage, slot)
+            return
+        with self.waiting():
+            self.fetch(stage)
+            self.come(stage)
 
     def evict(self, stage: int) -> None:
         self.there.remove(stage)
-        self._queue.evict(stage, self.base.part.slot(stage))
+        if self._queue is not None:
+            self._queue.evict(stage, self.base.part.slot(stage))
+            return
+        self.leave(stage)
+        self.base.slot(stage).fill_(NOTHING_THERE)
 
     def use(self, stage: int) -> bool:
         """Make the stage readable by the device, and return whether the device may have to wait for it."""
         if not self.base.part.stages[stage].resident:
             assert stage in self.there, f"stage {stage} is used but was not brought"
-            self._queue.use(stage)
+            if self._queue is not None:
+                self._queue.use(stage)
         return True
 
     def gone(self) -> Events:
         """Return events that are done when everything sent to the host until now has arrived. All passes
         before a Step are finished then."""
-        return self._queue.gone()
+        return () if self._queue is None else self._queue.gone()
 
     def writable(self, stage: int) -> Events:
         """Return events that are done when the stage's adapter weights may be overwritten: those whose Step
         was requested with the last `gone`, and which no pass has read since."""
-        return self._queue.writable(stage)
+        return () if self._queue is None else self._queue.writable(stage)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -112,41 +123,14 @@ class StreamedWeights:
         waiting = set(self.base.part.waiting)
         for stage in sorted(self.there - waiting):
             self.evict(stage)
-        self._queue.begin_window()
+        if self._queue is not None:
+            self._queue.wait_for_compute()
         for stage in sorted(waiting - self.there):
             self.load(stage)
 
     def fetch(self, stage: int) -> None:
         """Copy a stage's bytes."""
         self.base.sources[stage].copy_to(self.base.slot(stage))
-
-
-class _HostQueue:
-    """The queue for a CPU in the role of the device: every copy is made at once."""
-
-    def __init__(self, weights: StreamedWeights) -> None:
-        self._weights = weights
-
-    def load(self, stage: int, slot: int) -> None:
-        with self._weights.waiting():
-            self._weights.fetch(stage)
-            self._weights.come(stage)
-
-    def evict(self, stage: int, slot: int) -> None:
-        self._weights.leave(stage)
-        self._weights.base.slot(stage).fill_(NOTHING_THERE)
-
-    def use(self, stage: int) -> None:
-        pass
-
-    def begin_window(self) -> None:
-        pass
-
-    def gone(self) -> Events:
-        return ()
-
-    def writable(self, stage: int) -> Events:
-        return ()
 
 
 class _GpuQueue:
@@ -199,8 +183,8 @@ class _GpuQueue:
             torch.cuda.current_stream().wait_event(came)
         self._weights.waited.note(ready, there)
 
-    def begin_window(self) -> None:
-        """Wait for the current stream: a job attached since a slot was freed may still be copied there."""
+    def wait_for_compute(self) -> None:
+        """Make Loads wait for the current stream: a job attached since a slot was freed may still be copied there."""
         self._in.wait_stream(torch.cuda.current_stream())
 
     def gone(self) -> Events:
