@@ -184,7 +184,7 @@ class _GpuQueue:
         self._weights.waited.note(ready, there)
 
     def wait_for_compute(self) -> None:
-        """Make Loads wait for the current stream: a job attached since a slot was freed may still be copied there."""
+        """Make Loads wait for compute: a job attached since a slot was freed may still be copied there."""
         self._in.wait_stream(torch.cuda.current_stream())
 
     def gone(self) -> Events:
