@@ -120,7 +120,7 @@ def test_inputs_that_wait_in_host_memory_come_back_with_the_very_bits(resident, 
 
     def noted(by):
         nonlocal most
-        most = max(most, executor.activations.rows_here)
+        most = max(most, aboard.rows_here(executor.activations))
         return read(by)
 
     executor.activations.read = noted
@@ -136,7 +136,7 @@ def test_inputs_that_wait_in_host_memory_come_back_with_the_very_bits(resident, 
     for name, want in resident.items():
         assert torch.equal(moved[name], want), name
     assert longest < most <= longest + CAPACITY
-    assert executor.activations.rows_here == 0
+    assert aboard.rows_here(executor.activations) == 0
     assert executor.activations.reserved_rows == max(rows, longest)
 
 

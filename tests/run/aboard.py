@@ -17,6 +17,7 @@ from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
 from weftune.run.events import Event
 from weftune.run.executor import Executor
+from weftune.run.parts import Activations
 from weftune.run.passes.rows import InFlight, LaidMicrobatch, TimedPass
 from weftune.run.training.state import Training, new_training
 from weftune.trainer.job import PreparedJob, lay_out, make_ready
@@ -52,3 +53,14 @@ def events(made: Executor, planned: Program, jobs: Sequence[PreparedJob]) -> Ite
 def in_flight(laid: LaidMicrobatch) -> InFlight:
     """A microbatch at the first of its visits."""
     return InFlight(laid, TimedPass(MicrobatchPlan(()), training=True))
+
+
+def rows_here(activations: Activations) -> int:
+    """How many rows are on the device, over all stages."""
+    kept = getattr(activations, "_kept", activations)
+    return sum(len(given_TD) for given_TD in kept._here.values())
+
+
+def is_empty(activations: Activations) -> bool:
+    kept = getattr(activations, "_kept", activations)
+    return not (kept._here or kept._gradients or kept._outgoing or getattr(activations, "_rows", None))

@@ -117,7 +117,7 @@ def as_worker(wires):
             events += executor.run(program, delivered(program, laid))
             evaluations += agreed.report.evaluations
             transport.flush()
-            assert executor.activations.empty
+            assert aboard.is_empty(executor.activations)
         found.append((kinds(executor), events, views(executor.aboard), evaluations))
     return found
 

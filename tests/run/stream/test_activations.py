@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests import bench
 from tests.cases import slow_but
+from tests.run.aboard import rows_here
 from tests.run.models import LAYERS, deep
 from tests.run.test_streamed import (
     CAPACITY,
@@ -75,7 +76,7 @@ def on_the_device(executor):
     seen, read = [], executor.activations.read
 
     def noted(by):
-        seen.append(executor.activations.rows_here)
+        seen.append(rows_here(executor.activations))
         return read(by)
 
     executor.activations.read = noted
@@ -91,7 +92,7 @@ def test_only_a_round_and_a_microbatch_of_inputs_are_on_the_device_at_once(cut):
         program = plan_window([job.course(0, 2, False) for job in jobs], chosen, CAPACITY)
         run(executor, program, jobs)
         seen[chosen.offloads] = max(rows)
-        assert executor.activations.rows_here == 0
+        assert rows_here(executor.activations) == 0
     whole = rows_at_once(program)
     largest = max(one.rows for one in program.microbatches)
     assert len(program.microbatches) >= 4
@@ -119,7 +120,7 @@ def test_a_job_killed_in_the_middle_of_a_round_leaves_the_others_the_same_bits()
         courses = [job.course(executor.aboard[job.name].progress.step, 2, False) for job in others]
         run(executor, plan_window(courses, cut, CAPACITY), jobs)
         assert passes > 3
-        assert executor.activations.rows_here == 0
+        assert rows_here(executor.activations) == 0
         assert executor.aboard["b"].progress.step == 0
         masters.append({job.name: executor.aboard[job.name].master.clone() for job in others})
     for name, master in masters[0].items():
@@ -159,7 +160,7 @@ def test_after_a_shortage_in_the_middle_of_a_round_it_is_made_again_to_the_same_
     with pytest.raises(OutOfMemory):
         run(executor, program, jobs)
     hook.remove()
-    assert executor.activations.rows_here == 0
+    assert rows_here(executor.activations) == 0
     assert {one.progress.step for one in executor.aboard.values()} == {0}
     _, masters = windows(executor, jobs, lambda courses: plan_window(courses, LAYER_EACH, CAPACITY))
     _, wanted = resident("llama", torch.float32)
@@ -211,11 +212,11 @@ def test_an_input_is_off_the_device_between_its_forward_and_the_stage_behinds_ba
     assert gone() is not None
     inputs.passed(at)
     assert gone() is None
-    assert inputs.rows_here == 0
+    assert rows_here(inputs) == 0
     inputs.bring(at)
     assert torch.equal(inputs.read(at), values)
     inputs.drop(at)
-    assert inputs.rows_here == 0
+    assert rows_here(inputs) == 0
 
 
 def test_a_round_larger_than_what_was_reserved_is_a_bug():
@@ -255,5 +256,5 @@ def test_every_visit_reads_what_it_was_given_round_after_round(stages, rows, rou
         )
         for mine, theirs in pairs:
             assert torch.equal(mine, theirs)
-            assert offloaded.rows_here <= sum(rows) + max(rows)
-        assert offloaded.rows_here == kept.rows_here == 0
+            assert rows_here(offloaded) <= sum(rows) + max(rows)
+        assert rows_here(offloaded) == aboard.rows_here(kept) == 0

@@ -79,7 +79,7 @@ def as_worker(wires, layout, short, at):
         transport.flush()
         shortages.append(agreed.report.shortage)
         steps.append({name: one.progress.step for name, one in executor.aboard.items()})
-        assert executor.activations.empty
+        assert aboard.is_empty(executor.activations)
         assert all(one.open is None and not one.gradient.any() for one in executor.aboard.values())
     return events, views(executor.aboard), shortages, steps
 

@@ -33,15 +33,6 @@ class KeptActivations:
         self._gradients: dict[StageVisit, Tensor] = {}
         self._outgoing: dict[tuple[StageVisit, What], Tensor] = {}
 
-    @property
-    def rows_here(self) -> int:
-        """Number of rows kept on the device, over all stages."""
-        return sum(len(given_TD) for given_TD in self._here.values())
-
-    @property
-    def empty(self) -> bool:
-        return not (self._here or self._gradients or self._outgoing)
-
     def reserve(self, rows: int) -> None:
         """Allocate memory for rounds of `rows` rows; nothing is in flight."""
 
@@ -107,14 +98,6 @@ class OffloadedActivations:
         """Maps each microbatch to its rows on the host, the same for every stage."""
         self._host_GRD = torch.empty(0)
         self._allocate(part.layout.offloaded_rows)
-
-    @property
-    def rows_here(self) -> int:
-        return self._kept.rows_here
-
-    @property
-    def empty(self) -> bool:
-        return self._kept.empty and not self._rows
 
     @property
     def reserved_rows(self) -> int:
