@@ -12,7 +12,7 @@ import weftune.launch.supervise
 from tests.launch.mains import tell_wall_time
 from tests.run.processes import context
 from weftune.core.clock import PhaseClock, running
-from weftune.launch import processes
+from weftune.launch import supervise
 from weftune.launch.supervise import INTERRUPTED, THREADS, Supervised, Supervisor, Team, TeamEnd, forks
 from weftune.launch.workers import launch
 from weftune.run.workers.heartbeat import LOST
@@ -68,7 +68,7 @@ def tells_its_threads(connection):
 def test_the_server_that_processes_come_from_is_told_how_many_threads_each_has(monkeypatch):
     """On ARM the products of a linear do not hear of it when torch is told later."""
     seen = []
-    monkeypatch.setattr(processes, "ensure_running", lambda: seen.append(os.environ[THREADS]))
+    monkeypatch.setattr(supervise, "ensure_running", lambda: seen.append(os.environ[THREADS]))
     monkeypatch.delenv(THREADS, raising=False)
     forks(2)
     assert seen == [str(max(1, os.cpu_count() // 2))]

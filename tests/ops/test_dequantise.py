@@ -29,7 +29,7 @@ def check(form, shape, dtype, device):
     assert (got_NK.float() - weight_NK).abs().max() < 0.16 * weight_NK.abs().max()
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: type(form).__name__)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_matrix_has_the_bits_of_plain_torch(shape, form, device):
     check(form, shape, torch.float32, device)
@@ -37,7 +37,7 @@ def test_a_matrix_has_the_bits_of_plain_torch(shape, form, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: type(form).__name__)
 @pytest.mark.parametrize("shape", [*SHAPES, (1024, 4096), (14336, 4096), (4096, 14336)])
 def test_on_a_gpu_too(shape, form, dtype):
     check(form, shape, dtype, torch.device("cuda"))
