@@ -10,13 +10,15 @@ from tests import bench
 from weftune import JobSpec, Options
 from weftune.core.files import cache_folder
 from weftune.errors import PlanError
-from weftune.launch.split import SAMPLED, Hosts, divide, remaining_work
+from weftune.launch.split import SAMPLED, divide, fitting_jobs, remaining_work
 from weftune.plan.cost.memory import SLACK_BYTES, MemoryModel
 from weftune.plan.cost.prior import arithmetic
+from weftune.plan.layout.choose import Machine
 from weftune.report.read import JobRecord
 from weftune.run.measure.memory import taken_bytes
 from weftune.run.training.state import Progress
 from weftune.trainer.job import PreparedJob, make_ready
+from weftune.trainer.machine import launcher_machine
 
 SHAPE = bench.base("llama").shape
 ROWS = bench.rows(bench.samples(24, seed=1))
@@ -38,8 +40,8 @@ def ready(name: str = "a", **keys: object) -> PreparedJob:
     return make_ready(job, 0, bench.tokenizer(), SHAPE, cache_folder() / "tokens")
 
 
-def hosts(count: int, memory: int | None = None) -> Hosts:
-    return Hosts(SHAPE, ("cpu",) * count, Options(memory=memory))
+def machine(count: int, memory: int | None = None) -> Machine:
+    return launcher_machine(Options(memory=memory), bench.CPU, SHAPE, count)
 
 
 def names(jobs: list[PreparedJob]) -> frozenset[str]:
@@ -50,16 +52,16 @@ def test_jobs_of_different_lengths_become_even_shares_whatever_the_clock_says(tm
     jobs = [ready(f"job{steps}", steps=steps) for steps in (10, 20, 30, 40, 50, 60, 70)]
     cost = arithmetic(SHAPE)
     for count in (2, 3):
-        shares = divide(jobs, cost, hosts(count), tmp_path, names(jobs))
+        shares = divide(jobs, cost, machine(count), count, tmp_path, names(jobs))
         seconds = [share.seconds for share in shares]
         assert max(seconds) < 1.1 * min(seconds)
-        assert shares == divide(jobs, cost, hosts(count), tmp_path, names(jobs))
-        assert shares != divide(jobs, cost, hosts(count + 1), tmp_path, names(jobs))
+        assert shares == divide(jobs, cost, machine(count), count, tmp_path, names(jobs))
+        assert shares != divide(jobs, cost, machine(count + 1), count + 1, tmp_path, names(jobs))
 
 
 def test_with_fewer_jobs_than_devices_nobody_is_started_for_nothing(tmp_path: Path) -> None:
     jobs = [ready("a", steps=3), ready("b", steps=9)]
-    shares = divide(jobs, arithmetic(SHAPE), hosts(4), tmp_path, names(jobs))
+    shares = divide(jobs, arithmetic(SHAPE), machine(4), 4, tmp_path, names(jobs))
     assert sorted(share.jobs for share in shares) == [("a",), ("b",)]
 
 
@@ -80,12 +82,12 @@ def test_a_job_too_large_for_a_share_is_named_with_its_numbers_and_weighs_nothin
     # For two processes: what any job needs, and half of what the large one needs for itself.
     budget = 2 * (taken_bytes(bench.CPU) + SHAPE.base_bytes + SLACK_BYTES + state // 2)
     heard = Heard()
-    fits = hosts(2, budget).check(jobs, heard)
+    fits = fitting_jobs(SHAPE, machine(2, budget), jobs, heard)
     assert fits == {"a", "b"}
     (note,) = heard.notes
     assert note.startswith("warning: large: beside the base on one device it needs ")
     assert note.endswith(" GiB are available")
-    shares = divide(jobs, arithmetic(SHAPE), hosts(2, budget), tmp_path, fits)
+    shares = divide(jobs, arithmetic(SHAPE), machine(2, budget), 2, tmp_path, fits)
     assert shares[0].seconds == pytest.approx(shares[1].seconds)
 
 
@@ -94,4 +96,4 @@ def test_where_nobody_fits_the_sentence_says_what_to_do() -> None:
     with pytest.raises(
         PlanError, match=r"job b: beside the base on one device it needs .*stages with --pipeline"
     ):
-        hosts(2, 1 << 20).check(jobs, Heard())
+        fitting_jobs(SHAPE, machine(2, 1 << 20), jobs, Heard())

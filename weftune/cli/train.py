@@ -155,18 +155,14 @@ def _chosen(run: RunSpec, options: Options) -> StageCount:
     from rich.console import Console
 
     from weftune.base.load import device_named, inspect
-    from weftune.plan.cost.profile import find_profile
     from weftune.plan.layout.choose import choose_workers
     from weftune.report.terminal import safe_output
-    from weftune.run.measure.memory import devices_here, steady_budget_bytes
-    from weftune.run.profile import key_here
+    from weftune.trainer.machine import launcher_machine
 
-    device, budget = device_named(options.device), options.memory
-    if budget is None and run.deterministic:
-        budget = steady_budget_bytes(device)
+    device = device_named(options.device)
     shape = inspect(run.base, device)
-    machine = devices_here(device, budget).shared_by(options.replicas)
-    machine = replace(machine, profile=find_profile(key_here(shape, device)))
+    options = replace(options, deterministic=run.deterministic)
+    machine = launcher_machine(options, device, shape).shared_by(options.replicas)
     # With replicas, every job trains on all of them, so there are no shares. Trials are not divided into
     # shares either, since they are compared while they train.
     jobs = len(run.jobs) if options.replicas == 1 and not run.sweeps else 1

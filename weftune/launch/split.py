@@ -32,21 +32,19 @@ from weftune.jobs.sweeps.record import SweepRecord
 from weftune.launch.supervise import EVERY, INTERRUPTED, Supervised, Supervisor, Team, TeamEnd
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.prior import arithmetic
-from weftune.plan.cost.profile import find_profile
 from weftune.plan.cost.profile_cost import cost_of
 from weftune.plan.cost.time import CostModel
-from weftune.plan.layout.choose import MAX_TOKENS
+from weftune.plan.layout.choose import Machine
 from weftune.plan.layout.split import DeviceShare, JobWork, job_seconds, share_jobs, sheet_cost, too_large
 from weftune.plan.window.pace import speed_by_sheet
 from weftune.report.read import JobRecord
 from weftune.report.words import duration_text, plural
-from weftune.run.measure.memory import devices_here, steady_budget_bytes
-from weftune.run.profile import key_here
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Progress
 from weftune.run.workers.heartbeat import LOST
 from weftune.trainer.job import PreparedJob
 from weftune.trainer.journal import View
+from weftune.trainer.machine import launcher_machine
 from weftune.trainer.options import Options
 from weftune.trainer.results import CHECKPOINTS
 from weftune.trainer.train import trainer_for
@@ -74,16 +72,25 @@ def train_shares(
     """Train every job of a run, a share of them on each of `devices`. Return the results of all jobs and the
     exit codes of the shares."""
     refuse_shares(run.sweeps)
-    options = trainer.options
-    hosts = Hosts(inspect(trainer.spec, torch.device(devices[0])), tuple(devices), options)
-    trainer.check(hosts.shape)
+    options, device = trainer.options, torch.device(devices[0])
+    shape = inspect(trainer.spec, device)
+    machine = launcher_machine(options, device, shape, len(devices))
+    trainer.check(shape)
     with open_store(trainer.output, options.resume, options.command) as store:
-        ready = trainer.unfinished(store, hosts.shape)
+        ready = trainer.unfinished(store, shape)
         ended: list[TeamEnd] = []
         if ready:
-            fits = hosts.check(ready, trainer.view)
+            fits = fitting_jobs(shape, machine, ready, trainer.view)
             trainer.take_over(store, ready)
-            ended = _serve(run, trainer, store, ready, hosts, fits)
+            cost = share_cost(shape, machine, len(devices))
+            shares = divide(ready, cost, machine, len(devices), trainer.output, fits)
+            for number, share in enumerate(shares):
+                time = f", predicted {duration_text(share.seconds)}" if cost.measured else ""
+                jobs = plural(len(share.jobs), "job")
+                trainer.view.note(f"share {number} on {devices[number]}: {jobs}{time}")
+            memory = options.memory if machine.on_gpu else machine.budget
+            members = _members(run, trainer, shares, devices, memory)
+            ended = _serve(trainer, store, ready, shares, members)
         results = trainer.results(store)
     codes = {one.code for one in ended}
     have_ended = all(result.state.ended for result in results.values())
@@ -91,86 +98,54 @@ def train_shares(
     return results, codes
 
 
-@dataclass(frozen=True, slots=True)
-class Hosts:
-    """A base on identical devices."""
-
-    shape: ModelShape
-    devices: tuple[str, ...]
-    options: Options
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self.devices[0])
-
-    @property
-    def budget(self) -> int:
-        """Bytes for each share; processes on the CPU share one memory."""
-        given = self.options.memory
-        if given is None and self.options.deterministic:
-            given = steady_budget_bytes(self.device)
-        whole = devices_here(self.device, given).budget
-        return whole if self.device.type == "cuda" else whole // len(self.devices)
-
-    def check(self, ready: Sequence[PreparedJob], view: View) -> frozenset[str]:
-        """Return the jobs that fit on a device; raise PlanError if none does."""
-        here = devices_here(self.device, None)
-        memory = MemoryModel(self.shape, self.budget, here.taken, fused=here.on_gpu)
-        refused = too_large([job.shape for job in ready], memory)
-        if len(refused) == len(ready):
-            raise PlanError(
-                Mistake(
-                    f"job {job.name}",
-                    f"beside the base on one device it {refused[job.name]}; {memory.advice(job.shape)}, or "
-                    "cut the base into stages with --pipeline",
-                )
-                for job in ready
+def fitting_jobs(
+    shape: ModelShape, machine: Machine, ready: Sequence[PreparedJob], view: View
+) -> frozenset[str]:
+    """Return the jobs that fit on a device; raise PlanError if none does."""
+    memory = MemoryModel(shape, machine.budget, machine.taken, fused=machine.on_gpu)
+    refused = too_large([job.shape for job in ready], memory)
+    if len(refused) == len(ready):
+        raise PlanError(
+            Mistake(
+                f"job {job.name}",
+                f"beside the base on one device it {refused[job.name]}; {memory.advice(job.shape)}, or "
+                "cut the base into stages with --pipeline",
             )
-        for name, sentence in refused.items():
-            view.note(f"warning: {name}: beside the base on one device it {sentence}")
-        return frozenset(job.name for job in ready if job.name not in refused)
+            for job in ready
+        )
+    for name, sentence in refused.items():
+        view.note(f"warning: {name}: beside the base on one device it {sentence}")
+    return frozenset(job.name for job in ready if job.name not in refused)
 
-    def cost(self) -> CostModel:
-        """Return the time model: from a profile of the device, else from its data sheet, else in proportions
-        only."""
-        profile = find_profile(key_here(self.shape, self.device))
-        if profile is not None:
-            return cost_of(profile, self.shape)
-        on_gpu = self.device.type == "cuda"
-        if (speed := speed_by_sheet(on_gpu)) is None:
-            return arithmetic(self.shape)
-        # Processes on the CPU share it.
-        sharing = 1 if on_gpu else len(self.devices)
-        return sheet_cost(self.shape, replace(speed, flops=speed.flops / sharing))
+
+def share_cost(shape: ModelShape, machine: Machine, shares: int) -> CostModel:
+    """Return the time model from a profile of the device, else from its data sheet, else in proportions."""
+    if machine.profile is not None:
+        return cost_of(machine.profile, shape)
+    if (speed := speed_by_sheet(machine.on_gpu)) is None:
+        return arithmetic(shape)
+    # Processes on the CPU share it.
+    return sheet_cost(shape, replace(speed, flops=speed.flops / (1 if machine.on_gpu else shares)))
 
 
 def _serve(
-    run: RunSpec,
     trainer: Trainer,
     store: Store,
     ready: Sequence[PreparedJob],
-    hosts: Hosts,
-    fits: frozenset[str],
+    shares: Sequence[DeviceShare],
+    members: Sequence[Supervised],
 ) -> list[TeamEnd]:
+    """Run the shares and gather their records; return how each share ended."""
     for job in ready:
         store.add_job(job.name)
+        status = store.job(job.name)
+        step, tokens = status.step, status.trained_tokens
+        trainer.view.update(
+            JobRecord(name=job.name, step=step, steps=job.recipe.steps, trained_tokens=tokens)
+        )
     store.describe(trainer.spec.model, store.status.device, store.status.dtype)
     store.write_status()
-    cost = hosts.cost()
-    shares = divide(ready, cost, hosts, trainer.output, fits)
     deal(trainer.output, store.status, shares)
-    for number, share in enumerate(shares):
-        time = f", predicted {duration_text(share.seconds)}" if cost.measured else ""
-        where = hosts.devices[number]
-        trainer.view.note(f"share {number} on {where}: {plural(len(share.jobs), 'job')}{time}")
-    for job in ready:
-        status = store.job(job.name)
-        trainer.view.update(
-            JobRecord(
-                name=job.name, step=status.step, steps=job.recipe.steps, trained_tokens=status.trained_tokens
-            )
-        )
-    members = _members(run, trainer, shares, hosts)
     ended, troubles = _supervised(members, trainer.output, trainer.view, store.resume_line())
     store.gather()
     reasons = {name: sentence for share, sentence in troubles.items() for name in shares[share].jobs}
@@ -213,17 +188,21 @@ def _supervised(
 
 
 def divide(
-    ready: Sequence[PreparedJob], cost: CostModel, hosts: Hosts, output: Path, fits: frozenset[str]
+    ready: Sequence[PreparedJob],
+    cost: CostModel,
+    machine: Machine,
+    shares: int,
+    output: Path,
+    fits: frozenset[str],
 ) -> list[DeviceShare]:
     """Divide the jobs into shares and return those that have jobs; a job that fits nowhere takes no time."""
-    capacity = hosts.options.capacity or MAX_TOKENS[hosts.device.type == "cuda"]
     seconds = {}
     for job in ready:
         progress = checkpoint.newest_progress(output / job.name / CHECKPOINTS) or Progress()
         work = remaining_work(job, progress)
-        seconds[job.name] = job_seconds(work, cost, capacity) if job.name in fits else 0.0
+        seconds[job.name] = job_seconds(work, cost, machine.max_tokens) if job.name in fits else 0.0
     sources = {job.name: job.shape.starts_from for job in ready}
-    return [share for share in share_jobs(seconds, len(hosts.devices), sources) if share.jobs]
+    return [share for share in share_jobs(seconds, shares, sources) if share.jobs]
 
 
 def remaining_work(job: PreparedJob, progress: Progress) -> JobWork:
@@ -241,14 +220,15 @@ def remaining_work(job: PreparedJob, progress: Progress) -> JobWork:
     )
 
 
-def _members(run: RunSpec, trainer: Trainer, shares: Sequence[DeviceShare], hosts: Hosts) -> list[Supervised]:
+def _members(
+    run: RunSpec, trainer: Trainer, shares: Sequence[DeviceShare], devices: Sequence[str], memory: int | None
+) -> list[Supervised]:
     """Return a process for each share, with its own jobs only."""
-    memory = hosts.budget if hosts.device.type == "cpu" else hosts.options.memory
-    options = replace(hosts.options, memory=memory, resume=True, restart=(), retry=())
+    options = replace(trainer.options, memory=memory, resume=True, restart=(), retry=())
     found = []
     for number, share in enumerate(shares):
         own = replace(run, jobs=tuple(job for job in run.jobs if job.name in share.jobs))
-        mine = replace(options, device=hosts.devices[number], share=number, shares=len(shares))
+        mine = replace(options, device=devices[number], share=number, shares=len(shares))
         main = partial(be_share, own, trainer.output.absolute(), trainer.max_steps, mine)
         found.append(Supervised(f"share {number}", main))
     return found

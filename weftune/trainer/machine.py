@@ -21,7 +21,7 @@ from weftune.plan.layout.need import StreamDevice
 from weftune.plan.layout.one_device import gpu_place, in_files
 from weftune.plan.window.pace import speed_by_sheet
 from weftune.run.measure.link import measure_files, measure_link
-from weftune.run.measure.memory import budget_bytes, steady_budget_bytes, taken_bytes
+from weftune.run.measure.memory import GPU_SHARE, budget_bytes, steady_budget_bytes, taken_bytes
 from weftune.run.profile import key_here
 from weftune.run.workers.groups import WorkerPosition, own_gpus
 from weftune.trainer.options import Options, host_budget
@@ -63,6 +63,32 @@ def machine_here(options: Options, base: BaseSpec | Base, device: torch.device, 
     )
     files = partial(from_files, spec, device, measured=not steady)
     return replace(machine, files=files, stream_budget=None if is_loaded else machine.stream_budget)
+
+
+def launcher_machine(
+    options: Options, device: torch.device, shape: ModelShape, processes: int = 1
+) -> Machine:
+    """Describe this machine to a process that starts `processes` others, which share its CPU or take a GPU
+    each."""
+    on_gpu = device.type == "cuda"
+    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count() * on_gpu)]
+    if options.deterministic:
+        device_bytes = steady_budget_bytes(device)
+    elif on_gpu:
+        # Not the free memory: querying it creates a context on every GPU, in a process that needs none.
+        device_bytes = int(min(gpu.total_memory for gpu in gpus) * GPU_SHARE)
+    else:
+        device_bytes = budget_bytes(device)
+    return options.machine(
+        on_gpu=on_gpu,
+        device_bytes=device_bytes,
+        process_bytes=taken_bytes(device),
+        host_bytes=0,
+        devices=max(1, len(gpus)),
+        sharing=1 if on_gpu else processes,
+        profile=find_profile(key_here(shape, device)),
+        gpu=sheet_gpu,
+    )
 
 
 def _place(options: Options) -> WorkerPosition:

@@ -12,7 +12,6 @@ import psutil
 import torch
 
 from weftune.errors import UserError
-from weftune.plan.layout.choose import Machine
 
 CPU_SHARE = 0.85
 GPU_SHARE = 0.92
@@ -93,15 +92,6 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     return any(words in str(error) for words in CPU_SHORTAGE) or is_out_of_memory(error.__context__)
-
-
-def devices_here(device: torch.device, budget: int | None) -> Machine:
-    """Return the devices of the kind of `device`; the user allows `budget` bytes on each."""
-    if device.type != "cuda":
-        return Machine(on_gpu=False, budget=budget or budget_bytes(device), taken=taken_bytes(device))
-    # Not the free memory: querying it creates a context on every GPU, in a process that needs none.
-    sizes = [torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())]
-    return Machine(on_gpu=True, devices=len(sizes), budget=budget or int(min(sizes) * GPU_SHARE))
 
 
 def devices_asked(count: int | None, kind: str | None) -> tuple[str, ...]:
