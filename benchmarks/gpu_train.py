@@ -37,7 +37,7 @@ from transformers import AutoTokenizer
 from benchmarks.commands import COLD, WARM, Run, compile_modules, output_of, room, split_table, timed, train
 from benchmarks.folder import Rows, lines_of, ranked_jobs, write_base, write_jobs, write_rows
 from benchmarks.peft_train import PeftJob, PeftTask, encoded
-from weftune.base.place import demo_folder
+from weftune.base.load import demo_folder
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, build
 from weftune.bench.table import number, ratio

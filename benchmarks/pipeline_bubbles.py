@@ -30,8 +30,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.bubbles import Found, bars, table, told
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.base.load import inspect, load_config
-from weftune.base.place import place as place_of
+from weftune.base.load import inspect, load_config, model_source
 from weftune.base.spec import BaseSpec
 from weftune.bench.result import arguments, finish
 from weftune.core.batch import Microbatch, Segment
@@ -191,7 +190,7 @@ class Cut:
 
 def measured_cut(spec: BaseSpec, setting: Setting) -> Cut:
     shape = inspect(spec, CPU)
-    config = load_config(spec, place_of(spec)).text
+    config = load_config(spec, model_source(spec)).text
     profile = measure_profile(config, shape, spec.model, CPU, lambda *_: None)
     costs = measured_costs(profile, shape, work_of_one(setting, shape))
     return Cut(cut_layers(shape, setting.stages, costs), costs)

@@ -19,7 +19,7 @@ from tests.base.packs import random_samples
 from tests.cases import slow_but
 from tests.families import FAMILIES, tiny
 from weftune import JobSpec, train
-from weftune.adapters.lora.config import read_spec
+from weftune.adapters.lora.spec import read_spec
 from weftune.base.model import Base
 from weftune.base.spec import DEMO_HUB_ID, BaseSpec
 from weftune.cli.generate import base_of

@@ -113,7 +113,7 @@ def trained(
             if isinstance(event, Failed):
                 failed[event.job] = event.reason
         for name in spoilt if step == 0 else ():
-            executor.banks.write(name, torch.full_like(executor.aboard[name].master, math.nan))
+            executor.banks.aboard[name].weights.copy_(torch.full_like(executor.aboard[name].master, math.nan))
     moved = {name: training.master - starts[name] for name, training in executor.aboard.items()}
     captures = executor.captures
     executor.restore_base()
@@ -191,7 +191,7 @@ def test_a_nan_in_one_job_does_not_reach_the_others_on_the_gpu(tmp_path):
             # The device may be at the next step already, which writes the weights that passes read.
             executor = trainer.loop.executor
             master = executor.aboard["poisoned"].master.fill_(math.nan)
-            executor.banks.write("poisoned", master)
+            executor.banks.aboard["poisoned"].weights.copy_(master)
 
     results = trainer.run(spoil)
     assert results["poisoned"].state == "failed"

@@ -51,8 +51,7 @@ def run(output, dtype, sick):
         """One job's weights become so large that its next loss overflows, another's become NaN."""
         executor = trainer.loop.executor
         if sick and isinstance(event, Stepped) and (event.job, event.step) in spoilt:
-            weights = executor.aboard[event.job].master.detach()
-            executor.banks.write(event.job, torch.full_like(weights, spoilt[event.job, event.step]))
+            executor.banks.aboard[event.job].weights.fill_(spoilt[event.job, event.step])
 
     return trainer, trainer.run(spoil)
 

@@ -22,8 +22,7 @@ from tests.families import MIXTURES, tiny
 from tests.interpreter import interpret
 from weftune import JobSpec
 from weftune.adapters.kind import JobAdapter
-from weftune.adapters.lora.config import read_spec
-from weftune.adapters.lora.spec import A, LoraSpec
+from weftune.adapters.lora.spec import A, LoraSpec, read_spec
 from weftune.adapters.registry import kind_named
 from weftune.base.check import Routing
 from weftune.base.load import load_base

@@ -16,7 +16,7 @@ from tests.launches import Launch, deep_folder
 from tests.outputs import Crash, assert_same_job, assert_same_results, assert_whole, events_of, status
 from tests.test_parity import STEPS, spec, two_jobs
 from weftune import JobSpec, train
-from weftune.base.generate import load_for, with_adapter
+from weftune.adapters.generate import load_for, with_adapter
 from weftune.base.load import load_base
 from weftune.base.spec import BaseSpec
 from weftune.cli.generate import base_of

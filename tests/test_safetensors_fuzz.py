@@ -15,7 +15,7 @@ from tests.base.packs import CPU
 from tests.families import tiny
 from tests.oracle import lora_config, write_start
 from weftune.adapters.lora.files import read_adapter
-from weftune.base.host.mapped import MappedFile
+from weftune.base.host.source import MappedFile
 from weftune.base.load import load_plain
 from weftune.base.spec import BaseSpec
 from weftune.base.weights import weight_files

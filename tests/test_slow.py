@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_parity import real_model_equals_peft
-from weftune.base.place import place
+from weftune.base.load import model_source
 from weftune.base.spec import BaseSpec
 
 pytestmark = pytest.mark.slow
@@ -19,7 +19,7 @@ def test_two_jobs_together_equal_solo_peft_on_smollm2_in_float32(tmp_path):
     lines = (ROOT / "examples" / "quickstart" / "gsm8k.jsonl").read_text().split("\n")[:4]
     rows = [{"text": json.loads(line)["messages"][1]["content"][:160]} for line in lines]
     real_model_equals_peft(
-        {"model": "demo", "dtype": "float32"}, place(BaseSpec(model="demo")), rows, tmp_path
+        {"model": "demo", "dtype": "float32"}, model_source(BaseSpec(model="demo")), rows, tmp_path
     )
 
 

@@ -106,7 +106,7 @@ def test_a_file_that_changes_under_way_ends_the_run_with_a_sentence_and_nothing_
         os.utime(shard, ns=(written, written + 10**9))
 
     try:
-        with pytest.raises(BaseModelError, match=r"has changed while weights .* go on with --resume"):
+        with pytest.raises(BaseModelError, match=r"has changed while weights .* resume the run: .*resume"):
             trainer(folder, tmp_path / "mapped", gpu_memory=GPU).run(touch)
     finally:
         os.utime(shard, ns=(written, written))

@@ -19,8 +19,8 @@ from tests.cases import slow_but
 from tests.families import WRAPPERS, tiny_wrapper, with_exact_norms
 from tests.outputs import Crash, assert_same_results
 from weftune import JobSpec, train
-from weftune.adapters.lora.config import read_spec
-from weftune.base.generate import answers
+from weftune.adapters.generate import answers
+from weftune.adapters.lora.spec import read_spec
 from weftune.base.load import load_base, load_plain
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec

@@ -18,17 +18,17 @@ class WeftuneError(Exception):
 class Mistake:
     """One mistake of the user's: where it is, and a sentence that says what and how to mend it."""
 
-    place: str
+    location: str
     sentence: str
     line: int = field(default=0, compare=False, repr=False)
     """Line of the file, to sort mistakes by; 0 if there is none."""
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.sentence}" if self.place else self.sentence
+        return f"{self.location}: {self.sentence}" if self.location else self.sentence
 
     def of_job(self, name: str) -> Mistake:
         """Return the mistake with the name of its job."""
-        return Mistake(f"job {name}: {self.place}" if self.place else f"job {name}", self.sentence)
+        return Mistake(f"job {name}: {self.location}" if self.location else f"job {name}", self.sentence)
 
 
 class UserError(WeftuneError):
@@ -53,6 +53,10 @@ class DataError(UserError):
 
 class BaseModelError(UserError):
     """The base model cannot be found, loaded or trusted to compute the right thing."""
+
+
+class WeightsLost(BaseModelError):
+    """A file from which weights are read in every step has changed or disappeared; the run can be resumed."""
 
 
 class OutputError(UserError):

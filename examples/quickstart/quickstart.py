@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from weftune.base.generate import answers
+from weftune.adapters.generate import answers
 from weftune.cli.generate import side_by_side
 from weftune.data.tokenise import prompt_tokens
 from weftune.errors import UserError

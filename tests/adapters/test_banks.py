@@ -14,8 +14,7 @@ from tests.base.packs import packed, random_samples
 from tests.bench import base as tiny_base
 from tests.families import FAMILIES, tiny
 from weftune.adapters.banks import Banks
-from weftune.adapters.form import Scratch, SiteTensors
-from weftune.adapters.kind import JobAdapter
+from weftune.adapters.kind import JobAdapter, SiteTensors
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import kind_named
 from weftune.adapters.tiled import TiledBank
@@ -106,11 +105,11 @@ def test_every_job_reads_back_what_was_written_for_it(crowd):
 def test_a_write_lands_in_the_slot_of_its_job_only(llama, crowd):
     banks, weights = crowd
     new = random_weights(llama, mixed(llama)["b"], 99)
-    banks.write("b", new)
+    banks.aboard["b"].weights.copy_(new)
     assert torch.equal(held(banks, "b"), new)
     for job in "acd":
         assert torch.equal(held(banks, job), weights[job])
-    banks.zero("a")
+    banks.aboard["a"].weights.zero_()
     assert not held(banks, "a").any()
     assert torch.equal(held(banks, "b"), new)
 
@@ -235,7 +234,7 @@ def test_the_banks_hold_the_bases_dtype_and_never_train_the_base():
     base = tiny_base("gpt2", torch.float32)
     banks = banks_with(base, {"a": LoraSpec(rank=2)})
     layout = LORA.layout(LoraSpec(rank=2), base.shape.sites)
-    banks.write("a", torch.randn(layout.size, dtype=torch.float64))
+    banks.aboard["a"].weights.copy_(torch.randn(layout.size, dtype=torch.float64))
     before = copy.deepcopy(base.model.state_dict())
     found = gradients(base, banks, together(["a"], random_samples((6,))), ["a"])["a"]
     assert found.norm() > 0
@@ -298,8 +297,8 @@ def seat(bank: TiledBank, sites: Sequence[SiteShape], slot: int, rank: int) -> N
     spec = LoraSpec(rank=rank)
     layout = LORA.layout(spec, sites)
     views = layout.views(torch.zeros(layout.size))
-    adapter, scratch = JobAdapter(f"job{slot}", spec, 0), Scratch(torch.zeros(()))
-    parts = [LORA.tiled_part(adapter, SiteTensors(site, views, views, scratch)) for site in sites]
+    adapter = JobAdapter(f"job{slot}", spec, 0)
+    parts = [LORA.tiled_part(SiteTensors(adapter, site, views, views)) for site in sites]
     bank.attach(adapter.job, slot, parts)
 
 
@@ -314,8 +313,8 @@ def test_tables_are_sent_once_however_many_jobs_come_and_go(llama, monkeypatch: 
     for slot in range(10, 20):
         bank.detach(f"job{slot}")
     assert sent == []
-    bank.settle()
-    bank.settle()
+    bank.send_tables()
+    bank.send_tables()
     assert sent == [30], "once, with those who stayed"
 
 
@@ -328,7 +327,7 @@ def test_a_large_job_leaves_the_limits_of_a_bank_as_it_found_them(llama) -> None
     small = bank.limits()
     assert (group.rank, group.bands) == (16, 1)
     seat(bank, sites, 1, rank=100)
-    bank.settle()
+    bank.send_tables()
     large = bank.limits()
     assert bank._group(torch.zeros(())).rank == 128
     assert bank._group(torch.zeros(())).table is group.table
@@ -344,7 +343,7 @@ def test_a_rank_of_several_bands_has_another_table_and_keeps_it(llama) -> None:
     bank, seen = TiledBank(sites, 8), []
     for slot, rank in enumerate((3, 300, 4)):
         seat(bank, sites, slot, rank)
-        bank.settle()
+        bank.send_tables()
         group = bank._group(torch.zeros(()))
         seen.append((bank.limits(), group.rank, group.bands, group.table.rank_PS[:, :3].tolist()))
     assert [one[1:] for one in seen] == [
@@ -353,7 +352,7 @@ def test_a_rank_of_several_bands_has_another_table_and_keeps_it(llama) -> None:
         (512, 4, [[3, 128, 4], [0, 128, 0], [0, 44, 0], [0, 0, 0]]),
     ]
     bank.detach("job1")
-    bank.settle()
+    bank.send_tables()
     left = bank._group(torch.zeros(()))
     assert (left.rank, left.bands, left.table) == (16, 4, group.table)
     assert bank.limits() not in [limits for limits, *_ in seen]

@@ -10,8 +10,12 @@ from transformers import PreTrainedModel
 
 from tests.families import VOCABULARY
 from weftune.base.model import Base
+from weftune.base.quant.linear import matrix_dtype
+from weftune.base.shape import model_shape
 from weftune.base.spec import BaseSpec
+from weftune.base.stages import cut, refuse_uncut, stage_of
 from weftune.core.batch import IGNORED, Microbatch
+from weftune.core.shapes import LayerRange
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 13, 1, 13, 8)
@@ -36,3 +40,11 @@ def packed(samples: Sequence[Tensor]) -> Microbatch:
 
 def base_of(model: PreTrainedModel, name: str = "tiny", device: torch.device = CPU) -> Base:
     return Base.from_model(model, BaseSpec(model=name), device)
+
+
+def cut_base(model: PreTrainedModel, spec: BaseSpec, device: torch.device, held: LayerRange) -> Base:
+    """Return one stage of a model in memory; the model is taken over."""
+    refuse_uncut(model.config, spec.model)
+    whole = model_shape(model, matrix_dtype(model))
+    cut(model, held)
+    return stage_of(model, spec, device, held, whole)

@@ -15,8 +15,7 @@ from tests.base.packs import CPU, packed, random_samples
 from tests.families import VOCABULARY, tiny
 from weftune.base import gguf as conversion
 from weftune.base.gguf import converted, narrowed
-from weftune.base.load import load_base, load_tokenizer
-from weftune.base.place import demo_folder
+from weftune.base.load import demo_folder, load_base, load_tokenizer
 from weftune.base.spec import BaseSpec
 from weftune.core.files import cache_folder
 from weftune.errors import BaseModelError, MissingPackage

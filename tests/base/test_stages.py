@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.base.folders import model_folder
-from tests.base.packs import CPU, base_of, packed, random_samples
+from tests.base.packs import CPU, base_of, cut_base, packed, random_samples
 from tests.families import EVERY, config, randomised, tiny
 from weftune.base.load import load_base
 from weftune.base.spec import BaseSpec
-from weftune.base.stages import cut_base, load_stage
+from weftune.base.stages import load_stage
 from weftune.core.shapes import LayerRange
 from weftune.errors import BaseModelError
 

@@ -10,8 +10,8 @@ import torch
 
 from tests.families import tiny
 from tests.oracle import lora_config, write_start
+from weftune.adapters.generate import with_adapter
 from weftune.adapters.lora.files import read_adapter
-from weftune.base.generate import with_adapter
 from weftune.core.limited import ending, slow_sentence
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import AdapterError, SpecError
@@ -63,7 +63,7 @@ def test_a_job_with_an_endless_pattern_is_refused_with_its_place(adapter: dict, 
     with pytest.raises(SpecError) as caught:
         JobSpec(name="a", data=[{"text": "b"}], adapter=adapter)
     (mistake,) = caught.value.mistakes
-    assert mistake.place == place
+    assert mistake.location == place
     assert "took more than 0.5 s of processor time" in mistake.sentence
 
 
@@ -71,7 +71,7 @@ def test_a_pattern_that_is_endless_only_on_the_names_of_the_base_is_refused_ther
     adapter = {"targets": "(z.*.*)*x", "rank_pattern": {"(z+)+y": 1}}
     job = JobSpec(name="a", data=[{"text": "b"}], adapter=adapter)
     shape = ModelShape(1, 8, 8, 8, 4, (SiteShape("z" * 60, 8, 8, False),), 8)
-    places = [mistake.place for mistake in check_targets([job], shape)]
+    places = [mistake.location for mistake in check_targets([job], shape)]
     assert places == ["job a adapter.targets", "job a adapter.rank_pattern.(z+)+y"]
 
 

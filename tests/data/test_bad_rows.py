@@ -108,7 +108,7 @@ def test_a_bad_row_is_refused_with_its_line(name, smollm2, tmp_path, write_lines
     with pytest.raises(DataError) as error:
         prepare(DataSpec(path=str(path)), None, smollm2, tmp_path / "cache")
     (mistake,) = error.value.mistakes
-    assert mistake.place == "rows.jsonl:3"
+    assert mistake.location == "rows.jsonl:3"
     assert expected in mistake.sentence
     assert "\n" not in mistake.sentence
 
@@ -191,7 +191,7 @@ def test_a_bad_row_of_any_format_is_refused_with_its_number(name, smollm2, tmp_p
     with pytest.raises(DataError) as error:
         prepare(DataSpec(rows=rows), None, smollm2, tmp_path)
     (mistake,) = error.value.mistakes
-    assert mistake.place == "rows:2"
+    assert mistake.location == "rows:2"
     assert expected in mistake.sentence
 
 
@@ -206,7 +206,7 @@ def test_many_bad_rows_are_listed_up_to_twenty_and_then_counted(smollm2, tmp_pat
     path = write_lines([GOOD] + ["{"] * 50)
     with pytest.raises(DataError) as error:
         prepare(DataSpec(path=str(path)), None, smollm2, tmp_path / "cache")
-    assert [mistake.place for mistake in error.value.mistakes] == [
+    assert [mistake.location for mistake in error.value.mistakes] == [
         f"rows.jsonl:{n}" for n in range(2, 22)
     ] + [""]
     assert error.value.mistakes[-1].sentence == "and 30 more"
@@ -273,7 +273,7 @@ def test_other_mistakes_are_told_beside_rows_that_are_cut_before_their_answer(sm
     rows = [{"input_ids": [1, 10**6]}, {"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}] * 2
     with pytest.raises(DataError) as error:
         prepare(DataSpec(rows=rows, max_length=2), None, smollm2, tmp_path)
-    assert [mistake.place for mistake in error.value.mistakes] == ["rows:1", "rows:2", "rows:3"]
+    assert [mistake.location for mistake in error.value.mistakes] == ["rows:1", "rows:2", "rows:3"]
     assert "(2 such rows: rows:2, rows:4)" in error.value.mistakes[1].sentence
 
 
@@ -355,5 +355,5 @@ def test_a_bad_line_of_a_table_is_refused_with_its_line(name, smollm2, tmp_path)
     with pytest.raises(DataError) as error:
         prepare(DataSpec(path=str(path)), None, smollm2, tmp_path / "cache")
     (mistake,) = error.value.mistakes
-    assert mistake.place == place
+    assert mistake.location == place
     assert expected in mistake.sentence

@@ -29,7 +29,7 @@ def test_rows_of_no_format_are_told_by_the_first_and_those_that_cannot_be_read_b
     assert str(error.value).startswith("rows:2: no row format has these columns: " + "a" * 300 + "; say")
     with pytest.raises(DataError) as error:
         find_format(open_rows([5, "a", {}]), DataSpec())
-    assert [mistake.place for mistake in error.value.mistakes] == ["rows:1", "rows:2"]
+    assert [mistake.location for mistake in error.value.mistakes] == ["rows:1", "rows:2"]
     with pytest.raises(DataError, match=r"^rows: the dataset is empty$"):
         find_format(open_rows([{}]), DataSpec())
 
@@ -38,7 +38,7 @@ def test_a_check_tells_every_bad_row_up_to_the_limit():
     rows = [{"text": "a"}, {"text": 1}, 5, {"text": ""}, {"text": 2}]
     with pytest.raises(DataError) as error:
         check(open_rows(rows), "text", DataSpec(limit=4))
-    assert [mistake.place for mistake in error.value.mistakes] == ["rows:2", "rows:3", "rows:4"]
+    assert [mistake.location for mistake in error.value.mistakes] == ["rows:2", "rows:3", "rows:4"]
     check(open_rows(rows), "text", DataSpec(limit=1))
 
 

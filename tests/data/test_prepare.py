@@ -163,7 +163,7 @@ def test_mistakes_of_both_files_are_told_at_once(gpt2, tmp_path, write_lines):
     one, two = write_lines([{"text": "a"}, {"text": 1}], "one.jsonl"), write_lines(["{"], "two.jsonl")
     with pytest.raises(DataError) as error:
         prepare(DataSpec(path=str(one)), EvalSpec(path=str(two)), gpt2, tmp_path / "cache")
-    assert [mistake.place for mistake in error.value.mistakes] == ["one.jsonl:2", "two.jsonl:1"]
+    assert [mistake.location for mistake in error.value.mistakes] == ["one.jsonl:2", "two.jsonl:1"]
 
 
 def test_a_mixture_stands_behind_one_index_with_its_weights(gpt2, tmp_path, write_lines):
@@ -192,7 +192,9 @@ def test_files_of_one_name_are_told_apart_by_their_paths(gpt2, tmp_path):
         sources.append(Source(path=str(tmp_path / folder / "rows.jsonl")))
     with pytest.raises(DataError) as error:
         prepare(DataSpec(path=tuple(sources)), None, gpt2, tmp_path / "cache")
-    assert [mistake.place for mistake in error.value.mistakes] == [f"{source.path}:2" for source in sources]
+    assert [mistake.location for mistake in error.value.mistakes] == [
+        f"{source.path}:2" for source in sources
+    ]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +298,7 @@ def test_a_file_of_the_same_name_beside_the_training_file_is_told_by_its_path(gp
     two = write_lines([{"text": 1}], "held/rows.jsonl")
     with pytest.raises(DataError) as error:
         prepare(DataSpec(path=str(one)), EvalSpec(path=str(two)), gpt2, tmp_path / "cache")
-    assert [mistake.place for mistake in error.value.mistakes] == [f"{two}:1"]
+    assert [mistake.location for mistake in error.value.mistakes] == [f"{two}:1"]
 
 
 def test_what_is_in_the_cache_is_known_to_be_prepared_with_its_evaluation(gpt2, tmp_path, write_lines):
@@ -320,7 +322,7 @@ def test_rows_can_be_checked_before_there_is_a_tokenizer(write_lines, tmp_path):
         try:
             check_rows(data, evaluation, max_bytes)
         except DataError as error:
-            return [mistake.place for mistake in error.mistakes]
+            return [mistake.location for mistake in error.mistakes]
         return []
 
     mixture = (Source(path=str(one)), Source(path=str(sound)))

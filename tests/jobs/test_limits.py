@@ -127,7 +127,7 @@ def test_a_number_that_no_job_can_have_is_refused_with_its_place(key: str, tmp_p
         (tmp_path / "jobs.yaml").write_text(f"base: demo\njobs:\n- {{{text}}}\n")
         with pytest.raises(SpecError) as caught:
             read_run(tmp_path / "jobs.yaml")
-        mistake = next(one for one in caught.value.mistakes if one.place.endswith(f"jobs[0].{key}"))
+        mistake = next(one for one in caught.value.mistakes if one.location.endswith(f"jobs[0].{key}"))
         assert "must be" in mistake.sentence or "cannot be read" in mistake.sentence, (value, mistake)
 
 

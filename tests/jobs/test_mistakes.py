@@ -27,7 +27,7 @@ def mistakes_in(folder: Path, text: str) -> list[tuple[str, str]]:
     file.write_text(text, encoding="utf-8")
     with pytest.raises(SpecError) as caught:
         read_run(file)
-    return [(mistake.place, mistake.sentence) for mistake in caught.value.mistakes]
+    return [(mistake.location, mistake.sentence) for mistake in caught.value.mistakes]
 
 
 ONE_KEY = [

@@ -118,7 +118,7 @@ def test_each_batch_is_made_by_the_adapter_as_it_stands_and_trained_beside_other
     executor = aboard.executor(base, [other, maker], Route.segmented)
     executor.scorer.objectives["maker"] = OwnWords()
     executor.aboard["maker"].master.add_(0.05)
-    executor.banks.write("maker", executor.aboard["maker"].master)
+    executor.banks.aboard["maker"].weights.copy_(executor.aboard["maker"].master)
     start = executor.aboard["maker"].master.clone()
     losses, texts = [], []
     for step in range(STEPS):

@@ -110,7 +110,7 @@ def test_a_nan_kills_its_own_job_and_the_other_equals_a_run_without_it(base):
     alone = aboard.executor(bench.base(), jobs[:1])
     run(alone, jobs[:1], 4)
     made = aboard.executor(base, jobs)
-    made.banks.write("b", torch.full_like(made.aboard["b"].master, math.nan))
+    made.banks.aboard["b"].weights.copy_(torch.full_like(made.aboard["b"].master, math.nan))
     planned = aboard.program(jobs, 4)
     assert planned.shared() > 0
     events = list(aboard.events(made, planned, jobs))
@@ -123,7 +123,7 @@ def test_a_nan_kills_its_own_job_and_the_other_equals_a_run_without_it(base):
 def test_a_nan_in_an_evaluation_fails_its_own_job_only(base):
     jobs = two(base, eval={"fraction": 0.4})
     made = aboard.executor(base, jobs)
-    made.banks.write("b", torch.full_like(made.aboard["b"].master, math.nan))
+    made.banks.aboard["b"].weights.copy_(torch.full_like(made.aboard["b"].master, math.nan))
     events = run(made, jobs, 0, begins=True)
     assert [event.job for event in events if isinstance(event, Evaluated)] == ["a"]
     assert [event.job for event in events if isinstance(event, Failed)] == ["b"]

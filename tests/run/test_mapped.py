@@ -17,8 +17,7 @@ from tests.run.test_streamed import (
     travelling,
     windows,
 )
-from weftune.base.host.mapped import MappedFile
-from weftune.base.host.source import MappedStage
+from weftune.base.host.source import MappedFile, MappedStage
 from weftune.base.host.streamed import load_streamed
 from weftune.base.load import load_base
 from weftune.base.spec import BaseSpec

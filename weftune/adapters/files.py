@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from weftune.adapters.folder import WEIGHTS, no_weights
+from weftune.adapters.folder import CONFIG, WEIGHTS, no_weights
 from weftune.adapters.target import ALL_LINEAR, TargetSpec, layer_numbers
 from weftune.core.shapes import SiteShape, in_wrapper, layer_of
 from weftune.core.tensor_file import write_tensors
@@ -30,20 +31,18 @@ def peft() -> ModuleType:
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], config: Any) -> None:
-    """Write tensors under PEFT's names, and PEFT's config."""
+    """Write tensors under PEFT's names, and PEFT's config or, for kinds that PEFT does not have, a
+    mapping."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{WEIGHTS}.partial"
-    plain = {name: _plain(value) for name, value in tensors.items()}
+    # A tensor that is contiguous on the host already is not copied.
+    plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     write_tensors(partial, plain, metadata={"format": "pt"})
     os.replace(partial, folder / WEIGHTS)
-    config.save_pretrained(str(folder))
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Return the tensor contiguous on the host. A tensor that already is so is returned unchanged."""
-    if tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad:
-        return tensor
-    return tensor.detach().cpu().contiguous()
+    if isinstance(config, Mapping):
+        (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    else:
+        config.save_pretrained(str(folder))
 
 
 def read_tensors(folder: Path, whole: str | None = None) -> dict[str, Tensor]:

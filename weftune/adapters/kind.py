@@ -1,26 +1,28 @@
-"""The protocol of a kind of adapter."""
+"""The records that kinds of adapters, their banks and the sites exchange.
+
+Shapes: T rows, K inputs, N outputs of a site.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from weftune.adapters.form import SiteTensors, TiledPart
-from weftune.adapters.vector import VectorLayout
 from weftune.core.batch import Microbatch, Segment
 from weftune.core.shapes import SiteShape
 from weftune.core.weights import Weight, frozen_product, part_of
 from weftune.ops.draw import parameter_key
 from weftune.ops.experts import ExpertPart
 from weftune.ops.lora.choice import Choices
+from weftune.ops.lora.computed import ComputedPair
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows
-from weftune.ops.lora.table import Group
+from weftune.ops.lora.scales import SiteScale
+from weftune.ops.lora.table import Entry, Group
 from weftune.ops.site import GatheredRows, RowScale, summed_product
 
 Parameters = Mapping[tuple[str, str], Tensor]
@@ -165,64 +167,33 @@ class ExpertBank(Protocol):
         """Return the index of each job's adapter there as int32, −1 for a job without one."""
 
 
-class Kind(Protocol):
-    name: str
+@dataclass(frozen=True, slots=True)
+class TiledPart:
+    """A job's adapter at one site in the form that the tiled kernels take, LoRA with scales: y = g_out ⊙ ((x
+    ⊙ g_in)Wᵀ + scale · drop(x)AᵀB) + b. Parts may be absent."""
 
-    def layout(self, spec: Any, sites: Sequence[SiteShape]) -> VectorLayout: ...
+    low_rank: Entry | None = None
+    g_out: SiteScale | None = None
+    g_in: SiteScale | None = None
+    computed: ComputedPair | None = None
+    """Source from which A and B are computed, if the job does not train A and B themselves."""
 
-    def adapts(self, spec: Any, site: str) -> bool:
-        """Whether the adapter changes what this site computes."""
 
-    def rows_before(self, spec: Any) -> int:
-        """Number of rows of its own (virtual tokens) that the adapter puts before every sample in the place
-        of embeddings: the rows of its parameter ROWS, shared by all sites."""
+@dataclass(frozen=True, slots=True)
+class SiteTensors:
+    """A job's tensors at one site, from which its kind makes a `TiledPart`."""
 
-    def constants_key(self, spec: Any) -> Hashable | None:
-        """Return the key of the constants: jobs with equal keys share them. None if there are none."""
+    adapter: JobAdapter
+    site: SiteShape
+    weights: Parameters
+    """Tensors that passes read: trained parameters and the kind's constants."""
+    totals: Parameters
+    """Accumulators of the gradients."""
+    scratch: dict[Hashable, Tensor] = field(default_factory=dict)
+    """Tensors that all sites of the job share. Each is used only between two kernels of one site."""
 
-    def constants(self, spec: Any, sites: Sequence[SiteShape], like: Tensor) -> Mapping[str, Tensor]:
-        """Return tensors, by name, that are read at all sites and are neither trained nor saved in a
-        checkpoint, in the dtype and on the device of `like`."""
+    def weight(self, name: str) -> Tensor:
+        return self.weights[self.site.name, name]
 
-    def check_start(self, spec: Any, sites: Sequence[SiteShape]) -> None:
-        """Raise AdapterError if the folder in the spec's `init_from` cannot start an adapter at these
-        sites."""
-
-    def initialise(self, new: NewAdapter, sites: Sequence[SiteShape]) -> None:
-        """Fill the parameters of a new adapter, from its job's seed or from its `init_from`.
-
-        `sites` are those of the whole base.
-        """
-
-    def before_step(self, adapter: JobAdapter, step: int, masters: Callable[[], Parameters]) -> None:
-        """Change the master weights, if necessary, before the job takes a step with the accumulated
-        gradients. For kinds with phases."""
-
-    def bank(self, sites: Sequence[SiteShape]) -> SiteBank: ...
-
-    def is_tiled(self, spec: Any) -> bool:
-        """Whether adapters of this spec have the form that the tiled kernels take. Others are computed from
-        the parts of their bank on every route."""
-
-    def gathers(self, spec: Any) -> bool:
-        """Whether passes with such an adapter can be captured although it is not tiled: at linears it only
-        changes outputs, with an `ops.site.RowChange`."""
-
-    def tiled_part(self, adapter: JobAdapter, at: SiteTensors) -> TiledPart | None:
-        """Return the adapter in that form at one site, or None if it has none there. Called only for kinds
-        that are tiled."""
-
-    def expert_bank(self, sites: Sequence[SiteShape]) -> ExpertBank:
-        """Return a bank for experts. Called only if an adapter's layout has parameters at experts."""
-
-    def save(
-        self, folder: Any, spec: Any, parameters: Parameters, sites: Sequence[SiteShape], base: str
-    ) -> None:
-        """Write a PEFT adapter folder."""
-
-    def portable(self, folder: Path, target: Path) -> int:
-        """Write the adapter of `folder` in a form with one rank and one alpha, with which servers that know
-        no other compute the same, and return that rank."""
-
-    def merge(self, folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteShape]) -> None:
-        """Add the adapter of `folder` to the weights of the base's `modules`, by site."""
+    def total(self, name: str) -> Tensor:
+        return self.totals[self.site.name, name]

@@ -1,13 +1,15 @@
-"""The common part of the kinds written in plain torch: a new kind extends PlainKind.
+"""The common part of all kinds: a new kind extends PlainKind.
 
-A kind defines the initial values of its parameters, what a job does to its rows, and how PEFT stores them.
-Shapes: T rows, K inputs, N outputs of a site.
+A kind defines the initial values of its parameters, what a job does to its rows, in plain torch and on every
+route, and how PEFT stores them.
+
+Shapes: T rows, K inputs, N outputs of a site; L rows of one job.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +18,144 @@ from torch import Tensor, nn
 
 from weftune.adapters.files import read_tensors, write_folder
 from weftune.adapters.folder import CONFIG, damage_told, read_config, refuse_slow
-from weftune.adapters.form import SiteTensors, TiledPart
-from weftune.adapters.kind import ExpertBank, JobAdapter, NewAdapter, Parameters
+from weftune.adapters.kind import (
+    ExpertBank,
+    Frozen,
+    JobAdapter,
+    NewAdapter,
+    Parameters,
+    Pass,
+    SiteBank,
+    SiteParts,
+    SiteTensors,
+    TiledPart,
+)
 from weftune.adapters.kinds import KINDS
-from weftune.adapters.own_config import OwnConfig
-from weftune.adapters.plain import JobAt, JobPart, PlainBank
+from weftune.adapters.target import TOKENS
 from weftune.adapters.token_rows import merge_tokens
-from weftune.adapters.tokens import TOKENS
 from weftune.adapters.vector import SHARED, ParameterShape, VectorLayout
+from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
+from weftune.ops.accumulate import accumulated
+from weftune.ops.dropout import kept_TK, key
+from weftune.ops.site import RowScale, with_rows
 
 PREFIX = "base_model.model."
+KIND, BASE = "weftune_kind", "base_model_name_or_path"
+"""Keys of the config of an adapter whose kind PEFT does not have, besides those of its spec."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobAt:
+    """A job at one site in one pass: its rows, and its weights as autograd sees them."""
+
+    adapter: JobAdapter
+    site: SiteShape
+    segment: Segment
+    bound: Pass
+    weights: Parameters
+    frozen: Frozen
+    known: dict[tuple[str, str], Tensor]
+    """(site, name) → tensor that is computed once and kept."""
+
+    def trained(self, name: str) -> Tensor:
+        """Return a parameter of this site; its gradient is accumulated."""
+        return self._trained(self.site.name, name)
+
+    def shared(self, name: str) -> Tensor:
+        """Return a parameter that all sites share; its gradient is accumulated."""
+        return self._trained(SHARED, name)
+
+    def untrained(self, name: str) -> Tensor:
+        """Return a parameter of this site as a plain tensor; only `add_gradient` gives it a gradient."""
+        return self.weights[self.site.name, name]
+
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
+        """Accumulate the gradient of a parameter of this site."""
+        self.bound.totals[self.adapter.job][self.site.name, name].add_(gradient)
+
+    def constant(self, name: str) -> Tensor:
+        """Return one of the kind's constants."""
+        return self.weights[SHARED, name]
+
+    def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """Return what `make` computes from the frozen weight, once: the result is kept."""
+        if (self.site.name, name) not in self.known:
+            self.known[self.site.name, name] = make()
+        return self.known[self.site.name, name]
+
+    @property
+    def drops(self) -> bool:
+        return self.bound.training and self.adapter.spec.dropout > 0.0
+
+    def dropped(self, x_LK: Tensor) -> Tensor:
+        """Apply the job's dropout to x, in training only."""
+        probability = self.adapter.spec.dropout
+        if not self.drops:
+            return x_LK
+        index_L = self.bound.microbatch.token_index_T[self.segment.rows]
+        own = key(self.adapter.seed, self.segment.step, self.site.name)
+        kept = kept_TK(own, index_L, x_LK.shape[1], probability)
+        return torch.where(kept, x_LK, 0.0) / (1.0 - probability)
+
+    def _trained(self, site: str, name: str) -> Tensor:
+        total = self.bound.totals[self.adapter.job][site, name]
+        return accumulated(self.weights[site, name], total, self.bound.anchor)
+
+
+@dataclass(frozen=True, slots=True)
+class JobPart:
+    """A job's changes to its rows: y = after(g_out ⊙ ((x ⊙ g_in)Wᵀ + add(x)) + b); any part may be absent."""
+
+    add: Callable[[Tensor], Tensor] | None = None
+    """x_LK → what is added, [L, N]."""
+    g_in_K: Tensor | None = None
+    g_out_N: Tensor | None = None
+    scales_bias: bool = False
+    """Whether g_out scales b, too."""
+    after: Callable[[Tensor], Tensor] | None = None
+    """y_LN → changed outputs."""
+
+
+class PlainBank:
+    def __init__(self, sites: Sequence[SiteShape], part: Callable[[JobAt], JobPart]) -> None:
+        self._sites = {site.name: site for site in sites}
+        self._part = part
+        self._aboard: dict[str, tuple[JobAdapter, Parameters]] = {}
+        self._known: dict[tuple[str, str], Tensor] = {}
+
+    def attach(self, adapter: JobAdapter, weights: Parameters) -> None:
+        self._aboard[adapter.job] = adapter, weights
+
+    def detach(self, job: str) -> None:
+        del self._aboard[job]
+
+    def segments(self, bound: Pass) -> list[Segment]:
+        return [segment for segment in bound.microbatch.segments if segment.through in self._aboard]
+
+    def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
+        added, g_in, g_out, behind = [], [], [], []
+        for segment in self.segments(bound):
+            adapter, weights = self._aboard[segment.through or ""]
+            at = JobAt(adapter, self._sites[site], segment, bound, weights, frozen, self._known)
+            part = self._part(at)
+            others = part.add is part.g_in_K is part.g_out_N is None
+            assert others or adapter.job not in bound.gathered, "only outputs are changed in gathered rows"
+            start, stop = segment.start, segment.stop
+            if part.add is not None:
+                added.append((segment.rows, part.add))
+            if part.after is not None:
+                behind.append((bound.gathered.get(adapter.job, segment.rows), part.after))
+            if part.g_in_K is not None:
+                g_in.append(RowScale(start, stop, part.g_in_K))
+            if part.g_out_N is not None:
+                g_out.append(RowScale(start, stop, part.g_out_N, part.scales_bias))
+
+        def add(x_TK: Tensor, y_TN: Tensor) -> Tensor:
+            return with_rows(y_TN, [(rows, y_TN[rows] + one(x_TK[rows])) for rows, one in added])
+
+        return SiteParts(add if added else None, tuple(g_in), tuple(g_out), tuple(behind))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +171,7 @@ class MergeAt:
 
 
 class PlainKind:
-    """A kind that computes in plain torch. The methods that a new kind has to define come first."""
+    """A kind of adapter. The methods that a new kind has to define come first."""
 
     name: str
     """Name of the kind in jobs: `kind` of its spec."""
@@ -69,12 +197,15 @@ class PlainKind:
         return f"{PREFIX}{site}.{name}"
 
     def config(self, spec: Any, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
-        """Return PEFT's config of the adapter, or one of Weftune's own."""
-        return OwnConfig(spec, base)
+        """Return PEFT's config of the adapter, or the values of one of Weftune's own."""
+        keys = {item.name: getattr(spec, item.name) for item in fields(spec)}
+        return {KIND: keys.pop("kind"), BASE: base, **keys, "init_from": None}
 
     def read_spec(self, config: Mapping[str, Any]) -> Any:
         """Return the spec that such a config describes."""
-        return OwnConfig.spec_in(config)
+        own = {key: value for key, value in config.items() if key not in (KIND, BASE)}
+        lists = {key: tuple(value) for key, value in own.items() if isinstance(value, list)}
+        return KINDS[config[KIND]](**{**own, **lists})
 
     def to_stored(self, spec: Any, site: str, name: str, value: Tensor) -> Tensor:
         return value
@@ -92,62 +223,82 @@ class PlainKind:
     # -- common to all kinds -----------------------------------------------------------------------------
 
     def layout(self, spec: Any, sites: Sequence[SiteShape]) -> VectorLayout:
-        own = [(site.name, spec.shapes_at(site)) for site in sites if spec.adapts(site)]
-        embedded = spec.shapes_in_embedding(sites).items()
-        return VectorLayout(
-            tuple(
-                ParameterShape(site, name, shape, rate=self.rate(spec, name))
-                for site, shapes in [(SHARED, spec.shapes_outside(sites)), *embedded, *own]
-                for name, shape in shapes.items()
-            )
-        )
+        outside = {SHARED: spec.shapes_outside(sites), **spec.shapes_in_embedding(sites)}
+        found = [
+            ParameterShape(site, name, shape, rate=self.rate(spec, name))
+            for site, shapes in outside.items()
+            for name, shape in shapes.items()
+        ]
+        for site in filter(spec.adapts, sites):
+            active = site.active if site.experts else None
+            for name, shape in spec.shapes_at(site).items():
+                found.append(ParameterShape(site.name, name, shape, self.rate(spec, name), active))
+        return VectorLayout(tuple(found))
 
     def rate(self, spec: Any, name: str) -> float:
         """Return the factor by which the job's learning rate is multiplied for a parameter."""
         return 1.0
 
     def adapts(self, spec: Any, site: str) -> bool:
+        """Whether the adapter changes what this site computes."""
         return bool(spec.targets_site(site))
 
     def rows_before(self, spec: Any) -> int:
+        """Return the number of rows of its own (virtual tokens) that the adapter puts before every sample in
+        the place of embeddings: the rows of its parameter ROWS, shared by all sites."""
         return int(spec.rows_before)
 
     def constants_key(self, spec: Any) -> Hashable | None:
+        """Return the key of the constants: jobs with equal keys share them. None if there are none."""
         return None
 
     def constants(self, spec: Any, sites: Sequence[SiteShape], like: Tensor) -> Mapping[str, Tensor]:
+        """Return tensors, by name, that are read at all sites and are neither trained nor saved in a
+        checkpoint, in the dtype and on the device of `like`."""
         return {}
 
     def before_step(self, adapter: JobAdapter, step: int, masters: Callable[[], Parameters]) -> None:
-        """Do nothing: only the step itself changes the weights."""
+        """Change the master weights, if necessary, before the job takes a step with the accumulated
+        gradients. For kinds with phases."""
 
-    def bank(self, sites: Sequence[SiteShape]) -> PlainBank:
+    def bank(self, sites: Sequence[SiteShape]) -> SiteBank:
         return PlainBank(sites, self._part)
-
-    def is_tiled(self, spec: Any) -> bool:
-        return False
-
-    def gathers(self, spec: Any) -> bool:
-        return False
-
-    def tiled_part(self, adapter: JobAdapter, at: SiteTensors) -> TiledPart | None:
-        raise AssertionError(f"a {self.name} adapter is not tiled")
 
     def _part(self, at: JobAt) -> JobPart:
         return self.part(at) if self.adapts(at.adapter.spec, at.site.name) else JobPart()
 
     def expert_bank(self, sites: Sequence[SiteShape]) -> ExpertBank:
+        """Return a bank for experts. Called only if an adapter's layout has parameters at experts."""
         raise AssertionError(f"a {self.name} adapter has no parameters at experts")
 
+    def is_tiled(self, spec: Any) -> bool:
+        """Whether adapters of this spec have the form that the tiled kernels take. Others are computed from
+        the parts of their bank on every route."""
+        return False
+
+    def tiled_part(self, at: SiteTensors) -> TiledPart | None:
+        """Return the adapter in that form at one site, or None if it has none there. Called only for kinds
+        that are tiled."""
+        raise AssertionError(f"a {self.name} adapter is not tiled")
+
+    def gathers(self, spec: Any) -> bool:
+        """Whether passes with such an adapter can be captured although it is not tiled: at linears it only
+        changes outputs, with an `ops.site.RowChange`."""
+        return False
+
     def initialise(self, new: NewAdapter, sites: Sequence[SiteShape]) -> None:
+        """Fill the parameters of a new adapter, from its job's seed or from its `init_from`; `sites` are
+        those of the whole base."""
         if new.adapter.spec.init_from is None:
             self.start(new)
             return
         found = self.read_start(new.adapter.spec, sites)
-        for place, value in new.parameters.items():
-            value.copy_(found[place])
+        for site_and_name, value in new.parameters.items():
+            value.copy_(found[site_and_name])
 
     def check_start(self, spec: Any, sites: Sequence[SiteShape]) -> None:
+        """Raise AdapterError if the folder in the spec's `init_from` cannot start an adapter at these
+        sites."""
         if isinstance(spec.init_from, str):
             self.read_start(spec, sites)
 
@@ -159,10 +310,10 @@ class PlainKind:
     def read(self, folder: Path, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
         """Return the parameters of an adapter folder, as a bank holds them."""
         tensors = read_tensors(folder)
-        wanted = {self.stored_name(one.site, one.name): one for one in self.layout(spec, sites).parameters}
-        self.refuse_others(folder, spec, tensors.keys() - set(self.names_beside), wanted.keys())
+        own = {self.stored_name(one.site, one.name): one for one in self.layout(spec, sites).parameters}
+        self.refuse_others(folder, spec, tensors.keys() - set(self.names_beside), own.keys())
         found = {}
-        for stored, one in wanted.items():
+        for stored, one in own.items():
             value = self.from_stored(spec, one.site, one.name, tensors[stored])
             if value.shape != one.shape:
                 raise AdapterError(
@@ -172,9 +323,9 @@ class PlainKind:
             found[one.site, one.name] = value
         return found
 
-    def refuse_others(self, folder: Path, spec: Any, found: Set[str], wanted: Set[str]) -> None:
+    def refuse_others(self, folder: Path, spec: Any, found: Set[str], own: Set[str]) -> None:
         """Raise if the folder does not have the weights that `spec` has on this base."""
-        if not (odd := sorted(found ^ wanted)):
+        if not (odd := sorted(found ^ own)):
             return
         where = "only in the folder" if odd[0] in found else "not in the folder"
         more = f", and {len(odd) - 1} more differ" if len(odd) > 1 else ""
@@ -191,6 +342,7 @@ class PlainKind:
     def save(
         self, folder: Path, spec: Any, parameters: Parameters, sites: Sequence[SiteShape], base: str
     ) -> None:
+        """Write an adapter folder, PEFT's if PEFT has the kind."""
         targeted = list(dict.fromkeys(site for site, _ in parameters))
         tensors = {
             self.stored_name(site, name): self.to_stored(spec, site, name, value)
@@ -200,11 +352,15 @@ class PlainKind:
         write_folder(folder, {**tensors, **self.beside(spec, sites)}, config)
 
     def portable(self, folder: Path, target: Path) -> int:
-        merged = "for a model that they load, run weftune export --merged"
-        way = merged if KINDS[self.name].merges else "nor can it be merged into a model that they load"
-        raise AdapterError(f"{folder} is a {self.name} adapter, which servers do not load; {way}")
+        """Write the adapter of `folder` in a form with one rank and one alpha, with which servers that know
+        no other compute the same, and return that rank."""
+        remedy = "nor can it be merged into a model that they load"
+        if KINDS[self.name].merges:
+            remedy = "for a model that they load, run weftune export --merged"
+        raise AdapterError(f"{folder} is a {self.name} adapter, which servers do not load; {remedy}")
 
     def merge(self, folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteShape]) -> None:
+        """Add the adapter of `folder` to the weights of the base's `modules`, by site."""
         if not KINDS[self.name].merges:
             raise self._not_merged()
         spec = self.spec_of(folder)

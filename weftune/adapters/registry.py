@@ -4,67 +4,54 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from weftune.adapters.folder import read_config
-from weftune.adapters.kind import Kind
 from weftune.adapters.kinds import BROKEN, KINDS, BrokenKind, kind_in
+from weftune.adapters.plain_kind import PlainKind
 from weftune.adapters.vector import VectorLayout
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError, SpecError
 
 OURS = __name__.partition(".")[0]
-BY_NAME: dict[str, Kind] = {}
+BY_NAME: dict[str, PlainKind] = {}
 """Name → kind, for the kinds requested so far."""
 
 
-def kind_named(name: str) -> Kind:
+def kind_named(name: str) -> PlainKind:
     if name in BY_NAME:
         return BY_NAME[name]
     if name in BROKEN:
         raise SpecError(f"adapter.kind: {BROKEN[name]}")
     if name not in KINDS:
         raise SpecError(f"adapter.kind: there is no kind {name!r}; known: {', '.join(KINDS)}")
-    return BY_NAME.setdefault(name, _made(name))
-
-
-def _made(name: str) -> Kind:
     module, _, kind = KINDS[name].implementation.partition(":")
     package = module.partition(".")[0]
     try:
-        made: Kind = getattr(import_module(module), kind)()
+        return BY_NAME.setdefault(name, getattr(import_module(module), kind)())
     except Exception as error:
         if package == OURS:
             raise
         raise SpecError(f"adapter.kind: {BrokenKind(name, package, error)}") from error
-    return made
 
 
-@dataclass(frozen=True, slots=True)
-class _KnownLayout:
-    spec: Any
-    sites: Sequence[SiteShape]
-    layout: VectorLayout
-
-
-_KNOWN_LAYOUTS: deque[_KnownLayout] = deque(maxlen=16)
+_KNOWN_LAYOUTS: deque[tuple[Any, Sequence[SiteShape], VectorLayout]] = deque(maxlen=16)
 
 
 def layout_of(spec: Any, sites: Sequence[SiteShape]) -> VectorLayout:
     """Return the layout of an adapter on these sites. Thousands of jobs may share one layout, which is
     computed once: it has a record for each of hundreds of parameters."""
-    for known in tuple(_KNOWN_LAYOUTS):
-        if known.sites is sites and known.spec == spec:
-            return known.layout
-    made = kind_named(spec.kind).layout(spec, sites)
-    _KNOWN_LAYOUTS.append(_KnownLayout(spec, sites, made))
-    return made
+    for known_spec, known_sites, layout in tuple(_KNOWN_LAYOUTS):
+        if known_sites is sites and known_spec == spec:
+            return layout
+    layout = kind_named(spec.kind).layout(spec, sites)
+    _KNOWN_LAYOUTS.append((spec, sites, layout))
+    return layout
 
 
-def kind_of(folder: Path) -> Kind:
+def kind_of(folder: Path) -> PlainKind:
     """Return the kind of the adapter in a PEFT folder."""
     config = read_config(folder)
     if (name := kind_in(config)) is not None:

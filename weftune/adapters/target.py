@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
-from weftune.adapters.start import FromJob
-from weftune.adapters.tokens import token_shapes
 from weftune.core.shapes import SiteShape, layer_of
 
 ALL_LINEAR = "all-linear"
@@ -24,6 +22,27 @@ ROWS = "rows"
 """The parameter of adapters that put rows before a sample: [rows, hidden width]."""
 KEYS, VALUES = "prefix_keys", "prefix_values"
 """The parameters of adapters that put keys and values before a sample: [rows, width of all heads]."""
+
+TOKENS = "token_rows_nD"
+"""Parameter of the embeddings themselves, not their difference from the base's. Its site is the embedding."""
+STORED_TOKENS = "token_adapter.trainable_tokens_delta"
+"""PEFT's name for this parameter, after the path of the embedding."""
+EMBEDDINGS = {"layers": "embed_tokens", "h": "wte"}
+"""Name of the list of layers → name of the embedding beside it, as families call them."""
+
+
+@dataclass(frozen=True, slots=True)
+class FromJob:
+    """The finished adapter of another job, for which this job waits."""
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+
+    job: str
+
+
+def source_of(adapter: TargetSpec) -> str:
+    """Return the job that a spec's `init_from` names. Empty if it names a folder, or nothing."""
+    return adapter.init_from.job if isinstance(adapter.init_from, FromJob) else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +133,10 @@ class TargetSpec:
 
     def shapes_in_embedding(self, sites: Sequence[SiteShape]) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
         """Return its parameters in the place of rows of the embedding: path of that → name → shape."""
-        return token_shapes(self.trained_tokens, sites)
+        path, first = embedding_path(sites), _first_layer(sites)
+        if not self.trained_tokens or path is None or first is None:
+            return {}
+        return {path: {TOKENS: (len(self.trained_tokens), first.in_features)}}
 
     def counts(self, sites: Sequence[SiteShape]) -> Iterator[tuple[str, int]]:
         """Yield (site, number of values trained there). The name is empty for values outside the sites."""
@@ -167,3 +189,18 @@ def layer_numbers(layers: Layers) -> frozenset[int]:
             raise ValueError(f"{part.strip()!r} goes beyond the layers of any base")
         found |= set(range(low, high + 1))
     return frozenset(found)
+
+
+def embedding_path(sites: Sequence[SiteShape]) -> str | None:
+    """Return the path of the embedding in a base with these sites. None if they lack its first layer."""
+    first = _first_layer(sites)
+    if first is None:
+        return None
+    beside, _, _ = first.name.partition(".0.")
+    parent, _, layers = beside.rpartition(".")
+    return f"{parent}.{EMBEDDINGS.get(layers, 'embed_tokens')}"
+
+
+def _first_layer(sites: Sequence[SiteShape]) -> SiteShape | None:
+    """Return the first site of the first layer, which is as wide as the embeddings that go into it."""
+    return next((site for site in sites if layer_of(site.name) == 0), None)

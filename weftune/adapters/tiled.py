@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weftune.adapters.form import TiledPart
-from weftune.adapters.kind import Frozen, Pass
+from weftune.adapters.kind import Frozen, Pass, TiledPart
 from weftune.core.shapes import SiteShape
 from weftune.ops.lora.addresses import AddressTable
 from weftune.ops.lora.choice import Candidates
@@ -97,12 +96,12 @@ class TiledBank:
         what a captured graph was made for. But large ranks count only while a job with them is attached:
         there are then two limits, and graphs of both are kept."""
         before = self._bands, self._has
-        most = 1 << (seat.rank - 1).bit_length()
-        if most > DIRECT_RANKS:
+        rank = 1 << (seat.rank - 1).bit_length()
+        if rank > DIRECT_RANKS:
             self._large.add(job)
-            self._large_rank = max(self._large_rank, most)
+            self._large_rank = max(self._large_rank, rank)
         else:
-            self._rank = max(self._rank, most)
+            self._rank = max(self._rank, rank)
         for part in filter(None, seat.parts):
             self._drops |= part.low_rank is not None and part.low_rank.dropout > 0.0
             self._scales_out |= part.g_out is not None
@@ -130,7 +129,7 @@ class TiledBank:
         """Allow slots to be numbered up to `slots`."""
         self._slots, self._tables = slots, None
 
-    def settle(self) -> None:
+    def send_tables(self) -> None:
         """Copy the tables to the device if jobs were attached or detached since the last pass."""
         if self._tables is not None and self._unsent:
             self._tables.send()

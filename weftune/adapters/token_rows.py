@@ -1,4 +1,4 @@
-"""Trained embeddings of single tokens: how a job's own rows are inserted, initialised and merged.
+"""Rows of a job's own among embeddings: rows before every sample, and trained embeddings of single tokens.
 
 Shapes: T rows of a microbatch, L of them the job's, D hidden width, n trained tokens, V vocabulary.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weftune.adapters.kind import NewAdapter, Parameters
-from weftune.adapters.tokens import TOKENS
+from weftune.adapters.target import TOKENS
 from weftune.core.batch import Microbatch, Segment
 from weftune.core.shapes import EMBED_SCALE
 from weftune.core.weights import HeadRows
@@ -48,6 +49,16 @@ class TrainedTokens:
         return flat_TD.view(h.shape)
 
 
+def with_rows_before(h: Tensor, rows_ID: Tensor, microbatch: Microbatch, segment: Segment) -> Tensor:
+    """Return h with these rows at the beginning of every sample of the segment."""
+    stops = accumulate(microbatch.sample_lengths)
+    starts = [stop - length for stop, length in zip(stops, microbatch.sample_lengths, strict=True)]
+    own = [start for start in starts if segment.start <= start < segment.stop]
+    indices = (torch.tensor(own)[:, None] + torch.arange(len(rows_ID))).flatten().to(h.device)
+    flat_TD = h.flatten(0, -2).index_copy(0, indices, rows_ID.repeat(len(own), 1).to(h.dtype))
+    return flat_TD.view(h.shape)
+
+
 def _scale(embedding: nn.Module, like: Tensor) -> Tensor | float:
     """Return the factor by which some families multiply embeddings when they read them."""
     scale = getattr(embedding, EMBED_SCALE, 1.0)
@@ -56,11 +67,11 @@ def _scale(embedding: nn.Module, like: Tensor) -> Tensor | float:
 
 def trained_tokens(spec: Any, weights: Parameters, totals: Parameters) -> TrainedTokens | None:
     """Return the trained tokens of a job with these parameters. None if it, or this stage, has none."""
-    place = next((place for place in weights if place[1] == TOKENS), None)
-    if place is None:
-        return None
-    rows_nD = weights[place]
-    return TrainedTokens(torch.tensor(spec.trained_tokens, device=rows_nD.device), rows_nD, totals[place])
+    for (site, name), rows_nD in weights.items():
+        if name == TOKENS:
+            ids_n = torch.tensor(spec.trained_tokens, device=rows_nD.device)
+            return TrainedTokens(ids_n, rows_nD, totals[site, name])
+    return None
 
 
 def fill_tokens(new: NewAdapter) -> None:

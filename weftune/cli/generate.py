@@ -35,7 +35,7 @@ def generate(
 
     from rich.console import Console
 
-    from weftune.base.generate import BASE, answers
+    from weftune.adapters.generate import BASE, answers
     from weftune.base.load import device_named
     from weftune.data.tokenise import prompt_tokens
 

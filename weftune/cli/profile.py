@@ -97,8 +97,7 @@ def _tell_held(spec: BaseSpec, connection: Connection) -> None:
 def _measured(
     console: Console, spec: BaseSpec, shape: ModelShape, device: torch.device, tokenizer: Any
 ) -> Profile:
-    from weftune.base.load import load_config
-    from weftune.base.place import place
+    from weftune.base.load import load_config, model_source
     from weftune.run.profile import measure_profile
     from weftune.trainer.results import TokenizerFiles, prepare_result
 
@@ -106,7 +105,7 @@ def _measured(
     with Progress(console=console, transient=True, auto_refresh=False) as progress:
         task = progress.add_task(f"Measuring {spec.model} on {device}", total=None)
         return measure_profile(
-            load_config(spec, place(spec)).text,
+            load_config(spec, model_source(spec)).text,
             shape,
             spec.model,
             device,

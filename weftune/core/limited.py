@@ -187,7 +187,7 @@ def _answer(payload: bytes) -> bytes:
     except MemoryError:
         reply = {"stopped": "memory"}
     except UserError as error:
-        mistakes = [(mistake.place, mistake.sentence) for mistake in error.mistakes]
+        mistakes = [(mistake.location, mistake.sentence) for mistake in error.mistakes]
         reply = {"error": type(error).__name__, "mistakes": mistakes}
     finally:
         allow_seconds(0.0)

@@ -13,7 +13,7 @@ from itertools import accumulate
 import numpy as np
 
 from weftune.adapters.kinds import AdapterSpec
-from weftune.adapters.start import source_of
+from weftune.adapters.target import source_of
 from weftune.core.shapes import JobShape, ModelShape, SiteShape, layer_sums
 from weftune.data.prepare import Prepared
 from weftune.data.samples import SampleOrder, Samples

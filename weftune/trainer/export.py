@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from weftune.adapters.folder import CONFIG, JOB_FILE, WEIGHTS, refuse_no_adapter
-from weftune.adapters.kind import Kind
+from weftune.adapters.plain_kind import PlainKind
 from weftune.adapters.registry import kind_of
 from weftune.base.load import best_device, inspect, load_plain, load_tokenizer, own_dtype, quantised_as
 from weftune.base.quant.linear import dequantise_linears
@@ -88,7 +88,7 @@ def merged_model(folder: Path, base: BaseSpec, dtype: Dtype | None, into: Into) 
     return model
 
 
-def finished_kind(folder: Path) -> Kind:
+def finished_kind(folder: Path) -> PlainKind:
     refuse_no_adapter(folder)
     return kind_of(folder)
 

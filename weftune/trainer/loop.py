@@ -14,7 +14,7 @@ from typing import Any
 
 from weftune.adapters.folder import CONFIG
 from weftune.adapters.kind import JobAdapter
-from weftune.adapters.start import source_of
+from weftune.adapters.target import source_of
 from weftune.core.clock import Phase, phase
 from weftune.core.shapes import JobShape
 from weftune.errors import OutputError, UserError

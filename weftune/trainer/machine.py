@@ -134,11 +134,11 @@ def from_files(
 ) -> StreamDevice:
     """Return the device for weights that stay in their files, or raise an error with both reasons."""
     try:
-        weights = weights_in_files(spec, device)
+        files = list(weights_in_files(spec, device))
     except BaseModelError as error:
         raise HostTooSmall([*short.mistakes, *error.mistakes]) from None
     if device.type != "cuda":
         return in_files(stream)
-    files = measure_files(weights.files) if measured else FILE_BANDWIDTH
-    both_ways = None if stream.both_ways is None else min(stream.both_ways, files)
-    return replace(in_files(stream), bandwidth=min(stream.bandwidth, files), both_ways=both_ways)
+    bandwidth = measure_files(files) if measured else FILE_BANDWIDTH
+    both_ways = None if stream.both_ways is None else min(stream.both_ways, bandwidth)
+    return replace(in_files(stream), bandwidth=min(stream.bandwidth, bandwidth), both_ways=both_ways)

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weftune.adapters.start import source_of
+from weftune.adapters.target import source_of
 from weftune.base.host.read_ahead import base_read_ahead
 from weftune.base.load import device_named, inspect, load_tokenizer
 from weftune.base.model import Base
@@ -24,7 +24,7 @@ from weftune.core.shapes import ModelShape
 from weftune.data.encode import Encoder
 from weftune.data.prepare import SharedData
 from weftune.data.workers import end_workers
-from weftune.errors import Mistake, OutputError, SpecError, UserError
+from weftune.errors import BaseModelError, Mistake, OutputError, SpecError, UserError, WeightsLost
 from weftune.jobs.spec.checks import (
     check_names,
     check_starts,
@@ -223,7 +223,10 @@ class Trainer:
                     self.loop.enter(job)
                 # From here on the loop holds their data, as long as it needs them.
                 ready.clear()
-                self.loop.run(stop, callback)
+                try:
+                    self.loop.run(stop, callback)
+                except WeightsLost as error:
+                    raise BaseModelError(f"{error}: {store.resume_line()}") from error
                 for note in loggers.notes:
                     store.note(note)
             sweeps.finish()

@@ -16,7 +16,7 @@ from tests import bench, oracle
 from tests.adapters.aboard import attach
 from tests.adapters.aboard import together as in_one_microbatch
 from tests.adapters.kinds.cases import targets
-from tests.base.packs import random_samples
+from tests.base.packs import cut_base, random_samples
 from tests.cases import slow_but
 from tests.families import tiny
 from tests.launches import Launch, deep_folder
@@ -33,7 +33,6 @@ from weftune.adapters.registry import kind_named, kind_of
 from weftune.base.host.streamed import stream_model
 from weftune.base.shape import embedding_module, model_shape, site_modules
 from weftune.base.spec import BaseSpec
-from weftune.base.stages import cut_base
 from weftune.core.shapes import LayerRange
 from weftune.core.weights import Head, HeadRows
 from weftune.errors import AdapterError, BaseModelError, SpecError
@@ -195,7 +194,7 @@ def test_its_nan_stays_with_it(together, tmp_path):
     def spoil(event):
         if isinstance(event, Stepped) and (event.job, event.step) == ("tokens", 3):
             executor = trainer.loop.executor
-            executor.banks.write("tokens", torch.full_like(executor.aboard["tokens"].master, math.nan))
+            executor.banks.aboard["tokens"].weights.fill_(math.nan)
 
     trainer.run(spoil)
     assert status(tmp_path / "out")["jobs"]["tokens"]["state"] == "failed"
@@ -433,7 +432,7 @@ def test_tokens_that_the_base_has_not_are_refused_before_training():
     (mistake,) = check_targets(
         [job("llama", adapter=adapter("llama") | {"trainable_token_indices": [97]})], shape
     )
-    assert mistake.place.endswith("adapter.trainable_token_indices[0]")
+    assert mistake.location.endswith("adapter.trainable_token_indices[0]")
     assert "there is no token 97: the base has tokens 0 to 96" in mistake.sentence
     (mistake,) = check_targets(
         [job("opt", adapter={"trainable_token_indices": [5]})], bench.base("opt").shape

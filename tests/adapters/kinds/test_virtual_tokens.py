@@ -114,21 +114,21 @@ def test_more_virtual_tokens_than_the_context_has_room_for_are_refused(kind, bas
     rows = bench.rows(samples(kind))
     spec = JobSpec(name="wide", data=rows, adapter={"kind": kind, "num_virtual_tokens": 63})
     (mistake,) = check_targets([spec], base.shape)
-    assert mistake.place.endswith("adapter.num_virtual_tokens")
+    assert mistake.location.endswith("adapter.num_virtual_tokens")
     assert "63 leave no room for a sample in the base's context of 64 tokens" in mistake.sentence
     assert check_targets([job(kind, "llama")], base.shape) == []
 
 
 def test_rows_that_would_not_go_into_the_first_layer_are_refused():
     (mistake,) = check_targets([job("prompt", "opt")], bench.base("opt").shape)
-    assert mistake.place.endswith("adapter.kind")
+    assert mistake.location.endswith("adapter.kind")
     assert "the base has model.decoder.project_" in mistake.sentence
 
 
 def test_a_base_without_keys_in_every_layer_has_no_prefix(base):
     less = replace(base.shape, sites=tuple(site for site in base.shape.sites if ".1." not in site.name))
     (mistake,) = check_targets([job("prefix", "llama")], less)
-    assert mistake.place.endswith("adapter.kind")
+    assert mistake.location.endswith("adapter.kind")
     assert "prefix needs the keys and values of every layer, and the base has them in 1 of 2" in str(mistake)
 
 

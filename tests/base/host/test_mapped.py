@@ -16,8 +16,7 @@ from tests.base.folders import model_folder
 from tests.base.host.test_streamed import a_layer_each, through
 from tests.base.packs import CPU, packed, random_samples
 from tests.families import COMMON, EVERY, config, randomised
-from weftune.base.host.mapped import MappedFile, MappedTensor
-from weftune.base.host.source import MappedStage, SourcePart, Staging
+from weftune.base.host.source import MappedFile, MappedStage, SourcePart, Staging
 from weftune.base.host.streamed import load_streamed, weights_in_files
 from weftune.base.load import load_base
 from weftune.base.spec import BaseSpec
@@ -84,7 +83,7 @@ def test_in_chunks_of_any_size_all_bytes_come_to_their_places(numbered, chunk, g
     parts, start = [], 0
     for gap, (name, value) in zip(gaps, tensors.items(), strict=True):
         found = file.tensors[name]
-        parts.append(SourcePart(start + gap, MappedTensor(file, found.start, found.stop)))
+        parts.append(SourcePart(start + gap, found))
         start += gap + len(value)
     slot = torch.zeros(start, dtype=torch.uint8)
     for staging in (None, Staging(CPU, chunk)):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weftune.adapters.start import FromJob
+from weftune.adapters.target import FromJob
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import SpecError
 from weftune.jobs.spec.checks import (
@@ -52,14 +52,14 @@ def test_targets_that_all_match_are_no_mistake() -> None:
 
 def test_every_entry_of_a_target_list_must_match() -> None:
     (mistake,) = check_targets([job(targets=["q_proj", "vproj"])], SHAPE)
-    assert mistake.place == "job a adapter.targets[1]"
+    assert mistake.location == "job a adapter.targets[1]"
     assert '"vproj" matches no module of the base; did you mean v_proj?' in mistake.sentence
     assert "q_proj, v_proj, up_proj" in mistake.sentence
 
 
 def test_a_regular_expression_must_match_a_whole_path() -> None:
     (mistake,) = check_targets([job(targets="q_proj")], SHAPE)
-    assert mistake.place == "job a adapter.targets"
+    assert mistake.location == "job a adapter.targets"
     assert "write a list: [q_proj]" in mistake.sentence
     (mistake,) = check_targets([job(targets="q_proj,v_proj")], SHAPE)
     assert "write a list: [q_proj, v_proj]" in mistake.sentence
@@ -74,7 +74,7 @@ def test_a_target_of_a_file_is_placed_by_its_line(tmp_path: Path) -> None:
     file.write_text("base: demo\njobs:\n- name: a\n  data: owner/rows\n  adapter: {targets: [lm_head]}\n")
     run = read_run(file)
     (mistake,) = check_targets(run.jobs, SHAPE, run.locate)
-    assert mistake.place == "jobs.yaml:5 jobs[0].adapter.targets[0]"
+    assert mistake.location == "jobs.yaml:5 jobs[0].adapter.targets[0]"
 
 
 def test_what_may_not_be_meant_is_a_warning() -> None:
@@ -143,7 +143,7 @@ def test_an_expression_that_takes_too_long_is_a_mistake_and_the_only_one_of_its_
     object.__setattr__(slow.adapter, "targets", "(.*.*)*x")
     object.__setattr__(slow.adapter, "rank_pattern", {"q_proj": 2, "(.*.*)*y": 4})
     mistakes = check_targets([slow, job(targets=["no"])], SHAPE)
-    assert [mistake.place for mistake in mistakes] == [
+    assert [mistake.location for mistake in mistakes] == [
         "job a adapter.targets",
         "job a adapter.rank_pattern.(.*.*)*y",
         "job a adapter.targets[0]",
@@ -213,7 +213,7 @@ def test_experts_have_an_adapter_only_where_parameters_are_named() -> None:
 def test_parameters_that_no_experts_have_are_mistakes() -> None:
     assert check_targets([job(target_parameters=EXPERTS)], MIXED) == []
     (mistake,) = check_targets([job(target_parameters=[EXPERTS[0], "mlp.gate.weight"])], MIXED)
-    assert mistake.place == "job a adapter.target_parameters[1]"
+    assert mistake.location == "job a adapter.target_parameters[1]"
     assert '"mlp.gate.weight" matches no parameter of the base\'s experts; write target' in mistake.sentence
     (mistake,) = check_targets([job(target_parameters=["mlp.experts.down_proj"])], SHAPE)
     assert "asks for experts, which the base has none of; leave it out" in mistake.sentence
@@ -245,7 +245,7 @@ def refused(folder: Path, jobs: str, shape: ModelShape | None = None) -> list[tu
     path.write_text(f"base: demo\ndefaults: {{data: owner/rows}}\njobs:\n{jobs}")
     with pytest.raises(SpecError) as caught:
         read_run(path, lambda _: shape)
-    return [(mistake.place, mistake.sentence) for mistake in caught.value.mistakes]
+    return [(mistake.location, mistake.sentence) for mistake in caught.value.mistakes]
 
 
 def test_a_job_may_name_one_that_stands_behind_it_or_in_front_of_it(tmp_path: Path) -> None:
@@ -365,7 +365,7 @@ def test_other_sites_or_ranks_are_refused_when_the_file_is_read_as_those_of_a_fo
     (mistake,) = check_starts(
         [starting("a", targets=["q_proj"]), starting("b", "a", targets=["v_proj"])], SHAPE
     )
-    assert mistake.place == "job b adapter.init_from.job"
+    assert mistake.location == "job b adapter.init_from.job"
     assert mistake.sentence == (
         "a and this job do not adapt the same sites: only a does model.layers.0.self_attn.q_proj, and 3 more "
         "differ; set adapter.targets as a has it"
@@ -378,7 +378,7 @@ def test_other_sites_or_ranks_are_refused_when_the_file_is_read_as_those_of_a_fo
 
 def test_in_python_the_job_is_named() -> None:
     (mistake,) = check_names([starting("b", "a")], ["b"])
-    assert (mistake.place, mistake.sentence) == (
+    assert (mistake.location, mistake.sentence) == (
         "job b adapter.init_from.job",
         'there is no job "a" in this run; for a folder write its path as init_from',
     )

@@ -187,7 +187,7 @@ def test_a_target_that_matches_nothing_is_listed_with_the_other_mistakes(tmp_pat
     shape = ModelShape(1, 8, 16, 64, 4, (SiteShape("model.layers.0.q_proj", 8, 8),), 32)
     with pytest.raises(SpecError) as caught:
         read_run(tmp_path / "jobs.yaml", lambda base: shape)
-    places = {mistake.place: mistake.sentence for mistake in caught.value.mistakes}
+    places = {mistake.location: mistake.sentence for mistake in caught.value.mistakes}
     assert "batch_size" in places["jobs.yaml:4 jobs[1].batchsize"]
     assert "did you mean q_proj?" in places["jobs.yaml:3 jobs[0].adapter.targets[0]"]
 
@@ -314,7 +314,7 @@ def test_rows_come_from_python_and_not_from_a_file(tmp_path: Path) -> None:
 def test_a_value_that_is_no_yaml_is_told_once(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         run_of(tmp_path, "base: demo\njobs:\n- {name: a, data: rows.jsonl, seed: !!set x, keep: !!set x}\n")
-    assert [mistake.place for mistake in caught.value.mistakes] == [
+    assert [mistake.location for mistake in caught.value.mistakes] == [
         "jobs.yaml:3 jobs[0].seed",
         "jobs.yaml:3 jobs[0].keep",
     ]
@@ -328,7 +328,7 @@ def test_a_base_that_cannot_be_looked_at_is_a_mistake_beside_the_others(tmp_path
 
     with pytest.raises(SpecError) as caught:
         read_run(tmp_path / "jobs.yaml", broken)
-    assert [mistake.place for mistake in caught.value.mistakes] == ["jobs.yaml:3 bse", "base"]
+    assert [mistake.location for mistake in caught.value.mistakes] == ["jobs.yaml:3 bse", "base"]
     (tmp_path / "jobs.yaml").write_text("base: demo\njobs: [{name: a, data: owner/rows}]\n")
     assert len(read_run(tmp_path / "jobs.yaml", lambda base: None).jobs) == 1
 

@@ -22,8 +22,8 @@ from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import kind_named
 from weftune.base.attention import pack
 from weftune.base.host.streamed import stream_model
+from weftune.base.load import as_tower
 from weftune.base.model import Base
-from weftune.base.outline import as_tower
 from weftune.base.quant.linear import QuantWeight
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import IGNORED, Microbatch
@@ -232,7 +232,7 @@ def test_a_nan_leaves_the_bits_of_the_others_as_they_are(monkeypatch):
     for sick in (False, True):
         executor = adapted_executor(base, jobs, Route.tiled, monkeypatch)
         if sick:
-            executor.banks.write("dropping", torch.full_like(executor.aboard["dropping"].master, math.nan))
+            executor.banks.aboard["dropping"].weights.fill_(math.nan)
         program = plan_window([job.course(0, 1, False) for job in jobs], one_device(), CAPACITY, ladder=True)
         assert program.shared() > 0
         events = list(aboard.events(executor, program, jobs))

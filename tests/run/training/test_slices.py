@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.base.packs import cut_base
 from tests.run import aboard
 from tests.run.models import deep
 from tests.run.workers.test_agreed import whole_base
 from weftune.adapters.kind import JobAdapter
 from weftune.base.spec import BaseSpec
-from weftune.base.stages import cut_base
 from weftune.core.shapes import LayerRange
 from weftune.run.training import checkpoint
 from weftune.run.training.checkpoint import drop_partial, finish, partial_folder, write_slice

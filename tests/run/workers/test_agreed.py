@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests import bench
+from tests.base.packs import cut_base
 from tests.cases import slow_but
 from tests.families import MIXTURES
 from tests.run import aboard
@@ -15,7 +16,6 @@ from tests.run.models import deep
 from tests.run.processes import run_workers
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
-from weftune.base.stages import cut_base
 from weftune.core.shapes import LayerRange
 from weftune.plan.cost.time import Line
 from weftune.plan.program.layout import in_stages
@@ -96,7 +96,7 @@ def as_worker(wires, family, dtype, cuts, order, poison, cancelled=None):
     for job in jobs:
         executor.attach(aboard.training(base, job))
     if poison is not None:
-        executor.banks.write(poison, torch.full_like(executor.aboard[poison].master, math.nan))
+        executor.banks.aboard[poison].weights.fill_(math.nan)
     program = pipeline_program(jobs, wires.position, order)
     by_name = {job.name: job for job in jobs}
     microbatches = {

@@ -84,7 +84,7 @@ def as_worker(wires, family, dtype, cut, make, poison=None, cancelled=None):
     for job in jobs:
         executor.attach(aboard.training(base, job))
     if poison is not None:
-        executor.banks.write(poison, torch.full_like(executor.aboard[poison].master, math.nan))
+        executor.banks.aboard[poison].weights.copy_(torch.full_like(executor.aboard[poison].master, math.nan))
     events, evaluations, begins = [], [], True
     by_name = {job.name: job for job in jobs}
     for _ in range(8):

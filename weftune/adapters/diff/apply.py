@@ -23,8 +23,7 @@ from torch import Tensor
 from weftune.adapters.diff.spec import ALPHA, GROUP, DiffSpec, W
 from weftune.adapters.files import read_tensors, write_folder
 from weftune.adapters.kind import JobAdapter, NewAdapter, Parameters
-from weftune.adapters.plain import JobAt, JobPart
-from weftune.adapters.plain_kind import PREFIX, MergeAt, PlainKind
+from weftune.adapters.plain_kind import PREFIX, JobAt, JobPart, MergeAt, PlainKind
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
 from weftune.ops.dropout import key
@@ -94,8 +93,8 @@ class Diff(PlainKind):
         """Return the dense differences of a folder, by site."""
         tensors = read_tensors(folder, whole=INDICES)
         adapted = {site.name: site for site in sites if spec.adapts(site)}
-        wanted = {f"{PREFIX}{name}.{part}" for name in adapted for part in (INDICES, VALUES)}
-        self.refuse_others(folder, spec, tensors.keys(), wanted)
+        expected = {f"{PREFIX}{name}.{part}" for name in adapted for part in (INDICES, VALUES)}
+        self.refuse_others(folder, spec, tensors.keys(), expected)
         return {
             (name, DELTA): _dense(folder, site, tensors[f"{PREFIX}{name}.{INDICES}"], tensors[stored])
             for name, site in adapted.items()

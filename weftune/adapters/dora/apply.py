@@ -17,16 +17,13 @@ from torch import Tensor
 
 from weftune.adapters.dora.spec import MAGNITUDE, DoraSpec
 from weftune.adapters.folder import read_config
-from weftune.adapters.form import SiteTensors, TiledPart
-from weftune.adapters.kind import JobAdapter, NewAdapter
+from weftune.adapters.kind import NewAdapter, SiteTensors, TiledPart
 from weftune.adapters.lora.apply import draw, low_rank
-from weftune.adapters.lora.config import checked_spec
 from weftune.adapters.lora.files import peft_config
-from weftune.adapters.lora.spec import A, B, stored_tokens, weight_names
-from weftune.adapters.plain import JobAt, JobPart
-from weftune.adapters.plain_kind import PREFIX, MergeAt, PlainKind
+from weftune.adapters.lora.spec import A, B, checked_spec, stored_tokens, weight_names
+from weftune.adapters.plain_kind import PREFIX, JobAt, JobPart, MergeAt, PlainKind
+from weftune.adapters.target import TOKENS
 from weftune.adapters.token_rows import fill_tokens, refuse_other_tokens
-from weftune.adapters.tokens import TOKENS
 from weftune.core.shapes import SiteShape
 from weftune.core.weights import matrix_of
 from weftune.ops.lora.scales import SiteScale
@@ -57,13 +54,13 @@ class Dora(PlainKind):
         ranks = (spec.rank, *spec.rank_pattern.values())
         return spec.dropout == 0.0 and max(ranks) <= DIRECT_RANKS
 
-    def tiled_part(self, adapter: JobAdapter, at: SiteTensors) -> TiledPart | None:
+    def tiled_part(self, at: SiteTensors) -> TiledPart | None:
         if (at.site.name, MAGNITUDE) not in at.weights:
             return None
         value_N = at.weight(MAGNITUDE)
         inverse_N = torch.zeros(len(value_N), dtype=torch.float32, device=value_N.device)
         g_out = SiteScale(value_N, at.total(MAGNITUDE), inverse_N)
-        return TiledPart(low_rank=low_rank(adapter.spec, at), g_out=g_out)
+        return TiledPart(low_rank=low_rank(at), g_out=g_out)
 
     def start(self, new: NewAdapter) -> None:
         """Initialise A, B and m. B is zero at first, so the lengths are those of W itself."""

@@ -9,11 +9,9 @@ from torch import Tensor
 
 from weftune.adapters.files import is_transposed, peft, target_modules
 from weftune.adapters.folder import target_fields
-from weftune.adapters.form import SiteTensors, TiledPart
 from weftune.adapters.ia3.spec import SCALE, Ia3Spec
-from weftune.adapters.kind import JobAdapter, NewAdapter
-from weftune.adapters.plain import JobAt, JobPart
-from weftune.adapters.plain_kind import PREFIX, MergeAt, PlainKind
+from weftune.adapters.kind import NewAdapter, SiteTensors, TiledPart
+from weftune.adapters.plain_kind import PREFIX, JobAt, JobPart, MergeAt, PlainKind
 from weftune.adapters.target import ends_with
 from weftune.core.shapes import SiteShape
 from weftune.ops.lora.scales import SiteScale
@@ -31,11 +29,11 @@ class Ia3(PlainKind):
     def is_tiled(self, spec: Ia3Spec) -> bool:
         return True
 
-    def tiled_part(self, adapter: JobAdapter, at: SiteTensors) -> TiledPart | None:
+    def tiled_part(self, at: SiteTensors) -> TiledPart | None:
         if (at.site.name, SCALE) not in at.weights:
             return None
         scale = SiteScale(at.weight(SCALE), at.total(SCALE), scales_bias=True)
-        feedforward = adapter.spec.is_feedforward(at.site.name)
+        feedforward = at.adapter.spec.is_feedforward(at.site.name)
         return TiledPart(g_in=scale) if feedforward else TiledPart(g_out=scale)
 
     def start(self, new: NewAdapter) -> None:

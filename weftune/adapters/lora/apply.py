@@ -6,22 +6,29 @@ either matrix belongs to one rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from weftune.adapters.form import SiteTensors, TiledPart
-from weftune.adapters.kind import Frozen, JobAdapter, NewAdapter, Parameters, Pass, SiteParts
+from weftune.adapters.kind import (
+    Frozen,
+    JobAdapter,
+    NewAdapter,
+    Parameters,
+    Pass,
+    SiteParts,
+    SiteTensors,
+    TiledPart,
+)
 from weftune.adapters.lora.experts import LoraExperts, flattened, stacked
-from weftune.adapters.lora.export import merge, write_portable
-from weftune.adapters.lora.files import read_start, read_tokens, write_adapter
+from weftune.adapters.lora.files import merge, read_start, read_tokens, write_adapter, write_portable
 from weftune.adapters.lora.spec import A, B, LoraSpec
+from weftune.adapters.plain_kind import PlainKind
+from weftune.adapters.target import TOKENS
 from weftune.adapters.token_rows import fill_tokens
-from weftune.adapters.tokens import TOKENS
-from weftune.adapters.vector import ParameterShape, VectorLayout
 from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
 from weftune.ops.draw import fill_uniform_alike
@@ -38,7 +45,8 @@ class LoraBank:
 
     def attach(self, adapter: JobAdapter, weights: Parameters) -> None:
         names = [site for site in self._sites if (site, A) in weights]
-        self._aboard[adapter.job] = adapter, _factors(weights, names)
+        factors = {site: Factors(weights[site, A], weights[site, B]) for site in names}
+        self._aboard[adapter.job] = adapter, factors
 
     def detach(self, job: str) -> None:
         del self._aboard[job]
@@ -74,24 +82,11 @@ def _block(adapter: JobAdapter, weights: Factors, site: str, segment: Segment, b
     )
 
 
-def low_rank(spec: LoraSpec, at: SiteTensors) -> Entry:
+def low_rank(at: SiteTensors) -> Entry:
     """Return A and B as the tiled kernels find them."""
-    return Entry(
-        at.weight(A), at.weight(B), at.total(A), at.total(B), spec.scale_at(at.site.name), spec.dropout
-    )
-
-
-def _factors(parameters: Parameters, sites: Sequence[str]) -> dict[str, Factors]:
-    return {site: Factors(parameters[site, A], parameters[site, B]) for site in sites}
-
-
-def _as_held(a: Tensor, b: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return PEFT's A and B as a bank holds them, at a site whose parameters are shaped like one of them."""
-    return stacked(a, b, len(like)) if like.ndim == 3 else (a, b.T)
-
-
-def _as_stored(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return flattened(a, b) if a.ndim == 3 else (a, b.T)
+    spec: LoraSpec = at.adapter.spec
+    scale = spec.scale_at(at.site.name)
+    return Entry(at.weight(A), at.weight(B), at.total(A), at.total(B), scale, spec.dropout)
 
 
 def draw(new: NewAdapter) -> None:
@@ -108,86 +103,44 @@ def draw(new: NewAdapter) -> None:
         fill_uniform_alike(values, keys, bound=shape[-1] ** -0.5, drawn_on=new.drawn_on)
 
 
-class Lora:
+class Lora(PlainKind):
     name = "lora"
 
-    def layout(self, spec: LoraSpec, sites: Sequence[SiteShape]) -> VectorLayout:
-        embedded = [
-            ParameterShape(path, name, shape)
-            for path, shapes in spec.shapes_in_embedding(sites).items()
-            for name, shape in shapes.items()
-        ]
-        shapes = [
-            ParameterShape(
-                site.name,
-                name,
-                shape,
-                rate=spec.loraplus_lr_ratio if name == B else 1.0,
-                active=site.active if site.experts else None,
-            )
-            for site in sites
-            if spec.adapts(site)
-            for name, shape in spec.shapes_at(site).items()
-        ]
-        return VectorLayout((*embedded, *shapes))
-
-    def adapts(self, spec: LoraSpec, site: str) -> bool:
-        return spec.targets_site(site)
-
-    def rows_before(self, spec: LoraSpec) -> int:
-        return 0
-
-    def constants_key(self, spec: LoraSpec) -> None:
-        return None
-
-    def constants(self, spec: LoraSpec, sites: Sequence[SiteShape], like: Tensor) -> dict[str, Tensor]:
-        return {}
-
-    def check_start(self, spec: LoraSpec, sites: Sequence[SiteShape]) -> None:
-        if isinstance(spec.init_from, str):
-            read_start(spec, sites)
-
-    def initialise(self, new: NewAdapter, sites: Sequence[SiteShape]) -> None:
-        """Fill A and B as PEFT draws them, or from the adapter's `init_from` folder."""
-        spec = new.adapter.spec
-        if spec.init_from is not None:
-            start = read_start(spec, sites)
-            for (site, name), value in new.parameters.items():
-                if name == TOKENS:
-                    value.copy_(read_tokens(Path(spec.init_from), spec).rows_nD)
-                    continue
-                a_rK, b_rN = _as_held(*start[site], value)
-                value.copy_(a_rK if name == A else b_rN)
-            return
+    def start(self, new: NewAdapter) -> None:
         draw(new)
         fill_tokens(new)
 
-    def before_step(self, adapter: JobAdapter, step: int, masters: Callable[[], Parameters]) -> None:
-        """Do nothing: only the step itself changes the weights."""
+    def rate(self, spec: LoraSpec, name: str) -> float:
+        return spec.loraplus_lr_ratio if name == B else 1.0
 
     def bank(self, sites: Sequence[SiteShape]) -> LoraBank:
         return LoraBank(sites)
 
+    def expert_bank(self, sites: Sequence[SiteShape]) -> LoraExperts:
+        return LoraExperts(sites)
+
     def is_tiled(self, spec: LoraSpec) -> bool:
         return True
 
-    def gathers(self, spec: LoraSpec) -> bool:
-        return False
+    def tiled_part(self, at: SiteTensors) -> TiledPart | None:
+        return TiledPart(low_rank=low_rank(at)) if (at.site.name, A) in at.weights else None
 
-    def tiled_part(self, adapter: JobAdapter, at: SiteTensors) -> TiledPart | None:
-        if (at.site.name, A) not in at.weights:
-            return None
-        return TiledPart(low_rank=low_rank(adapter.spec, at))
-
-    def expert_bank(self, sites: Sequence[SiteShape]) -> LoraExperts:
-        return LoraExperts(sites)
+    def read_start(self, spec: LoraSpec, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
+        experts = {site.name: site.experts for site in sites}
+        found: dict[tuple[str, str], Tensor] = {}
+        for site, (a, b) in read_start(spec, sites).items():
+            found[site, A], found[site, B] = stacked(a, b, experts[site]) if experts[site] else (a, b.T)
+        if spec.trained_tokens:
+            path, rows_nD = read_tokens(Path(str(spec.init_from)), spec)
+            found[path, TOKENS] = rows_nD
+        return found
 
     def save(
         self, folder: Path, spec: LoraSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str
     ) -> None:
         weights = {
-            site: _as_stored(value, parameters[site, B])
-            for (site, name), value in parameters.items()
+            site: flattened(a, parameters[site, B]) if a.ndim == 3 else (a, parameters[site, B].T)
+            for (site, name), a in parameters.items()
             if name == A
         }
         tokens = {site: value for (site, name), value in parameters.items() if name == TOKENS}

@@ -1,16 +1,17 @@
-"""PEFT adapter folders of LoRA: `adapter_config.json` and `adapter_model.safetensors`, read and written.
+"""PEFT adapter folders of LoRA: read, written, exported so that every server scales them correctly, and
+merged into the weights of a base.
 
-Shapes: r rank, K inputs, N outputs of a site; n trained tokens, D hidden width.
+Shapes: r rank, K inputs, N outputs of a site; E experts; n trained tokens, D hidden width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from weftune.adapters.files import (
     is_transposed,
@@ -20,11 +21,12 @@ from weftune.adapters.files import (
     target_modules,
     write_folder,
 )
-from weftune.adapters.folder import WEIGHTS, refuse_slow
-from weftune.adapters.lora.config import read_spec
+from weftune.adapters.folder import WEIGHTS, read_config, refuse_slow
+from weftune.adapters.lora.experts import stacked
 from weftune.adapters.lora.spec import (
     EXPERTS,
     LoraSpec,
+    read_spec,
     site_of,
     site_stored_at,
     stored_path,
@@ -32,7 +34,7 @@ from weftune.adapters.lora.spec import (
     tokens_stored_at,
     weight_names,
 )
-from weftune.adapters.token_rows import refuse_other_tokens
+from weftune.adapters.token_rows import merge_tokens, refuse_other_tokens
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
 
@@ -105,16 +107,8 @@ def read_adapter(folder: Path) -> tuple[LoraSpec, dict[str, tuple[Tensor, Tensor
     return spec, weights
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTokens:
-    """Trained rows of the embedding at `path`, from an adapter folder."""
-
-    path: str
-    rows_nD: Tensor
-
-
-def read_tokens(folder: Path, spec: LoraSpec) -> StoredTokens:
-    """Return the embeddings of the tokens that an adapter with this spec trains."""
+def read_tokens(folder: Path, spec: LoraSpec) -> tuple[str, Tensor]:
+    """Return the path of the embedding, and its rows for the tokens that an adapter with this spec trains."""
     tensors = read_tensors(folder)
     named = {path: value for name, value in tensors.items() if (path := tokens_stored_at(name)) is not None}
     if len(named) != 1:
@@ -125,15 +119,15 @@ def read_tokens(folder: Path, spec: LoraSpec) -> StoredTokens:
             f"{folder} is damaged: its rows of {path} are {list(rows_nD.shape)}, but its config has "
             f"{len(spec.trainable_token_indices)} tokens"
         )
-    return StoredTokens(path, rows_nD)
+    return path, rows_nD
 
 
 def read_weights(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
     path, found = folder / WEIGHTS, read_tensors(folder)
     tensors = {name: value for name, value in found.items() if tokens_stored_at(name) is None}
     sites = list(dict.fromkeys(site for name in tensors if (site := site_of(name)) is not None))
-    wanted = {name for site in sites for name in weight_names(site)}
-    if odd := sorted(tensors.keys() ^ wanted):
+    expected = {name for site in sites for name in weight_names(site)}
+    if odd := sorted(tensors.keys() ^ expected):
         what = "is no LoRA weight of a linear" if odd[0] in tensors else "is missing"
         raise AdapterError(f"{path} is not what plain LoRA has: {odd[0]} {what}")
     if not sites:
@@ -146,14 +140,23 @@ def read_start(spec: LoraSpec, sites: Sequence[SiteShape]) -> Weights:
     assert isinstance(spec.init_from, str), "the adapter of a job has a folder when it is read"
     folder = Path(spec.init_from)
     before, weights = read_adapter(folder)
-    _refuse_tokens(folder, before, spec, sites)
+    refuse_other_tokens(folder, before, spec)
+    for path, shapes in spec.shapes_in_embedding(sites).items():
+        (shape,), (stored_path, rows_nD) = shapes.values(), read_tokens(folder, spec)
+        if stored_path != path:
+            raise AdapterError(f"{folder} is for another base: its embedding is {stored_path}, not {path}")
+        if rows_nD.shape != shape:
+            has = f"embeddings {rows_nD.shape[1]} wide"
+            raise AdapterError(f"{folder} is for another base: it has {has}, the base {shape[1]}")
     targeted = {site.name: site for site in sites if spec.adapts(site)}
     if odd := sorted(weights.keys() ^ targeted.keys()):
         where = "only in the folder" if odd[0] in weights else "not in the folder"
         more = f", and {len(odd) - 1} more differ" if len(odd) > 1 else ""
+        mixed = spec.target_parameters or any(EXPERTS in name for name in weights)
+        keys = "adapter.targets" + (" and adapter.target_parameters" if mixed else "")
         raise AdapterError(
             f"{folder} and the job's targets do not name the same sites: {odd[0]} is {where}{more}; "
-            f"set adapter.targets{_and_parameters(spec, weights)} as the folder has it"
+            f"set {keys} as the folder has it"
         )
     for name, site in targeted.items():
         a_rK, b_Nr = weights[name]
@@ -168,22 +171,6 @@ def read_start(spec: LoraSpec, sites: Sequence[SiteShape]) -> Weights:
     return weights
 
 
-def _refuse_tokens(folder: Path, before: LoraSpec, spec: LoraSpec, sites: Sequence[SiteShape]) -> None:
-    refuse_other_tokens(folder, before, spec)
-    for path, shapes in spec.shapes_in_embedding(sites).items():
-        (shape,), stored = shapes.values(), read_tokens(folder, spec)
-        if stored.path != path:
-            raise AdapterError(f"{folder} is for another base: its embedding is {stored.path}, not {path}")
-        if stored.rows_nD.shape != shape:
-            has = f"embeddings {stored.rows_nD.shape[1]} wide"
-            raise AdapterError(f"{folder} is for another base: it has {has}, the base {shape[1]}")
-
-
-def _and_parameters(spec: LoraSpec, weights: Weights) -> str:
-    mixed = spec.target_parameters or any(EXPERTS in name for name in weights)
-    return " and adapter.target_parameters" if mixed else ""
-
-
 def refuse_misfit(folder: Path, site: SiteShape, a_rK: Tensor, b_Nr: Tensor) -> None:
     has, wants = (a_rK.shape[1], b_Nr.shape[0]), (site.in_features, site.out_features)
     if has != wants:
@@ -196,3 +183,68 @@ def refuse_misfit(folder: Path, site: SiteShape, a_rK: Tensor, b_Nr: Tensor) -> 
             f"{folder} is for another base: at {site.name} it has {a_rK.shape[0]} ranks, which are no "
             f"multiple of the base's {site.experts} experts"
         )
+
+
+def write_portable(folder: Path, target: Path) -> int:
+    """Write the adapter of `folder` with one rank and the scale 1 everywhere, and return the rank."""
+    spec, weights = read_adapter(folder)
+    config = read_config(folder)
+    if spec.target_parameters:
+        raise AdapterError(
+            f"{folder} has adapters on experts, which servers do not load as PEFT stores them; for a model "
+            "that they do load, run weftune export --merged"
+        )
+    if spec.trainable_token_indices:
+        raise AdapterError(
+            f"{folder} has embeddings of its own (trainable_token_indices), which servers do not load; for a "
+            "model that they do load, run weftune export --merged"
+        )
+    rank = max(a_rK.shape[0] for a_rK, _ in weights.values())
+    folded = {
+        site: (_padded(a_rK, rank), _padded((b_Nr.double() * spec.scale_at(site)).to(b_Nr.dtype).T, rank).T)
+        for site, (a_rK, b_Nr) in weights.items()
+    }
+    transposed = bool(config.get("fan_in_fan_out"))
+    sites = [SiteShape(site, a.shape[1], b.shape[0], transposed) for site, (a, b) in weights.items()]
+    # A list, since SGLang reads no regular expression.
+    targets = tuple(sorted(weights)) if isinstance(spec.targets, str) else spec.targets
+    portable = LoraSpec(rank=rank, alpha=float(rank), targets=targets)
+    write_adapter(target, portable, folded, sites, config.get("base_model_name_or_path"))
+    return rank
+
+
+def _padded(value_rM: Tensor, rank: int) -> Tensor:
+    """Add zero rows up to `rank`: they do not change the product of A and B."""
+    missing = rank - value_rM.shape[0]
+    return torch.cat([value_rM, value_rM.new_zeros(missing, value_rM.shape[1])]) if missing else value_rM
+
+
+def merge(folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteShape]) -> None:
+    """Add the adapter of `folder` to the weights of the base's linears, rounding once."""
+    spec, weights = read_adapter(folder)
+    shapes = {site.name: site for site in sites}
+    if spec.trainable_token_indices:
+        path, rows_nD = read_tokens(folder, spec)
+        merge_tokens(folder, path, spec.trainable_token_indices, rows_nD, modules)
+    for site, (a_rK, b_Nr) in weights.items():
+        if site not in shapes:
+            raise AdapterError(f"{folder} is for another base: this one has no linear {site}")
+        refuse_misfit(folder, shapes[site], a_rK, b_Nr)
+        if shapes[site].experts:
+            _merge_experts(modules[site], site, shapes[site].experts, spec.scale_at(site), a_rK, b_Nr)
+            continue
+        module = modules[site]
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        change_NK = spec.scale_at(site) * (b_Nr.double() @ a_rK.double())
+        change = change_NK.T if shapes[site].fan_in_fan_out else change_NK
+        # A new parameter: written in place, the change would reach anything tied to this weight.
+        module.weight = nn.Parameter((weight.double() + change).to(weight.dtype), requires_grad=False)
+
+
+def _merge_experts(module: nn.Module, site: str, count: int, scale: float, a: Tensor, b: Tensor) -> None:
+    """Merge experts one after another: all experts of a layer in float64 may not fit in memory."""
+    weight_ENK = getattr(module, site.rpartition(".")[2])
+    for weight_NK, a_rK, b_rN in zip(weight_ENK.data, *stacked(a, b, count), strict=True):
+        change_NK = scale * (b_rN.double().T @ a_rK.double())
+        weight_NK.copy_(weight_NK.double() + change_NK)

@@ -1,4 +1,4 @@
-"""The adapter keys of a LoRA job, its cost, and its names in PEFT."""
+"""The adapter keys of a LoRA job, and its names and its config in PEFT. No torch here."""
 
 from __future__ import annotations
 
@@ -6,17 +6,33 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from weftune.adapters.target import TargetSpec, ends_with
-from weftune.adapters.tokens import STORED
+from weftune.adapters.folder import CONFIG, damage_told, read_config, refuse_slow, target_fields
+from weftune.adapters.target import EMBEDDINGS, STORED_TOKENS, TargetSpec, ends_with
 from weftune.core.bounds import SIZE, Bound
 from weftune.core.limited import ending
 from weftune.core.shapes import EXPERT_PARAMETERS, SiteShape
+from weftune.errors import AdapterError
 
 A, B = "a_rK", "b_rN"
 """Parameters of an adapter at a site, as a bank holds them; at experts, those of all experts together."""
 EXPERTS, WRAPPED = ".experts", ".base_layer"
+BEYOND = (
+    "modules_to_save",
+    "lora_bias",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+)
+"""Keys that make an adapter compute something other than y = xWᵀ + scale · xAᵀBᵀ at the linears it names."""
+CHANGES_BASE = ("pissa", "olora", "corda")
+"""Prefixes of `init_lora_weights` with which PEFT subtracts the initial A and B from the base's weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +77,10 @@ class LoraSpec(TargetSpec):
     def rank_at(self, name: str) -> int:
         return self.rank_pattern.get(pattern_for(self.rank_pattern, name), self.rank)
 
-    def alpha_at(self, name: str) -> float:
-        return self.alpha_pattern.get(pattern_for(self.alpha_pattern, name), self.alpha)
-
     def scale_at(self, name: str) -> float:
         rank = self.rank_at(name)
-        return self.alpha_at(name) / (math.sqrt(rank) if self.rslora else rank)
+        alpha = self.alpha_pattern.get(pattern_for(self.alpha_pattern, name), self.alpha)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
 
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
         ranks = (*((site.experts,) if site.experts else ()), self.rank_at(site.name))
@@ -107,12 +121,12 @@ def weight_names(path: str) -> tuple[str, str]:
 
 def stored_tokens(embedding: str) -> str:
     """Return the name of trained rows of the embedding in a PEFT adapter file."""
-    return f"base_model.model.{embedding}.{STORED}"
+    return f"base_model.model.{embedding}.{STORED_TOKENS}"
 
 
 def tokens_stored_at(name: str) -> str | None:
     """Return the embedding whose trained rows have this name in a PEFT adapter file; None for any other."""
-    found = re.fullmatch(rf"base_model\.model\.(.+)\.{re.escape(STORED)}", name)
+    found = re.fullmatch(rf"base_model\.model\.(.+)\.{re.escape(STORED_TOKENS)}", name)
     return None if found is None else found[1]
 
 
@@ -120,3 +134,69 @@ def site_of(weight_name: str) -> str | None:
     """Return the path whose A or B has this name in a PEFT adapter file; None for any other name."""
     found = re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", weight_name)
     return None if found is None else found[1]
+
+
+Spec = TypeVar("Spec", bound=LoraSpec)
+
+
+def read_spec(folder: Path) -> LoraSpec:
+    """Return the spec that the folder's adapter was trained with. Anything but plain LoRA is refused."""
+    config = read_config(folder)
+    if config.get("peft_type") != "LORA":
+        raise AdapterError(f"{folder} holds a {config.get('peft_type')} adapter, not LoRA")
+    if config.get("use_dora"):
+        raise AdapterError(f"{folder} is a DoRA adapter; only plain LoRA can be used")
+    return checked_spec(LoraSpec, folder, config)
+
+
+def checked_spec(record: type[Spec], folder: Path, config: Mapping[str, Any]) -> Spec:
+    """Return the spec of LoRA, or of a kind with its keys. An adapter that changes more than the linears it
+    names, or the base itself, is refused."""
+    if (start := str(config.get("init_lora_weights", True))).startswith(CHANGES_BASE):
+        raise AdapterError(
+            f"{folder} belongs to a base that PEFT has changed ({start}); save it in PEFT with "
+            "path_initial_model_for_weight_conversion, which makes it a plain LoRA adapter"
+        )
+    beyond = [key for key in BEYOND if config.get(key)]
+    if config.get("bias", "none") != "none":
+        beyond.append("bias")
+    if beyond:
+        raise AdapterError(f"{folder} is more than plain LoRA: its {CONFIG} sets {beyond[0]}")
+    with damage_told(folder):
+        spec = record(**_fields(config))
+        if min((spec.rank, *spec.rank_pattern.values())) < 1:
+            raise ValueError("a rank is below 1")
+        if not all(map(math.isfinite, (spec.alpha, *spec.alpha_pattern.values()))):
+            raise ValueError("an alpha is no finite number")
+    refuse_slow(folder, spec)
+    return spec
+
+
+def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a spec from PEFT's config."""
+    return {
+        "rank": int(config["r"]),
+        "alpha": float(config["lora_alpha"]),
+        "dropout": float(config.get("lora_dropout", 0.0)),
+        **target_fields(config),
+        "target_parameters": tuple(sorted(map(str, config.get("target_parameters") or ()))),
+        "rslora": bool(config.get("use_rslora")),
+        "rank_pattern": {key: int(rank) for key, rank in (config.get("rank_pattern") or {}).items()},
+        "alpha_pattern": {key: float(one) for key, one in (config.get("alpha_pattern") or {}).items()},
+        "trainable_token_indices": _token_indices(config.get("trainable_token_indices") or ()),
+    }
+
+
+def _token_indices(found: Any) -> tuple[int, ...]:
+    """Return token ids from PEFT's list for the embedding, or from its mapping of one module, the embedding,
+    to a list."""
+    if isinstance(found, Mapping):
+        if len(found) != 1 or not next(iter(found)).endswith(tuple(EMBEDDINGS.values())):
+            raise ValueError(
+                f"trainable_token_indices names {', '.join(found)}, and only those of the embedding are known"
+            )
+        (found,) = found.values()
+    ids = tuple(map(int, found))
+    if len(set(ids)) != len(ids) or min(ids, default=0) < 0:
+        raise ValueError("trainable_token_indices must be different tokens, each at least 0")
+    return ids

@@ -11,21 +11,19 @@ Shapes: K inputs, N outputs of a site, r ranks; L rows of one job.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from weftune.adapters.kind import JobAdapter, NewAdapter, Parameters
-from weftune.adapters.lora.export import merge, write_portable
-from weftune.adapters.lora.files import read_start, read_tokens, write_adapter
+from weftune.adapters.lora.files import merge, read_start, read_tokens, write_adapter, write_portable
 from weftune.adapters.lora.spec import A, B
 from weftune.adapters.pissa.spec import FIRST_A, FIRST_B, PissaSpec
-from weftune.adapters.plain import JobAt, JobPart
-from weftune.adapters.plain_kind import PlainKind
+from weftune.adapters.plain_kind import JobAt, JobPart, PlainKind
+from weftune.adapters.target import TOKENS
 from weftune.adapters.token_rows import fill_tokens
-from weftune.adapters.tokens import TOKENS
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
 from weftune.ops.draw import fill_normal, parameter_key
@@ -69,8 +67,8 @@ class Pissa(PlainKind):
             found |= {(site, A): a_rK, (site, FIRST_A): first_a_rK}
             found |= {(site, B): b_Nr.T, (site, FIRST_B): -first_b_Nr.T}
         if spec.trained_tokens:
-            stored = read_tokens(Path(str(spec.init_from)), spec)
-            found[stored.path, TOKENS] = stored.rows_nD
+            path, rows_nD = read_tokens(Path(str(spec.init_from)), spec)
+            found[path, TOKENS] = rows_nD
         return found
 
     def save(
@@ -95,13 +93,9 @@ class Pissa(PlainKind):
         merge(folder, modules, sites)
 
 
-@dataclass(frozen=True, slots=True)
-class Decomposed:
-    """W = U diag(s) V, the largest singular values first; a randomised SVD has only the requested ones."""
-
-    left_NR: Tensor
-    values_R: Tensor
-    right_RK: Tensor
+Decomposed = tuple[Tensor, Tensor, Tensor]
+"""U [N, R], s [R] and V [R, K] of W = U diag(s) V, the largest singular values first; a randomised SVD has
+only the requested ones."""
 
 
 def decompose(site: str, weight_NK: Tensor, rank: int, adapter: JobAdapter) -> Decomposed:
@@ -113,7 +107,8 @@ def decompose(site: str, weight_NK: Tensor, rank: int, adapter: JobAdapter) -> D
         )
     iterations = adapter.spec.svd_iterations
     if iterations is None:
-        return Decomposed(*torch.linalg.svd(weight_NK, full_matrices=False))
+        left_NR, values_R, right_RK = torch.linalg.svd(weight_NK, full_matrices=False)
+        return left_NR, values_R, right_RK
     return randomised(weight_NK, rank, iterations, parameter_key(adapter.seed, site, FIRST_A))
 
 
@@ -129,10 +124,11 @@ def randomised(weight_NK: Tensor, rank: int, iterations: int, key: int) -> Decom
         basis_KR = torch.linalg.qr(weight_NK.T @ basis_NR).Q
         basis_NR = torch.linalg.qr(weight_NK @ basis_KR).Q
     left_RR, values_R, right_RK = torch.linalg.svd(basis_NR.T @ weight_NK, full_matrices=False)
-    return Decomposed(basis_NR @ left_RR, values_R, right_RK)
+    return basis_NR @ left_RR, values_R, right_RK
 
 
 def principal(found: Decomposed, rank: int, scale: float) -> tuple[Tensor, Tensor]:
     """Return A₀ [r, K] and B₀ [r, N]; scale · B₀A₀ is the best approximation of W with this rank."""
-    root_r = (found.values_R[:rank] / scale).sqrt()
-    return root_r[:, None] * found.right_RK[:rank], root_r[:, None] * found.left_NR[:, :rank].T
+    left_NR, values_R, right_RK = found
+    root_r = (values_R[:rank] / scale).sqrt()
+    return root_r[:, None] * right_RK[:rank], root_r[:, None] * left_NR[:, :rank].T

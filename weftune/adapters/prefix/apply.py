@@ -33,8 +33,8 @@ class PrefixTuning(PlainKind):
         return True
 
     def start(self, new: NewAdapter) -> None:
-        for place, value in new.parameters.items():
-            fill_normal(value, new.key(*place))
+        for (site, name), value in new.parameters.items():
+            fill_normal(value, new.key(site, name))
 
     def config(self, spec: PrefixSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
         """Return PEFT's config. PEFT takes the number of layers and the width of heads from the base."""
@@ -55,11 +55,11 @@ class PrefixTuning(PlainKind):
     def read(
         self, folder: Path, spec: PrefixSpec, sites: Sequence[SiteShape]
     ) -> dict[tuple[str, str], Tensor]:
-        wanted = self.layout(spec, sites).parameters
-        widths = [one.shape[1] for one in wanted]
+        parameters = self.layout(spec, sites).parameters
+        widths = [one.shape[1] for one in parameters]
         found, shape = read_tensors(folder), [spec.num_virtual_tokens, sum(widths)]
         if found.keys() != {STORED} or list(found[STORED].shape) != shape:
             named = ", ".join(f"{name} {list(value.shape)}" for name, value in found.items())
             raise AdapterError(f"{folder} does not fit: it has {named}, and the adapter is {STORED} {shape}")
         parts = found[STORED].split(widths, dim=1)
-        return {(one.site, one.name): part for one, part in zip(wanted, parts, strict=True)}
+        return {(one.site, one.name): part for one, part in zip(parameters, parts, strict=True)}

@@ -16,7 +16,7 @@ from weftune.adapters.files import peft
 from weftune.adapters.kind import NewAdapter
 from weftune.adapters.plain_kind import PlainKind
 from weftune.adapters.prompt.spec import PromptSpec
-from weftune.adapters.tokens import embedding_path
+from weftune.adapters.target import embedding_path
 from weftune.core.shapes import EMBED_SCALE, SiteShape
 from weftune.ops.draw import draw_integers, fill_normal
 
@@ -25,8 +25,8 @@ class Prompt(PlainKind):
     name = "prompt"
 
     def start(self, new: NewAdapter) -> None:
-        for place, value in new.parameters.items():
-            fill_normal(value, new.key(*place))
+        for (site, name), value in new.parameters.items():
+            fill_normal(value, new.key(site, name))
 
     def initialise(self, new: NewAdapter, sites: Sequence[SiteShape]) -> None:
         spec: PromptSpec = new.adapter.spec
@@ -35,11 +35,11 @@ class Prompt(PlainKind):
             return
         path = embedding_path(sites)
         assert path is not None, "the first layer is among the sites of a whole base"
-        for place, value in new.parameters.items():
+        for (site, name), value in new.parameters.items():
             weight_VD, scale = new.weight_at(path), new.weight_at(f"{path}.{EMBED_SCALE}")
             ids = _repeated(new.adapter.start_tokens, len(value))
             if spec.init == "vocabulary":
-                ids = draw_integers(len(value), len(weight_VD), new.key(*place))
+                ids = draw_integers(len(value), len(weight_VD), new.key(site, name))
             value.copy_(weight_VD[ids.to(weight_VD.device)] * scale.to(weight_VD))
 
     def stored_name(self, site: str, name: str) -> str:

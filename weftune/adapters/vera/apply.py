@@ -14,10 +14,8 @@ from torch import Tensor
 
 from weftune.adapters.files import is_transposed, layers_to_transform, peft, target_modules
 from weftune.adapters.folder import target_fields
-from weftune.adapters.form import SiteTensors, TiledPart
-from weftune.adapters.kind import JobAdapter, NewAdapter
-from weftune.adapters.plain import JobAt, JobPart
-from weftune.adapters.plain_kind import PREFIX, MergeAt, PlainKind
+from weftune.adapters.kind import NewAdapter, SiteTensors, TiledPart
+from weftune.adapters.plain_kind import PREFIX, JobAt, JobPart, MergeAt, PlainKind
 from weftune.adapters.vector import SHARED
 from weftune.adapters.vera.spec import D, E, VeraSpec
 from weftune.core.shapes import SiteShape
@@ -39,17 +37,22 @@ class Vera(PlainKind):
     def is_tiled(self, spec: VeraSpec) -> bool:
         return True
 
-    def tiled_part(self, adapter: JobAdapter, at: SiteTensors) -> TiledPart | None:
+    def tiled_part(self, at: SiteTensors) -> TiledPart | None:
         """Return LoRA with A = d ⊙ one constant and B = e ⊙ the other, recomputed at every site."""
         if (at.site.name, D) not in at.weights:
             return None
-        d_r, e_N, spec = at.weight(D), at.weight(E), adapter.spec
-        name, dtype = at.site.name.rpartition(".")[2], d_r.dtype
+        d_r, e_N, spec = at.weight(D), at.weight(E), at.adapter.spec
+        module = at.site.name.rpartition(".")[2]
         shapes = {A: (spec.rank, at.site.in_features), B: (spec.rank, at.site.out_features)}
-        a_rK, b_rN = (at.scratch.zeros((name, one), shape, dtype) for one, shape in shapes.items())
-        da_rK, db_rN = (
-            at.scratch.zeros((name, one, "gradient"), shape, torch.float32) for one, shape in shapes.items()
-        )
+
+        def scratch(name: str, use: str, dtype: torch.dtype) -> Tensor:
+            key = (module, name, use, shapes[name])
+            if key not in at.scratch:
+                at.scratch[key] = torch.zeros(shapes[name], dtype=dtype, device=d_r.device)
+            return at.scratch[key]
+
+        a_rK, b_rN = (scratch(name, "weight", d_r.dtype) for name in (A, B))
+        da_rK, db_rN = (scratch(name, "gradient", torch.float32) for name in (A, B))
         constants = at.weights[SHARED, A], at.weights[SHARED, B]
         return TiledPart(
             low_rank=Entry(a_rK, b_rN, da_rK, db_rN, scale=1.0, dropout=spec.dropout),

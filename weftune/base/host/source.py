@@ -1,20 +1,168 @@
-"""The bytes of a streamed stage while it is not on the device: in host memory, or in its files."""
+"""The bytes of a streamed stage while it is not on the device: in host memory, or in its safetensors files.
+
+Files are mapped read-only and read through the page cache. A mapped page that cannot be read kills the
+process with a signal. Therefore pages are requested before they are touched, in a way that returns an error
+instead, and released afterwards.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import json
+import mmap
+import os
+import sys
+import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from weftune.base.host.mapped import MappedTensor
 from weftune.base.host.pinned import host_bytes
+from weftune.base.quant.linear import quant_paths
+from weftune.base.safe_files import open_safetensors
+from weftune.base.weights import WeightFiles, part_of, refuse_other_shape, stored_names
+from weftune.errors import BaseModelError, WeightsLost
 from weftune.plan.layout.need import STAGING_BYTES
 
 CHUNK_BYTES = STAGING_BYTES // 2
+MADV_POPULATE_READ = 22
+"""Advice of Linux 5.14 and later: read pages in, and report a failure. Python's mmap has no name for it."""
+STORED_AS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+class MappedFile:
+    """All bytes of one file. They stay the same if the file is replaced or deleted."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._first_status = self._status()
+        mapping = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch has no read-only tensors
+            self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return len(self._bytes)
+
+    @property
+    def tensors(self) -> dict[str, MappedTensor]:
+        with open_safetensors(self.path):
+            pass  # it refuses a header that does not fit the file
+        length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
+        header = json.loads(os.pread(self._descriptor, length, 8))
+        header.pop("__metadata__", None)
+        found = {}
+        for name, entry in header.items():
+            start, stop = (8 + length + offset for offset in entry["data_offsets"])
+            found[name] = MappedTensor(self, start, stop, entry["dtype"], tuple(entry["shape"]))
+        return found
+
+    def read(self, start: int, stop: int, out: Tensor) -> None:
+        if self._status() != self._first_status:
+            raise WeightsLost(
+                f"{self.path} has changed while weights are read from it; put the file back as it was and "
+                "resume the run"
+            )
+        failed = self._advise(start, stop, MADV_POPULATE_READ)
+        if failed not in (0, errno.EINVAL):  # an older system does not know this advice
+            raise self._unreadable(failed)
+        out.copy_(self._bytes[start:stop])
+        self._advise(start, stop, mmap.MADV_DONTNEED)
+
+    def expect(self, start: int, stop: int) -> None:
+        """Make the system read these bytes ahead."""
+        self._advise(start, stop, mmap.MADV_WILLNEED)
+
+    def leave_cache(self, size: int) -> None:
+        """Drop the first `size` bytes from the page cache, as if memory were short, where supported."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, 0, size, os.POSIX_FADV_DONTNEED)
+
+    def _status(self) -> tuple[int, int]:
+        try:
+            status = os.fstat(self._descriptor)
+        except OSError as error:  # a file on a server can disappear
+            raise self._unreadable(error.errno or 0) from None
+        return status.st_size, status.st_mtime_ns
+
+    def _unreadable(self, number: int) -> WeightsLost:
+        return WeightsLost(
+            f"{self.path} can no longer be read ({os.strerror(number)}), and weights are read from it in "
+            "every step; repair that and resume the run"
+        )
+
+    def _advise(self, start: int, stop: int, advice: int) -> int:
+        """Give advice about a range of bytes, and return the number of the error, or 0."""
+        if sys.platform != "linux" or start >= stop:
+            return 0
+        first = start - start % mmap.PAGESIZE
+        address = ctypes.c_void_p(self._bytes.data_ptr() + first)
+        failed = _system().madvise(address, ctypes.c_size_t(stop - first), ctypes.c_int(advice))
+        return ctypes.get_errno() if failed else 0
+
+
+@cache
+def _system() -> ctypes.CDLL:
+    """Return the C library: Python's own `madvise` would make every thread wait for the disk."""
+    return ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class MappedTensor:
+    """A tensor as the header of its file describes it."""
+
+    file: MappedFile
+    start: int
+    stop: int
+    """Range of its bytes, counted from the start of the file."""
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def map_weights(
+    model: PreTrainedModel, files: WeightFiles | None, base: str
+) -> dict[str, tuple[MappedTensor, ...]]:
+    """Return each parameter of `model`, the base of that name → its tensor in files, or all of them if it is
+    stored in parts. Raise BaseModelError if they cannot be used as they are stored."""
+    if quant_paths(model):
+        raise _not_as_they_are(base, "quantised weights are made when they are loaded, and kept in memory")
+    names = None if files is None else stored_names(model, files)
+    if files is None or names is None:
+        raise _not_as_they_are(base, "they are in no safetensors files that name them as the model does")
+    mapped: dict[str, dict[str, MappedTensor]] = {}
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        computed_in = STORED_AS.get(parameter.dtype, str(parameter.dtype))
+        parts = []
+        for part in names[name]:
+            within = files.files[part]
+            if within not in mapped:
+                mapped[within] = MappedFile(files.path(part)).tensors
+            stored = mapped[within][part]
+            refuse_other_shape(name, torch.Size(stored.shape), part_of(parameter, names[name], part).shape)
+            if stored.dtype != computed_in:
+                raise _not_as_they_are(
+                    base,
+                    f"{name} is stored as {stored.dtype} and the run computes in {computed_in}; set the "
+                    "base's dtype to that of its files",
+                )
+            parts.append(stored)
+        found[name] = tuple(parts)
+    return found
+
+
+def _not_as_they_are(base: str, reason: str) -> BaseModelError:
+    return BaseModelError(f"The weights of {base} cannot be read from their files in every step: {reason}.")
 
 
 class StageSource(Protocol):
@@ -58,36 +206,30 @@ class HostStage:
         return self.held[start:stop]
 
 
-@dataclass(slots=True)
-class _Buffer:
-    held: Tensor
-    sent: torch.cuda.Event | None
-    """Event on a GPU that is done when the buffer's last content has arrived."""
-
-
 class Staging:
     """Two page-locked buffers: one is filled while the other is copied."""
 
     def __init__(self, device: torch.device, chunk: int = CHUNK_BYTES) -> None:
         self.chunk = chunk
-        both = host_bytes(2 * chunk, device)
         on_gpu = device.type == "cuda"
         # Blocking: a thread that waits for one sleeps, and leaves its core to the arithmetic's host side.
-        self._next, self._other = (
-            _Buffer(part, torch.cuda.Event(blocking=True) if on_gpu else None) for part in both.split(chunk)
-        )
+        self._buffers = [
+            (buffer, torch.cuda.Event(blocking=True) if on_gpu else None)
+            for buffer in host_bytes(2 * chunk, device).split(chunk)
+        ]
+        """Each buffer with an event on a GPU that is done when the buffer's last content has arrived."""
 
-    def bring(self, fill: Callable[[Tensor], None], place: Tensor) -> None:
-        """Call `fill` to write at most one chunk of bytes for `place`, and copy them to it."""
-        buffer = self._next
-        if buffer.sent is not None:
-            buffer.sent.synchronize()
-        chunk = buffer.held[: len(place)]
+    def bring(self, fill: Callable[[Tensor], None], target: Tensor) -> None:
+        """Call `fill` to write at most one chunk of bytes for `target`, and copy them to it."""
+        buffer, sent = self._buffers[0]
+        if sent is not None:
+            sent.synchronize()
+        chunk = buffer[: len(target)]
         fill(chunk)
-        place.copy_(chunk, non_blocking=True)
-        if buffer.sent is not None:
-            buffer.sent.record()
-        self._next, self._other = self._other, buffer
+        target.copy_(chunk, non_blocking=True)
+        if sent is not None:
+            sent.record()
+        self._buffers.reverse()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +247,13 @@ class SourcePart:
         """Read the part of it that `out` covers; `out` holds the stage's bytes from `start` on."""
         first, last = max(self.start, start), min(self.stop, start + len(out))
         if first < last:
-            self.held.read(first - self.start, last - self.start, out[first - start : last - start])
+            offset = self.held.start - self.start
+            self.held.file.read(first + offset, last + offset, out[first - start : last - start])
 
     def expect(self, start: int, stop: int) -> None:
         """Make the system read ahead its part of these bytes of the stage."""
-        self.held.expect(max(self.start, start) - self.start, min(self.stop, stop) - self.start)
+        offset = self.held.start - self.start
+        self.held.file.expect(max(self.start, start) + offset, min(self.stop, stop) + offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +276,8 @@ class MappedStage:
         chunk = CHUNK_BYTES if self.staging is None else self.staging.chunk
         for start in range(0, self.size, chunk):
             stop = min(start + chunk, self.size)
-            self._expect(stop, stop + chunk)
+            for part in self.parts:
+                part.expect(stop, stop + chunk)
             fill = partial(self._read, start)
             if self.staging is None:
                 fill(here[start:stop])
@@ -148,7 +293,3 @@ class MappedStage:
         """Read the stage's bytes from `start` on into `out`. Nothing is written between two parameters."""
         for part in self.parts:
             part.read(start, out)
-
-    def _expect(self, start: int, stop: int) -> None:
-        for part in self.parts:
-            part.expect(start, stop)

@@ -19,17 +19,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from weftune.base.check import refuse_modules
-from weftune.base.host.mapped import MappedWeights, map_weights
 from weftune.base.host.pinned import host_bytes
-from weftune.base.host.source import HostStage, MappedStage, SourcePart, StageSource, Staging
-from weftune.base.load import load_plain
+from weftune.base.host.source import (
+    HostStage,
+    MappedFile,
+    MappedStage,
+    MappedTensor,
+    SourcePart,
+    StageSource,
+    Staging,
+    map_weights,
+)
+from weftune.base.load import explained, load_plain
 from weftune.base.model import Base, own_config, take_packs
-from weftune.base.place import explained
 from weftune.base.quant.linear import matrix_dtype
 from weftune.base.quant.read import parts_beside
 from weftune.base.shape import model_shape
 from weftune.base.spec import BaseSpec
-from weftune.base.stages import ENDS, cut, decoder_of, keep, outlined, refuse_uncut, shape_here
+from weftune.base.stages import ENDS, cut, decoder_of, outlined, refuse_uncut, shape_here
 from weftune.base.weights import file_reader, make_buffers
 from weftune.core.shapes import LayerRange, ModelShape
 from weftune.plan.program.layout import Layout, OnWorker
@@ -37,6 +44,8 @@ from weftune.plan.program.layout import Layout, OnWorker
 ALIGNMENT = 16
 """Alignment in bytes: the size of a kernel's loads. Sites that share their input then lie side by side."""
 
+MappedWeights = Mapping[str, tuple[MappedTensor, ...]]
+"""Parameter of a model → the tensors in files that it consists of."""
 Fill = Callable[[str, Tensor], None]
 """(name of a parameter, tensor): writes the values of the parameter into the tensor."""
 
@@ -103,12 +112,16 @@ def load_streamed(
         return streamed_base(model, whole, spec, device, layout.on(worker), fill, weights)
 
 
-def weights_in_files(spec: BaseSpec, device: torch.device) -> MappedWeights:
-    """Return the files of a base whose weights a run on `device` would read in every step. Raise
-    BaseModelError with the reason if it cannot."""
+def weights_in_files(spec: BaseSpec, device: torch.device) -> dict[MappedFile, set[str]]:
+    """Return the files of a base whose weights a run on `device` would read in every step, each with the
+    parameters in it. Raise BaseModelError with the reason if the run cannot do that."""
     model, files = outlined(spec, device)
+    found: dict[MappedFile, set[str]] = {}
     with explained(spec):
-        return map_weights(model, files, spec.model)
+        for name, parts in map_weights(model, files, spec.model).items():
+            for part in parts:
+                found.setdefault(part.file, set()).add(name)
+    return found
 
 
 def stream_model(
@@ -128,7 +141,7 @@ def stream_model(
 def _keep_own(model: PreTrainedModel, part: OnWorker) -> ModelShape:
     """Keep only the worker's own stages in a model, and return the shape that it had before."""
     whole = model_shape(model, matrix_dtype(model))
-    keep(model, [part.held(stage) for stage in part.own])
+    cut(model, *(part.held(stage) for stage in part.own))
     return whole
 
 
@@ -221,7 +234,7 @@ def _in_files(
 def _source_parts(piece: WeightPiece, mapped: MappedWeights) -> Iterator[SourcePart]:
     """Yield the parts of a parameter in files, one after another."""
     start = piece.start
-    for held in mapped.tensors[piece.name]:
+    for held in mapped[piece.name]:
         part = SourcePart(start, held)
         start = part.stop
         yield part

@@ -9,10 +9,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from weftune.adapters.folder import refuse_slow
-from weftune.adapters.lora.config import read_spec
-from weftune.adapters.lora.spec import LoraSpec, pattern_for
-from weftune.adapters.start import source_of
-from weftune.adapters.target import TargetSpec, layer_numbers
+from weftune.adapters.lora.spec import LoraSpec, pattern_for, read_spec
+from weftune.adapters.target import TargetSpec, layer_numbers, source_of
 from weftune.core.bounds import show
 from weftune.core.limited import slow_sentence
 from weftune.core.shapes import ModelShape, SiteShape, layer_of

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Required, TypedDict
 
 from weftune.adapters.kinds import KINDS, AdapterSpec
-from weftune.adapters.start import FromJob
+from weftune.adapters.target import FromJob
 from weftune.base.spec import BaseSpec
 from weftune.core.bounds import MAX_COUNT, RUN_SHARE, SEED, Bound
 from weftune.data.spec import DataSpec, EvalSpec, Source

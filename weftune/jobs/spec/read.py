@@ -102,8 +102,8 @@ class _Reader:
         return run
 
     def raise_mistakes(self, more: Sequence[Mistake] = ()) -> None:
-        unread = {mistake.place for mistake in self.broken}
-        mistakes = self.broken + [one for one in self.found if one.place not in unread]
+        unread = {mistake.location for mistake in self.broken}
+        mistakes = self.broken + [one for one in self.found if one.location not in unread]
         if mistakes or more:
             # Trials share the place of a wrong target.
             raise SpecError([*in_file_order(mistakes), *dict.fromkeys(more)])

@@ -89,7 +89,7 @@ def with_changes(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
     nested = _nested(changes)
     made, found = build_job(JobSpec, merged(below, written_out(nested, places_of(nested))), Path.cwd())
     if made is None:
-        raise SpecError([Mistake(f"--set {one.place}", one.sentence) for one in found])
+        raise SpecError([Mistake(f"--set {one.location}", one.sentence) for one in found])
     return made
 
 

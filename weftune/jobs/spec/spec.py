@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Unpack
 
 from weftune.adapters.kinds import AdapterSpec
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.adapters.start import FromJob
+from weftune.adapters.target import FromJob
 from weftune.base.spec import BaseSpec
 from weftune.data.spec import DataSpec, EvalSpec
 from weftune.errors import Mistake, SpecError

@@ -342,7 +342,7 @@ def expand(keys: Layer, folder: Path) -> tuple[Sweep | None, list[tuple[JobSpec,
         layer = trial_layer(sweep, trial)
         made, wrong = build_job(JobSpec, layer, folder)
         for mistake in wrong:
-            mistakes.setdefault(mistake.place, mistake)
+            mistakes.setdefault(mistake.location, mistake)
         jobs += [(made, layer.places)] if made is not None else []
     return (None, [], list(mistakes.values())) if mistakes else (sweep, jobs, [])
 

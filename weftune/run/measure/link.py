@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from weftune.base.host.mapped import MappedFile
 from weftune.base.host.pinned import host_bytes
-from weftune.base.host.source import CHUNK_BYTES
+from weftune.base.host.source import CHUNK_BYTES, MappedFile
 from weftune.plan.layout.one_device import PRETENDED_BANDWIDTH, PRETENDED_FLOPS
 from weftune.run.measure.memory import release
 from weftune.run.measure.timers import Stopwatch

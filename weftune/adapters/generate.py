@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from weftune.adapters.folder import CONFIG, damage_told, read_config, refuse_no_adapter
 from weftune.base.load import best_device, load_plain, load_tokenizer
 from weftune.base.quant.linear import dequantise_linears
 from weftune.base.spec import BaseSpec
@@ -59,24 +59,9 @@ def load_for(base: BaseSpec, adapters: Sequence[Path], device: torch.device) -> 
     weights, so they are replaced by plain linears with the matrices that the quantised weights stand for.
     """
     model = load_plain(base, device)
-    if any(_is_dora(folder) for folder in adapters):
+    if any(read_config(folder).get("use_dora") for folder in adapters):
         dequantise_linears(model)
     return model
-
-
-def _is_dora(adapter: Path) -> bool:
-    try:
-        config: Any = json.loads((adapter / "adapter_config.json").read_bytes())
-        return bool(config.get("use_dora"))
-    except (OSError, ValueError, AttributeError, RecursionError):
-        # `refuse_config` reports what is wrong with the file.
-        return False
-
-
-def refuse_no_adapter(folder: Path) -> None:
-    for file in ("adapter_config.json", "adapter_model.safetensors"):
-        if not (folder / file).is_file():
-            raise AdapterError(f"{folder} is no adapter folder: it holds no {file}.")
 
 
 def with_adapter(model: Any, name: str, folder: Path) -> Any:
@@ -102,22 +87,19 @@ def with_adapter(model: Any, name: str, folder: Path) -> Any:
 def refuse_config(model: Any, folder: Path) -> None:
     """Refuse kinds that PEFT does not have, and slow patterns: PEFT matches the patterns of an adapter's
     config against the name of every module."""
-    file = folder / "adapter_config.json"
-    try:
-        config: Any = json.loads(file.read_bytes())
+    config = read_config(folder)
+    with damage_told(folder):
         targets = [config.get(key) for key in ("target_modules", "exclude_modules")]
         expressions = [target for target in targets if isinstance(target, str)]
         for key in ("rank_pattern", "alpha_pattern"):
             expressions += [ending(pattern) for pattern in config.get(key) or {}]
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise AdapterError(f"{file} cannot be read: {error}") from None
     if "weftune_kind" in config:
         raise AdapterError(
             f"{folder} holds a {config['weftune_kind']} adapter, a kind that PEFT does not have, and PEFT "
             "gives the answers; if it can be merged, weftune export --merged makes a model to ask"
         )
     if slow := slow_sentence(expressions, [name for name, _ in model.named_modules()]):
-        raise AdapterError(f"{file}: one of its patterns {slow}.")
+        raise AdapterError(f"{folder / CONFIG}: one of its patterns {slow}.")
 
 
 def adapter_tokenizer(folder: Path, base_tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -131,14 +113,11 @@ def adapter_tokenizer(folder: Path, base_tokenizer: PreTrainedTokenizerBase) -> 
 
 
 @torch.no_grad()
-def answer(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    tokens: Sequence[int],
-    max_tokens: int,
-) -> str:
+def answer(model: Any, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], max_tokens: int) -> str:
     tokens_1T = torch.tensor([tokens], device=model.device)
-    ends = end_tokens(model, tokenizer)
+    own = model.generation_config.eos_token_id
+    known = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])}
+    ends = sorted(end for end in known if end is not None)
     settings = GenerationConfig(
         do_sample=False,
         max_new_tokens=max_tokens,
@@ -149,10 +128,3 @@ def answer(
         input_ids=tokens_1T, attention_mask=torch.ones_like(tokens_1T), generation_config=settings
     )
     return str(tokenizer.decode(written_1T[0, tokens_1T.shape[1] :], skip_special_tokens=True)).strip()
-
-
-def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the end tokens of the model and of the tokenizer."""
-    own = model.generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])}
-    return sorted(end for end in ends if end is not None)

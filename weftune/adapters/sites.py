@@ -1,0 +1,278 @@
+"""Groups of sites with the adapters attached there, and what they compute in the pass that is bound.
+
+A group of linears that share their input multiplies all rows by the frozen weights once, stacked, and the
+kinds with rows there change input and output. On the tiled route, kernels do all of this at once for every
+kind that has the form of LoRA with scales. Outside a bound pass the base's own forward runs.
+
+Shapes: T rows, K inputs, N outputs of a site or a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from weftune.adapters.kind import ExpertBank, Frozen, Pass, SiteBank, SiteParts
+from weftune.adapters.tiled import TiledBank
+from weftune.core.batch import Microbatch, to_device
+from weftune.core.shapes import SiteShape
+from weftune.core.weights import (
+    CODED_PARAMETERS,
+    FrozenWeight,
+    HoldsWeight,
+    Weight,
+    is_coded,
+    joined,
+    side_by_side,
+    stacked,
+)
+from weftune.ops.experts import ExpertLinear, experts_output
+from weftune.ops.lora.choice import Candidates
+from weftune.ops.lora.experts import ExpertSite, Owners, lora_experts, multiplies_at_once
+from weftune.ops.lora.routes import Route
+from weftune.ops.site import changed_rows, scaled_outputs, scaled_rows, with_rows, zero_where_changed
+
+
+@dataclass(slots=True)
+class CurrentPass:
+    """The pass that is bound, if any, for all groups of a base."""
+
+    bound: Pass | None = None
+    beside: Pass | None = None
+    """The pass with only the rows of jobs whose adapters at linears the kernels do not compute."""
+    owners: Owners | None = None
+    """Owners of the pass's rows, computed when the first layer of experts needs them."""
+
+
+@dataclass(slots=True)
+class SiteGroup:
+    """Sites that share their input, with the adapters attached there."""
+
+    sites: tuple[SiteShape, ...]
+    frozen: Frozen
+    current: CurrentPass
+    banks: dict[str, SiteBank] = field(default_factory=dict)
+    """Kind → bank."""
+    tiled: TiledBank | None = None
+    """Adapters of all kinds whose form the tiled kernels take. None until the first is attached."""
+    adds_residual: bool = False
+    """Whether the group's linear is given a residual to add its outputs to."""
+
+    def contest(self, bound: Pass) -> Candidates | None:
+        """Return the linear's choices between kernels in a pass. None unless kernels compute all of it."""
+        return None if self.tiled is None else self.tiled.contest(self.frozen, self.adds_residual, bound)
+
+    def forward(self, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Compute what the module of the only site computes, with adapters if a pass is bound."""
+        if self.current.bound is None or not self.banks:
+            return plain(x)
+        return self.linear(x.flatten(0, -2), None).view(*x.shape[:-1], -1)
+
+    def linear(self, x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:
+        """Compute residual + the outputs of all sites, side by side."""
+        bound = self.current.bound
+        if bound is not None and bound.route is Route.tiled:
+            found = self._by_kernels(x_TK, residual_TN, bound)
+            if found is not None:
+                return found
+        kinds = [] if bound is None else [bank for bank in self.banks.values() if bank.segments(bound)]
+        pieces = []
+        for name, low, high in self._columns():
+            frozen = self.frozen.part(low, high)
+            parts = [] if bound is None else [bank.parts(name, frozen, bound) for bank in kinds]
+            pieces.append(_site_output(frozen, x_TK, parts))
+        y_TN = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+        return (y_TN if residual_TN is None else residual_TN + y_TN).to(x_TK.dtype)
+
+    def _columns(self) -> Iterator[tuple[str, int, int]]:
+        low = 0
+        for site in self.sites:
+            yield site.name, low, low + site.out_features
+            low += site.out_features
+
+    def _by_kernels(self, x_TK: Tensor, residual_TN: Tensor | None, bound: Pass) -> Tensor | None:
+        """Return what the kernels compute, with the outputs of other jobs' rows changed afterwards. None if
+        the adapter of such a job takes part in the product itself."""
+        beside = self.current.beside
+        assert beside is not None
+        banks = [bank for bank in self.banks.values() if bank.segments(beside)]
+        if not banks:
+            return self._kernel_output(x_TK, residual_TN, bound)
+        columns = list(self._columns())
+        parts = [
+            [bank.parts(name, self.frozen.part(low, high), beside) for bank in banks]
+            for name, low, high in columns
+        ]
+        if any(part.add or part.g_in or part.g_out for own in parts for part in own):
+            return None
+        changes = [
+            (rows, slice(low, high), change)
+            for (_, low, high), own in zip(columns, parts, strict=True)
+            for part in own
+            for rows, change in part.after
+        ]
+        around_TN = None if residual_TN is None else zero_where_changed(residual_TN, changes)
+        return changed_rows(self._kernel_output(x_TK, around_TN, bound), residual_TN, changes, bound.anchor)
+
+    def _kernel_output(self, x_TK: Tensor, residual_TN: Tensor | None, bound: Pass) -> Tensor:
+        """Compute the outputs, with the tiled kernels if an adapter of the group is in their form."""
+        if self.tiled is not None:
+            return self.tiled.linear(x_TK, self.frozen, residual_TN, bound)
+        y_TN = self.frozen.product(x_TK)
+        return (y_TN if residual_TN is None else residual_TN + y_TN).to(x_TK.dtype)
+
+
+def _site_output(frozen: Frozen, x_TK: Tensor, parts: Sequence[SiteParts]) -> Tensor:
+    """Compute after(g_out ⊙ ((x ⊙ g_in)Wᵀ + what the kinds add) + b); for several, in at least float32."""
+    g_in = [scale for part in parts for scale in part.g_in]
+    g_out = [scale for part in parts for scale in part.g_out]
+    alone = len(parts) <= 1 and not g_in and not g_out
+    y_TN = frozen.product(x_TK) if alone else frozen.summed(scaled_rows(x_TK, g_in))
+    for part in parts:
+        if part.add is not None:
+            y_TN = part.add(x_TK, y_TN)
+    y_TN = y_TN if alone else scaled_outputs(y_TN, frozen.bias_N, g_out)
+    behind = []
+    for rows, change in (one for part in parts for one in part.after):
+        assert isinstance(rows, slice), "rows are gathered where kernels run"
+        behind.append((rows, change(y_TN[rows])))
+    return with_rows(y_TN, behind) if behind else y_TN
+
+
+@dataclass(slots=True)
+class ExpertGroup:
+    """The experts of a layer, with the adapters attached there."""
+
+    module: nn.Module
+    sites: tuple[SiteShape, ...]
+    current: CurrentPass
+    banks: dict[str, ExpertBank] = field(default_factory=dict)
+
+    def forward(
+        self, plain: Callable[..., Tensor], x_TD: Tensor, chosen_Tk: Tensor, weights_Tk: Tensor
+    ) -> Tensor:
+        """Run the experts' own forward, unless a job in the pass has adapters on them or kernels are
+        available that multiply all experts at once."""
+        bound = self.current.bound
+        banks = [] if bound is None else [bank for bank in self.banks.values() if bank.present(bound)]
+        if bound is not None and bound.route is Route.tiled and len(banks) <= 1 and self._is_gated():
+            sites = [
+                ExpertSite(self._weight(site), banks[0].group(site.name, x_TD.device) if banks else None)
+                for site in self.sites
+            ]
+            if banks or all(map(multiplies_at_once, sites)):
+                current = self.current
+                current.owners = current.owners or _owners(bound.microbatch, len(x_TD), x_TD.device)
+                numbers_J = banks[0].numbers(current.owners.jobs, x_TD.device) if banks else None
+                return lora_experts(
+                    x_TD, chosen_Tk, weights_Tk, bound.anchor, sites, current.owners, numbers_J
+                )
+        if bound is None or not banks:
+            return plain(x_TD, chosen_Tk, weights_Tk)
+        gate_up, down = (
+            ExpertLinear(
+                self._weight(site),
+                [part for bank in self.banks.values() for part in bank.parts(site.name, bound)],
+            )
+            for site in self.sites
+        )
+        activation = cast(Callable[[Tensor], Tensor], self.module.act_fn)
+        return experts_output(x_TD, chosen_Tk, weights_Tk, gate_up, down, activation)
+
+    def _weight(self, site: SiteShape) -> Tensor:
+        return cast(Tensor, getattr(self.module, site.name.rpartition(".")[2]))
+
+    def _is_gated(self) -> bool:
+        """Whether the kernels support the experts' activation."""
+        return getattr(getattr(self.module, "config", None), "hidden_act", None) == "silu"
+
+
+def _owners(microbatch: Microbatch, rows: int, device: torch.device) -> Owners:
+    jobs: dict[str | None, int] = {None: 0}
+    owner_T = torch.zeros(rows, dtype=torch.int32)
+    for segment in microbatch.segments:
+        owner_T[segment.rows] = jobs.setdefault(segment.through, len(jobs))
+    return Owners(to_device(owner_T, device), tuple(jobs))
+
+
+def expert_groups(
+    modules: Mapping[str, nn.Module], sites: Sequence[SiteShape], current: CurrentPass
+) -> dict[str, ExpertGroup]:
+    """Return the path of each layer's experts → their group."""
+    mixed = groupby((site for site in sites if site.experts), key=lambda site: site.name.rpartition(".")[0])
+    found = {path: tuple(own) for path, own in mixed}
+    return {path: ExpertGroup(modules[own[0].name], own, current) for path, own in found.items()}
+
+
+def site_groups(
+    modules: Mapping[str, nn.Module],
+    sites: Sequence[SiteShape],
+    groups: Sequence[Sequence[str]],
+    current: CurrentPass,
+) -> dict[str, SiteGroup]:
+    """Return the name of each linear → its group: one of `groups`, or a group of its own."""
+    shapes = {site.name: site for site in sites if not site.experts}
+    grouped = {name for names in groups for name in names}
+    found: dict[str, SiteGroup] = {}
+    for names in (*map(tuple, groups), *((name,) for name in shapes if name not in grouped)):
+        frozen = _stack([modules[name] for name in names], shapes[names[0]].fan_in_fan_out)
+        group = SiteGroup(tuple(shapes[name] for name in names), frozen, current)
+        found |= dict.fromkeys(names, group)
+    return found
+
+
+def _stack(modules: Sequence[nn.Module], fan_in_fan_out: bool) -> Frozen:
+    """Return the weights of the modules as one. Of several, each module keeps a view of the stack."""
+    biases = [cast(Tensor | None, module.bias) for module in modules]
+    has_bias = {bias is not None for bias in biases}
+    assert len(has_bias) == 1, "either all sites of a group have a bias or none"
+    bias_N = _laid_together(modules, "bias") if True in has_bias else None
+    if any(isinstance(module, HoldsWeight) for module in modules):
+        return Frozen(_held_together(modules), bias_N)
+    if not fan_in_fan_out:
+        return Frozen(_laid_together(modules, "weight"), bias_N)
+    (module,) = modules
+    return Frozen(cast(Tensor, module.weight).T, bias_N)
+
+
+def _held_together(modules: Sequence[nn.Module]) -> FrozenWeight:
+    """Return the weights of modules of which some are not plain matrices, stacked."""
+    outputs = [cast(int, module.out_features) for module in modules]
+    weights: list[Weight] = [
+        module.frozen_weight() if isinstance(module, HoldsWeight) else cast(Tensor, module.weight)
+        for module in modules
+    ]
+    if all(map(is_coded, weights)):
+        for name, dim in CODED_PARAMETERS.items():
+            _lay_codes_together(modules, name, dim)
+    return stacked(weights, outputs)
+
+
+def _lay_codes_together(modules: Sequence[nn.Module], name: str, dim: int) -> None:
+    """Make the modules' parameters of that name views of one tensor. Parameters that share their memory with
+    others, as streamed ones do, stay where they are."""
+    parts = [cast(Tensor, getattr(module, name)) for module in modules]
+    alone = all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
+    if len(parts) == 1 or not alone:
+        return
+    views = joined(parts, dim).split([part.shape[dim] for part in parts], dim)
+    for module, view in zip(modules, views, strict=True):
+        setattr(module, name, nn.Parameter(view, requires_grad=False))
+
+
+def _laid_together(modules: Sequence[nn.Module], name: str) -> Tensor:
+    """Return the modules' parameters of that name as one. If they have to be moved, each becomes a view."""
+    parts = [cast(Tensor, getattr(module, name)) for module in modules]
+    if len(parts) == 1:
+        return parts[0]
+    if (lying := side_by_side(parts, dim=0)) is not None:
+        return lying
+    together = torch.cat(parts)
+    for module, part in zip(modules, together.split([len(part) for part in parts]), strict=True):
+        setattr(module, name, nn.Parameter(part, requires_grad=False))
+    return together
