@@ -18,8 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from benchmarks.where import spent, traced
 from weftune.adapters.kind import JobAdapter
-from weftune.adapters.lora.apply import Lora
-from weftune.adapters.lora.experts import LoraExperts
+from weftune.adapters.lora.apply import Lora, LoraExperts
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.bench.baselines import EXPERTS
 from weftune.bench.result import arguments, finish

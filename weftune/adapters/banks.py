@@ -32,8 +32,7 @@ from weftune.ops.lora.rows import Rows, Seat
 from weftune.ops.site import GatheredRows
 
 SLOTS = 64
-"""Initial number of jobs that the kernels' tables have room for. It is doubled when more jobs are
-attached."""
+"""Initial number of jobs that the kernels' tables have room for; it is doubled as needed."""
 
 
 @dataclass(slots=True)
@@ -139,10 +138,8 @@ class Banks:
         read: Parameters | None = None,
         totals: Parameters | None = None,
     ) -> None:
-        """Give a job its slot. Passes read the flat vector `weights` and add to the flat `gradient`.
-
-        If those vectors are not on the device, `read` and `totals` are their parameters that are.
-        """
+        """Give a job its slot. Passes read the flat vector `weights` and add to the flat `gradient`. If those
+        vectors are not on the device, `read` and `totals` are their parameters that are."""
         assert weights.dtype == self._like.dtype
         self._refuse_shared(adapter, layout, travels=read is not None)
         kind, spec, slot = kind_named(adapter.spec.kind), adapter.spec, self._free_slot()
@@ -307,11 +304,9 @@ class Banks:
                 yield segment, aboard
 
     def seats(self, microbatch: Microbatch) -> list[Seat]:
-        """Return the slots of the rows, as the tiled kernels need them: rows of a slot are contiguous.
-
-        Every pass calls this before it begins, so the kernels' tables are brought up to date here, in one
-        copy no matter how many jobs were attached and detached.
-        """
+        """Return the slots of the rows, as the tiled kernels need them: rows of a slot are contiguous. Every
+        pass calls this before it begins, so the kernels' tables are brought up to date here, in one copy no
+        matter how many jobs were attached and detached."""
         for bank in self._tiled_banks():
             bank.send_tables()
         seats: list[Seat] = []
@@ -363,8 +358,7 @@ class Banks:
         self.choices.compile_ahead(one for one in found if one is not None)
 
     def linear(self, site: str, adds_residual: bool = False) -> Callable[[Tensor, Tensor | None], Tensor]:
-        """Return (x_TK, residual_TN or None) → residual + the outputs of all sites in the group, side by
-        side."""
+        """Return (x_TK, residual_TN or None) → residual + the outputs of the group's sites, side by side."""
         self._groups[site].adds_residual = adds_residual
         return self._groups[site].linear
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,18 +20,18 @@ from weftune.core.tensor_file import write_tensors
 from weftune.errors import AdapterError, MissingPackage
 
 
-def peft() -> ModuleType:
-    """Import and return PEFT, whose own classes write the configs."""
+def peft_config(name: str, base: str | None, **keys: Any) -> Any:
+    """Return a config of PEFT, whose own class of that name writes it, for an adapter of a language model."""
     try:
         import peft
     except ImportError as error:
         raise MissingPackage("Writing an adapter folder needs PEFT: pip install peft") from error
-    return peft
+    common = {"task_type": "CAUSAL_LM", "inference_mode": True, "base_model_name_or_path": base}
+    return getattr(peft, name)(**common, **keys)
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], config: Any) -> None:
-    """Write tensors under PEFT's names, and PEFT's config or, for kinds that PEFT does not have, a
-    mapping."""
+    """Write tensors under PEFT's names, and a config: PEFT's, or a mapping for a kind that PEFT lacks."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{WEIGHTS}.partial"
     # A tensor that is contiguous on the host already is not copied.
@@ -72,11 +71,10 @@ def is_transposed(targeted: Sequence[str], sites: Sequence[SiteShape]) -> bool:
 
 def target_modules(spec: TargetSpec, targeted: Sequence[str], sites: Sequence[SiteShape]) -> str | list[str]:
     """Return the user's own targets, with `all-linear` spelled out as the shortest equivalent list of names.
-
     A regular expression is spelled out, too, if the base has experts, because PEFT would look for names of
     experts and routers in it, or if only some layers are adapted, because PEFT chooses layers from lists
-    only. In a wrapper every module is named: anything shorter could also match modules of its vision tower.
-    """
+    only. In a wrapper every module is named: anything shorter could also match modules of its vision
+    tower."""
     if any(in_wrapper(name) for name in targeted):
         return sorted(targeted)
     if not isinstance(spec.targets, str):

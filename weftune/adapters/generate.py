@@ -33,9 +33,7 @@ def answers(
     with_base: bool = True,
 ) -> dict[str, str]:
     """Return the answers of the base (if `with_base`) and of the base with each adapter. It is loaded once.
-
-    `tokenise` makes tokens from a tokenizer, the prompt and the system message.
-    """
+    `tokenise` makes tokens from a tokenizer, the prompt and the system message."""
     assert BASE not in adapters, "that key is the base's own"
     for folder in adapters.values():
         refuse_no_adapter(folder)
@@ -53,11 +51,9 @@ def answers(
 
 
 def load_for(base: BaseSpec, adapters: Sequence[Path], device: torch.device) -> PreTrainedModel:
-    """Load the base with the weights that the adapters were trained on, so that PEFT can run them on it.
-
-    The linears of a quantised base stay quantised, unless an adapter is DoRA: PEFT's DoRA reads their
-    weights, so they are replaced by plain linears with the matrices that the quantised weights stand for.
-    """
+    """Load the base with the weights that the adapters were trained on, so that PEFT can run them on it. The
+    linears of a quantised base stay quantised, unless an adapter is DoRA: PEFT's DoRA reads their weights, so
+    they are replaced by plain linears with the matrices that the quantised weights stand for."""
     model = load_plain(base, device)
     if any(read_config(folder).get("use_dora") for folder in adapters):
         dequantise_linears(model)
@@ -65,10 +61,8 @@ def load_for(base: BaseSpec, adapters: Sequence[Path], device: torch.device) -> 
 
 
 def with_adapter(model: Any, name: str, folder: Path) -> Any:
-    """Return `model` with the adapter of `folder` active. PEFT wraps it once and adds later adapters.
-
-    (Any, here and below: a PeftModel passes every attribute on to the model inside, which no type expresses.)
-    """
+    """Return `model` with the adapter of `folder` active. PEFT wraps it once and adds later adapters. (Any,
+    here and below: a PeftModel passes every attribute on to the model inside, which no type expresses.)"""
     from peft import PeftModel
 
     refuse_config(model, folder)

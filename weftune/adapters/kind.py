@@ -26,8 +26,7 @@ from weftune.ops.lora.table import Entry, Group
 from weftune.ops.site import GatheredRows, RowScale, summed_product
 
 Parameters = Mapping[tuple[str, str], Tensor]
-"""(site, name) → tensor, as `VectorLayout.views` gives them. Parameters that all sites share have the site
-SHARED."""
+"""(site, name) → tensor, as `VectorLayout.views` gives them; the site of shared parameters is SHARED."""
 
 WeightOf = Callable[[str], Tensor]
 """A site's name → its frozen weight [N, K], wherever it is kept."""
@@ -109,8 +108,7 @@ class Pass:
     choices: Choices | None = None
     """Measured choices between kernels on this device."""
     gathered: Mapping[str, GatheredRows] = field(default_factory=dict)
-    """Job → its rows, for the jobs whose rows a captured pass finds by their indices, because segments do not
-    say where they are."""
+    """Job → its rows, for the jobs whose rows a captured pass finds by their indices, not by segments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +136,7 @@ class SiteBank(Protocol):
         """Return the segments of its jobs in the pass."""
 
     def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
-        """Return the changes that its jobs make at one site, over whole tensors; `frozen` is the base's own
-        part there."""
+        """Return its jobs' changes at one site, over whole tensors; `frozen` is the base's own part there."""
 
 
 class ExpertBank(Protocol):
@@ -156,7 +153,7 @@ class ExpertBank(Protocol):
         """Whether any of its jobs has rows in the pass."""
 
     def parts(self, site: str, bound: Pass) -> Iterable[ExpertPart]:
-        """Return what its jobs add at one of the experts' parameters; the gradients of their weights are
+        """Return what its jobs add at a parameter of the experts; gradients of their weights are
         accumulated."""
 
     def group(self, site: str, device: torch.device) -> Group | None:

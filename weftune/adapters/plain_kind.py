@@ -277,8 +277,7 @@ class PlainKind:
         return False
 
     def tiled_part(self, at: SiteTensors) -> TiledPart | None:
-        """Return the adapter in that form at one site, or None if it has none there. Called only for kinds
-        that are tiled."""
+        """Return the adapter in that form at one site, or None if it has none there."""
         raise AssertionError(f"a {self.name} adapter is not tiled")
 
     def gathers(self, spec: Any) -> bool:
@@ -297,8 +296,7 @@ class PlainKind:
             value.copy_(found[site_and_name])
 
     def check_start(self, spec: Any, sites: Sequence[SiteShape]) -> None:
-        """Raise AdapterError if the folder in the spec's `init_from` cannot start an adapter at these
-        sites."""
+        """Raise AdapterError if the folder in `init_from` cannot start an adapter at these sites."""
         if isinstance(spec.init_from, str):
             self.read_start(spec, sites)
 

@@ -38,7 +38,6 @@ from weftune.ops.lora.routes import Route
 from weftune.ops.site import changed_rows, scaled_outputs, scaled_rows, with_rows, zero_where_changed
 
 
-@dataclass(slots=True)
 class CurrentPass:
     """The pass that is bound, if any, for all groups of a base."""
 

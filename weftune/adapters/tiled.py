@@ -6,7 +6,7 @@ Shapes: T rows, K inputs, N outputs, r ranks of a job.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -15,52 +15,12 @@ from torch import Tensor
 
 from weftune.adapters.kind import Frozen, Pass, TiledPart
 from weftune.core.shapes import SiteShape
-from weftune.ops.lora.addresses import AddressTable
 from weftune.ops.lora.choice import Candidates
 from weftune.ops.lora.computed import computed_table, put_computed
 from weftune.ops.lora.scales import put_scales, scale_table
 from weftune.ops.lora.table import Group, SlotTable, bands_for
 from weftune.ops.lora.tiled import contest_at, lora_linear
 from weftune.ops.lora.tiling import DIRECT_RANKS, MIN_RANK
-
-
-@dataclass(frozen=True, slots=True)
-class _Seat:
-    slot: int
-    parts: tuple[TiledPart | None, ...]
-    """One part for every site. They are kept alive here, since the tables hold only addresses."""
-
-    @property
-    def rank(self) -> int:
-        return max((part.low_rank.rank for part in self.parts if part and part.low_rank), default=1)
-
-
-@dataclass(slots=True)
-class _Tables:
-    """The tables that the kernels read. Each is created for the first job that needs it."""
-
-    low_rank: SlotTable
-    low_rank_views: tuple[np.ndarray, ...]
-    """Views of the `low_rank` table on the host."""
-    g_out: AddressTable | None
-    g_in: AddressTable | None
-    computed: AddressTable | None
-
-    def put(self, slot: int, parts: Sequence[TiledPart | None]) -> None:
-        """Write a job's parts to the tables on the host: many jobs may be attached and detached before the
-        next pass."""
-        self.low_rank.put(self.low_rank_views, slot, [part.low_rank if part else None for part in parts])
-        if self.g_out is not None:
-            put_scales(self.g_out, slot, [part.g_out if part else None for part in parts])
-        if self.g_in is not None:
-            put_scales(self.g_in, slot, [part.g_in if part else None for part in parts])
-        if self.computed is not None:
-            put_computed(self.computed, slot, [part.computed if part else None for part in parts])
-
-    def send(self) -> None:
-        for table in (self.low_rank, self.g_out, self.g_in, self.computed):
-            if table is not None:
-                table.send()
 
 
 class TiledBank:
@@ -70,8 +30,12 @@ class TiledBank:
     def __init__(self, sites: Sequence[SiteShape], slots: int) -> None:
         self.sites = tuple(sites)
         self._slots = slots
-        self._seats: dict[str, _Seat] = {}
-        self._tables: _Tables | None = None
+        self._parts: dict[str, tuple[int, Sequence[TiledPart | None]]] = {}
+        """Job → its slot and its part at every site, kept alive here, since tables hold addresses."""
+        self._tables: Group | None = None
+        """The tables that the kernels read. Each is created for the first job that needs it."""
+        self._views: tuple[np.ndarray, ...] = ()
+        """Views of the table of A and B on the host."""
         self._unsent = False
         self._rank, self._large_rank, self._drops = MIN_RANK, MIN_RANK, False
         self._scales_out = self._scales_in = self._lengths = self._computes = False
@@ -82,27 +46,28 @@ class TiledBank:
 
     def attach(self, job: str, slot: int, parts: Sequence[TiledPart | None]) -> None:
         """Attach a job with one part for every site, None where it has no adapter."""
-        seat = self._seats[job] = _Seat(slot, tuple(parts))
-        self._grow(job, seat)
-        self._put(slot, parts)
+        self._parts[job] = slot, parts
+        self._grow(job, parts)
+        self._change(slot, parts)
 
     def detach(self, job: str) -> None:
-        seat = self._seats.pop(job)
+        slot, _ = self._parts.pop(job)
         self._large.discard(job)
-        self._put(seat.slot, [None] * len(self.sites))
+        self._change(slot, [None] * len(self.sites))
 
-    def _grow(self, job: str, seat: _Seat) -> None:
+    def _grow(self, job: str, parts: Sequence[TiledPart | None]) -> None:
         """Raise the limits to include a job. Limits only grow, so that a job that is detached does not change
         what a captured graph was made for. But large ranks count only while a job with them is attached:
         there are then two limits, and graphs of both are kept."""
         before = self._bands, self._has
-        rank = 1 << (seat.rank - 1).bit_length()
+        largest = max((part.low_rank.rank for part in parts if part and part.low_rank), default=1)
+        rank = 1 << (largest - 1).bit_length()
         if rank > DIRECT_RANKS:
             self._large.add(job)
             self._large_rank = max(self._large_rank, rank)
         else:
             self._rank = max(self._rank, rank)
-        for part in filter(None, seat.parts):
+        for part in filter(None, parts):
             self._drops |= part.low_rank is not None and part.low_rank.dropout > 0.0
             self._scales_out |= part.g_out is not None
             self._scales_in |= part.g_in is not None
@@ -132,17 +97,27 @@ class TiledBank:
     def send_tables(self) -> None:
         """Copy the tables to the device if jobs were attached or detached since the last pass."""
         if self._tables is not None and self._unsent:
-            self._tables.send()
+            _send(self._tables)
             self._unsent = False
 
-    def _put(self, slot: int, parts: Sequence[TiledPart | None]) -> None:
+    def _change(self, slot: int, parts: Sequence[TiledPart | None]) -> None:
+        """Write a slot to the tables on the host: many jobs may be attached and detached before a pass."""
         if self._tables is not None:
-            self._tables.put(slot, parts)
+            self._put(self._tables, slot, parts)
+            self._tables = replace(self._tables, rank=self._limit, drops=self._drops)
             self._unsent = True
 
+    def _put(self, tables: Group, slot: int, parts: Sequence[TiledPart | None]) -> None:
+        tables.table.put(self._views, slot, [part.low_rank if part else None for part in parts])
+        if tables.g_out is not None:
+            put_scales(tables.g_out, slot, [part.g_out if part else None for part in parts])
+        if tables.g_in is not None:
+            put_scales(tables.g_in, slot, [part.g_in if part else None for part in parts])
+        if tables.computed is not None:
+            put_computed(tables.computed, slot, [part.computed if part else None for part in parts])
+
     def limits(self) -> tuple[object, ...]:
-        """Return what kernels are compiled and launched for, besides the attached jobs: equal limits mean
-        equal launches."""
+        """Return what kernels are compiled and launched for: equal limits mean equal launches."""
         return self._limit, self._bands, self._drops, self._has
 
     def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
@@ -170,36 +145,36 @@ class TiledBank:
 
     def _group(self, like: Tensor) -> Group:
         if self._tables is None:
-            self._tables = self._made(like.device)
+            self._tables = self._new_tables(like.device)
+            self._unsent = False
         assert not self._unsent, "the pass was bound before who came or went was known"
-        tables = self._tables
-        return Group(
-            self._columns,
-            tables.low_rank,
-            self._limit,
-            self._drops,
-            g_out=tables.g_out,
-            g_in=tables.g_in,
-            lengths=self._lengths,
-            computed=tables.computed,
-        )
+        return self._tables
 
-    def _made(self, device: torch.device) -> _Tables:
+    def _new_tables(self, device: torch.device) -> Group:
         # A flat vector holds its parameters end to end: one odd width shifts all that come after it.
         widths = [width for site in self.sites for width in (site.in_features, site.out_features)]
         names, count = [site.name for site in self.sites], len(self.sites)
         table = SlotTable.empty(
             names, self._slots, device, aligned=all(width % 8 == 0 for width in widths), bands=self._bands
         )
-        made = _Tables(
-            low_rank=table,
-            low_rank_views=table.host_views(),
+        self._views = table.host_views()
+        tables = Group(
+            self._columns,
+            table,
+            self._limit,
+            self._drops,
             g_out=scale_table(count, self._slots, device) if self._scales_out else None,
             g_in=scale_table(count, self._slots, device) if self._scales_in else None,
+            lengths=self._lengths,
             computed=computed_table(count, self._slots, device) if self._computes else None,
         )
-        for seat in self._seats.values():
-            made.put(seat.slot, seat.parts)
-        made.send()
-        self._unsent = False
-        return made
+        for slot, parts in self._parts.values():
+            self._put(tables, slot, parts)
+        _send(tables)
+        return tables
+
+
+def _send(tables: Group) -> None:
+    for table in (tables.table, tables.g_out, tables.g_in, tables.computed):
+        if table is not None:
+            table.send()

@@ -36,32 +36,6 @@ class ParameterShape:
         return self.size if self.active is None else self.active * math.prod(self.shape[1:])
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Parameters of one shape at equal distances of `apart` values, usually those of one module in every
-    layer. One call makes the views of all of them, and an adapter has hundreds."""
-
-    shape: tuple[int, ...]
-    start: int
-    numbers: tuple[int, ...]
-    """Indices of the parameters in the layout."""
-    apart: int = 0
-
-    def takes(self, start: int) -> bool:
-        """Whether a parameter that begins at `start` continues the run."""
-        return len(self.numbers) == 1 or start == self.start + len(self.numbers) * self.apart
-
-    def longer(self, number: int, start: int) -> _Run:
-        apart = self.apart if len(self.numbers) > 1 else start - self.start
-        return _Run(self.shape, self.start, (*self.numbers, number), apart)
-
-    def views(self, flat: Tensor) -> tuple[Tensor, ...]:
-        inner = [math.prod(self.shape[at + 1 :]) for at in range(len(self.shape))]
-        begins = flat.storage_offset() + self.start
-        shape = (len(self.numbers), *self.shape)
-        return flat.as_strided(shape, (self.apart, *inner), begins).unbind()
-
-
 @dataclass(frozen=True)
 class VectorLayout:
     parameters: tuple[ParameterShape, ...]
@@ -88,19 +62,22 @@ class VectorLayout:
         return tuple(runs) if any(run.rate != 1.0 for run in runs) else ()
 
     @cached_property
-    def _runs(self) -> tuple[_Run, ...]:
-        """All parameters. Those of one module in several layers form a run if they are equally far apart."""
-        runs: dict[tuple[tuple[int, ...], str, str], list[_Run]] = {}
-        start = 0
-        for number, parameter in enumerate(self.parameters):
-            module = parameter.site.rpartition(".")[2]
-            same = runs.setdefault((parameter.shape, parameter.name, module), [])
-            if same and same[-1].takes(start):
-                same[-1] = same[-1].longer(number, start)
-            else:
-                same.append(_Run(parameter.shape, start, (number,)))
+    def _runs(self) -> list[list[tuple[int, int]]]:
+        """All parameters, each as its index and its start, in runs: parameters of one shape at equal
+        distances, usually those of one module in every layer. One call makes the views of a whole run, and an
+        adapter has hundreds of parameters."""
+        alike: dict[tuple[tuple[int, ...], str, str], list[tuple[int, int]]] = {}
+        runs, start = [], 0
+        for index, parameter in enumerate(self.parameters):
+            kind = parameter.shape, parameter.name, parameter.site.rpartition(".")[2]
+            run = alike.setdefault(kind, [])
+            if len(run) > 1 and start - run[-1][1] != run[1][1] - run[0][1]:
+                run = alike[kind] = []
+            if not run:
+                runs.append(run)
+            run.append((index, start))
             start += parameter.size
-        return tuple(run for same in runs.values() for run in same)
+        return runs
 
     def views(self, flat: Tensor) -> dict[tuple[str, str], Tensor]:
         """Return the parameters inside `flat`, by (site, name), sharing its memory."""
@@ -108,8 +85,12 @@ class VectorLayout:
         assert flat.is_contiguous()
         found: list[Tensor] = [flat] * len(self.parameters)
         for run in self._runs:
-            for number, view in zip(run.numbers, run.views(flat), strict=True):
-                found[number] = view
+            (first, start), apart = run[0], run[1][1] - run[0][1] if len(run) > 1 else 0
+            shape = self.parameters[first].shape
+            strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
+            views = flat.as_strided((len(run), *shape), (apart, *strides), flat.storage_offset() + start)
+            for (index, _), view in zip(run, views.unbind(), strict=True):
+                found[index] = view
         return {(one.site, one.name): view for one, view in zip(self.parameters, found, strict=True)}
 
     def slice_of(self, other: VectorLayout, flat: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,10 +13,10 @@ from weftune.base.decoders import (
     EXPERTS,
     GATE_UP,
     MIXTURES,
+    WRAPPERS,
     DecoderFacts,
     MixtureFacts,
     extra_values,
-    is_wrapper,
     text_values,
     within,
 )
@@ -28,35 +28,28 @@ from weftune.errors import BaseModelError
 Config = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Linear:
-    name: str
-    in_features: int
-    out_features: int
-    bias: bool = False
-    experts: int = 0
-    active: int = 1
-
-    @property
-    def parameters(self) -> int:
-        return self.site().weights + (self.out_features if self.bias else 0)
-
-    def site(self, path: str = "", transposed: bool = False) -> SiteShape:
-        return SiteShape(
-            path or self.name, self.in_features, self.out_features, transposed, self.experts, self.active
-        )
+_Linears = Sequence[tuple[str, int, int, bool]]
+"""(path inside a layer, inputs, outputs, whether it has a bias) of linears, in the model's order."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    linears: tuple[_Linear, ...]
-    """Linears in the order of the model's modules."""
-    others: int
-    """Number of all other parameters, mostly those of norms."""
+    sites: tuple[SiteShape, ...]
+    """Sites by their paths inside the layer, in the order of the model's modules."""
+    parameters: int
+    """Number of all parameters, those of norms and routers included."""
 
-    @property
-    def parameters(self) -> int:
-        return sum(linear.parameters for linear in self.linears) + self.others
+
+def _layer(
+    linears: _Linears, others: int, experts: Sequence[SiteShape] = (), transposed: bool = False
+) -> _Layer:
+    """Return a layer of these linears, then experts, with `others` parameters besides theirs."""
+    sites = (
+        *(SiteShape(name, inputs, outputs, transposed) for name, inputs, outputs, _ in linears),
+        *experts,
+    )
+    biases = sum(outputs for _, _, outputs, bias in linears if bias)
+    return _Layer(sites, sum(site.weights for site in sites) + biases + others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +57,13 @@ class _Parts:
     """The parts of a family's model."""
 
     hidden: int
-    stem: str
-    """Module path of the list of layers."""
     layers: tuple[_Layer, ...]
     around: int
     """Number of parameters outside the layers: embeddings, untied output layer, last norm."""
-    outside: tuple[_Linear, ...] = ()
+    stem: str = "model.layers"
+    """Module path of the list of layers."""
+    outside: tuple[SiteShape, ...] = ()
     """Sites that belong to no layer; they come first."""
-    transposed: bool = False
 
 
 DEFAULTS: Mapping[str, Config] = {
@@ -134,7 +126,7 @@ def spec_shape(spec: BaseSpec, config: Config, bytes_per_value: int) -> ModelSha
 
 def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
     """Return the shape of the base `name` in plain weights. Raise BaseModelError for an unknown family."""
-    wrapped = is_wrapper(config)
+    wrapped = config.get("model_type") in WRAPPERS
     config = text_values(config) if wrapped else config
     family = str(config.get("model_type"))
     if family not in DEFAULTS:
@@ -148,35 +140,26 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
         parts = FAMILIES[family](whole)
     except (TypeError, ValueError, ArithmeticError):
         raise BaseModelError(f"The config.json of {name} has sizes that are no whole numbers.") from None
-    sites = _sites(parts, wrapped)
+    sites = [
+        *parts.outside,
+        *(
+            replace(site, name=f"{parts.stem}.{number}.{site.name}")
+            for number, layer in enumerate(parts.layers)
+            for site in layer.sites
+        ),
+    ]
+    if wrapped:
+        sites = [replace(site, name=within(site.name)) for site in sites]
+    outside = sum(site.weights for site in parts.outside)
     return ModelShape(
         layers=len(parts.layers),
         hidden=parts.hidden,
         vocabulary=whole["vocab_size"],
-        parameters=_parameters(parts),
+        parameters=sum(layer.parameters for layer in parts.layers) + parts.around + outside,
         bytes_per_value=bytes_per_value,
-        sites=sites,
+        sites=tuple(sites),
         context=_context(whole),
         extra_values=extra_values(family, sites),
-    )
-
-
-def _parameters(parts: _Parts) -> int:
-    layers = sum(layer.parameters for layer in parts.layers)
-    return layers + parts.around + sum(linear.parameters for linear in parts.outside)
-
-
-def _sites(parts: _Parts, wrapped: bool) -> tuple[SiteShape, ...]:
-    def site(path: str, linear: _Linear) -> SiteShape:
-        return linear.site(within(path) if wrapped else path, parts.transposed)
-
-    return (
-        *(site(linear.name, linear) for linear in parts.outside),
-        *(
-            site(f"{parts.stem}.{number}.{linear.name}", linear)
-            for number, layer in enumerate(parts.layers)
-            for linear in layer.linears
-        ),
     )
 
 
@@ -195,32 +178,23 @@ def _context(config: Config) -> int:
 def _decoder(facts: DecoderFacts, config: Config) -> _Parts:
     """Return the parts of a Llama-like model: q, k, v and o, then gate, up and down."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
-    mlp_bias = facts.heeds_biases and bool(config["mlp_bias"])
+    bias = facts.heeds_biases and bool(config["mlp_bias"])
     gate_up = (inner, inner) if len(facts.gate_up) == 2 else (2 * inner,)
-    layer = _Layer(
-        linears=(
-            *_attention(facts, config),
-            *(_Linear(name, hidden, out, mlp_bias) for name, out in zip(facts.gate_up, gate_up, strict=True)),
-            _Linear(facts.down, inner, hidden, mlp_bias),
-        ),
-        others=_norms(facts, config),
-    )
-    return _Parts(
-        hidden=hidden,
-        stem="model.layers",
-        layers=(layer,) * int(config["num_hidden_layers"]),
-        around=_ends(config, hidden) + hidden,
-    )
+    linears = _attention(facts, config)
+    linears += [(name, hidden, out, bias) for name, out in zip(facts.gate_up, gate_up, strict=True)]
+    linears.append((facts.down, inner, hidden, bias))
+    layer = _layer(linears, _norms(facts, config))
+    return _Parts(hidden, (layer,) * int(config["num_hidden_layers"]), _ends(config, hidden) + hidden)
 
 
-def _attention(facts: DecoderFacts, config: Config) -> list[_Linear]:
+def _attention(facts: DecoderFacts, config: Config) -> list[tuple[str, int, int, bool]]:
     hidden = int(config["hidden_size"])
     _, wide, narrow = _heads(config)
     bias = facts.heeds_biases and bool(config["attention_bias"])
     qkv_bias = bias if facts.qkv_bias is None else facts.qkv_bias
     qkv = (wide, narrow, narrow) if len(facts.qkv) == 3 else (wide + 2 * narrow,)
-    linears = [_Linear(name, hidden, out, qkv_bias) for name, out in zip(facts.qkv, qkv, strict=True)]
-    linears.insert(0 if facts.o_first else len(linears), _Linear(facts.o, wide, hidden, bias))
+    linears = [(name, hidden, out, qkv_bias) for name, out in zip(facts.qkv, qkv, strict=True)]
+    linears.insert(0 if facts.o_first else len(linears), (facts.o, wide, hidden, bias))
     return linears
 
 
@@ -236,19 +210,15 @@ def _mixture(facts: MixtureFacts, config: Config) -> _Parts:
     count = int(config.get("num_experts") or config["num_local_experts"])
     active = int(config["num_experts_per_tok"])
     every, named = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
-    attention, norms = tuple(_attention(facts.attention, config)), _norms(facts.attention, config)
+    attention, norms = _attention(facts.attention, config), _norms(facts.attention, config)
     experts = (
-        _Linear(f"{EXPERTS}.{GATE_UP}", hidden, 2 * inner, experts=count, active=active),
-        _Linear(f"{EXPERTS}.{DOWN}", inner, hidden, experts=count, active=active),
+        SiteShape(f"{EXPERTS}.{GATE_UP}", hidden, 2 * inner, experts=count, active=active),
+        SiteShape(f"{EXPERTS}.{DOWN}", inner, hidden, experts=count, active=active),
     )
-    sparse = _Layer((*attention, *experts), norms + count * hidden)
-    dense = _Layer(attention, norms + 3 * hidden * int(config["intermediate_size"]))
-    return _Parts(
-        hidden=hidden,
-        stem="model.layers",
-        layers=tuple(dense if at in named or (at + 1) % every else sparse for at in range(layers)),
-        around=_ends(config, hidden) + hidden,
-    )
+    sparse = _layer(attention, norms + count * hidden, experts)
+    dense = _layer(attention, norms + 3 * hidden * int(config["intermediate_size"]))
+    found = tuple(dense if at in named or (at + 1) % every else sparse for at in range(layers))
+    return _Parts(hidden, found, _ends(config, hidden) + hidden)
 
 
 def _heads(config: Config) -> tuple[int, int, int]:
@@ -271,23 +241,17 @@ def _opt(config: Config) -> _Parts:
     # OPT's positions begin at 2.
     positions = (int(config["max_position_embeddings"]) + 2) * hidden
     projections = (
-        _Linear("model.decoder.project_out", hidden, word),
-        _Linear("model.decoder.project_in", word, hidden),
+        SiteShape("model.decoder.project_out", hidden, word),
+        SiteShape("model.decoder.project_in", word, hidden),
     )
     attention = ("k_proj", "v_proj", "q_proj", "out_proj")
-    layer = _Layer(
-        linears=(
-            *(_Linear(f"self_attn.{one}", hidden, hidden, bias) for one in attention),
-            _Linear("fc1", hidden, inner, bias),
-            _Linear("fc2", inner, hidden, bias),
-        ),
-        others=2 * norm,
-    )
+    linears = [(f"self_attn.{one}", hidden, hidden, bias) for one in attention]
+    layer = _layer([*linears, ("fc1", hidden, inner, bias), ("fc2", inner, hidden, bias)], 2 * norm)
     return _Parts(
-        hidden=hidden,
+        hidden,
+        (layer,) * int(config["num_hidden_layers"]),
+        _ends(config, word) + positions + last,
         stem="model.decoder.layers",
-        layers=(layer,) * int(config["num_hidden_layers"]),
-        around=_ends(config, word) + positions + last,
         outside=projections if word != hidden else (),
     )
 
@@ -295,63 +259,50 @@ def _opt(config: Config) -> _Parts:
 def _gpt2(config: Config) -> _Parts:
     hidden = int(config["n_embd"])
     inner = int(config.get("n_inner") or 4 * hidden)
-    layer = _Layer(
-        linears=(
-            _Linear("attn.c_attn", hidden, 3 * hidden, bias=True),
-            _Linear("attn.c_proj", hidden, hidden, bias=True),
-            _Linear("mlp.c_fc", hidden, inner, bias=True),
-            _Linear("mlp.c_proj", inner, hidden, bias=True),
-        ),
-        others=4 * hidden,
+    linears = (
+        ("attn.c_attn", hidden, 3 * hidden, True),
+        ("attn.c_proj", hidden, hidden, True),
+        ("mlp.c_fc", hidden, inner, True),
+        ("mlp.c_proj", inner, hidden, True),
     )
-    return _Parts(
-        hidden=hidden,
-        stem="transformer.h",
-        layers=(layer,) * int(config["n_layer"]),
-        around=_ends(config, hidden) + int(config["n_positions"]) * hidden + 2 * hidden,
-        transposed=True,
-    )
+    layer = _layer(linears, 4 * hidden, transposed=True)
+    around = _ends(config, hidden) + int(config["n_positions"]) * hidden + 2 * hidden
+    return _Parts(hidden, (layer,) * int(config["n_layer"]), around, stem="transformer.h")
 
 
 def _qwen3_5(config: Config) -> _Parts:
-    """Return the parts of a model with three layers of Gated DeltaNet to one of attention, whose q has a gate
-    beside it."""
+    """Return the parts of a model with Gated DeltaNet in most layers and attention with a gated q in the
+    rest."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     head, wide, narrow = _heads(config)
     bias = bool(config["attention_bias"])
-    gate_up = (_Linear(f"mlp.{one}_proj", hidden, inner) for one in ("gate", "up"))
-    mlp = (*gate_up, _Linear("mlp.down_proj", inner, hidden))
-    outputs = (("q", 2 * wide), ("k", narrow), ("v", narrow))
+    mlp = (
+        ("mlp.gate_proj", hidden, inner, False),
+        ("mlp.up_proj", hidden, inner, False),
+        ("mlp.down_proj", inner, hidden, False),
+    )
     attention = (
-        *(_Linear(f"self_attn.{one}_proj", hidden, out, bias) for one, out in outputs),
-        _Linear("self_attn.o_proj", wide, hidden, bias),
+        ("self_attn.q_proj", hidden, 2 * wide, bias),
+        ("self_attn.k_proj", hidden, narrow, bias),
+        ("self_attn.v_proj", hidden, narrow, bias),
+        ("self_attn.o_proj", wide, hidden, bias),
     )
     every, number = int(config["full_attention_interval"]), int(config["num_hidden_layers"])
     kinds = config.get("layer_types") or [
         "linear_attention" if (at + 1) % every else "full_attention" for at in range(number)
     ]
-    mixer = _delta_net(config, hidden)
-    full = _Layer((*attention, *mlp), 2 * hidden + 2 * head)
-    linear = _Layer((*mixer.linears, *mlp), 2 * hidden + mixer.others)
-    return _Parts(
-        hidden=hidden,
-        stem="model.layers",
-        layers=tuple(full if kind == "full_attention" else linear for kind in kinds[:number]),
-        around=_ends(config, hidden) + hidden,
-    )
-
-
-def _delta_net(config: Config, hidden: int) -> _Layer:
     heads, width = int(config["linear_num_value_heads"]), int(config["linear_value_head_dim"])
     mixed = 2 * int(config["linear_num_key_heads"]) * int(config["linear_key_head_dim"]) + heads * width
     inputs = (("qkv", mixed), ("z", heads * width), ("b", heads), ("a", heads))
-    return _Layer(
-        linears=(
-            _Linear("linear_attn.out_proj", heads * width, hidden),
-            *(_Linear(f"linear_attn.in_proj_{one}", hidden, out) for one, out in inputs),
-        ),
-        others=mixed * int(config["linear_conv_kernel_dim"]) + 2 * heads + width,
+    delta_net = (
+        ("linear_attn.out_proj", heads * width, hidden, False),
+        *((f"linear_attn.in_proj_{one}", hidden, out, False) for one, out in inputs),
     )
+    mixer = mixed * int(config["linear_conv_kernel_dim"]) + 2 * heads + width
+    full = _layer((*attention, *mlp), 2 * hidden + 2 * head)
+    linear = _layer((*delta_net, *mlp), 2 * hidden + mixer)
+    layers = tuple(full if kind == "full_attention" else linear for kind in kinds[:number])
+    return _Parts(hidden, layers, _ends(config, hidden) + hidden)
 
 
 FAMILIES: Mapping[str, Callable[[Config], _Parts]] = {

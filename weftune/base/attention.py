@@ -80,18 +80,10 @@ class SampleRun:
     """Number of rows of the samples themselves."""
     pack: Pack
     """The pack of the samples with their keys."""
-    spread: Spread | None
-    """Positions of rows and keys. None if no keys stand before the samples."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """The positions of rows and keys among one another."""
-
-    job: int
-    """Index of the job among those that have keys."""
-    rows_T: Tensor
-    keys_T: Tensor
+    rows_T: Tensor | None = None
+    """Indices of the rows among rows and keys. None if no keys stand before the samples."""
+    keys_T: Tensor | None = None
+    """Indices of the keys among rows and keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,45 +101,33 @@ def pack(lengths: Sequence[int], device: torch.device) -> Pack:
     return Pack(tuple(lengths), boundaries, max(lengths), len(set(lengths)) == 1)
 
 
-def with_prefixes(
-    packed: Pack,
-    counts: Sequence[int],
-    jobs: Sequence[slice],
-    read: ReadKeys,
-) -> Pack:
-    """Return the pack with counts[i] keys before sample i; `jobs` are the samples, in order, of the jobs that
-    have keys."""
+def with_prefixes(packed: Pack, counts: Sequence[int], jobs: Sequence[slice], read: ReadKeys) -> Pack:
+    """Return the pack with counts[i] keys before sample i; `jobs` are the samples of each job that has
+    keys."""
     device, runs, sample = packed.boundaries.device, list[SampleRun](), 0
-    for number, job in enumerate(jobs):
-        if sample < job.start:
-            runs.append(_plain_run(packed.lengths[sample : job.start], device))
-        runs.append(_prefixed_run(packed.lengths[job], counts[job.start], number, device))
-        sample = job.stop
-    if sample < len(packed.lengths):
-        runs.append(_plain_run(packed.lengths[sample:], device))
+    for job in (*jobs, slice(len(packed.lengths), None)):
+        if plain := packed.lengths[sample : job.start]:
+            runs.append(SampleRun(sum(plain), pack(plain, device)))
+        if own := packed.lengths[job]:
+            runs.append(_prefixed_run(own, counts[job.start], device))
+            sample = job.stop
     return replace(packed, prefixes=Prefixes(tuple(runs), read))
 
 
-def _plain_run(lengths: Sequence[int], device: torch.device) -> SampleRun:
-    return SampleRun(sum(lengths), pack(lengths, device), None)
-
-
-def _prefixed_run(lengths: Sequence[int], count: int, job: int, device: torch.device) -> SampleRun:
+def _prefixed_run(lengths: Sequence[int], count: int, device: torch.device) -> SampleRun:
     """Return a run of samples with `count` keys before each."""
     whole = [length + count for length in lengths]
     begins = [stop - length for stop, length in zip(accumulate(whole), whole, strict=True)]
     keys = [torch.arange(begin, begin + count) for begin in begins]
     rows = [torch.arange(at + count, at + length) for at, length in zip(begins, whole, strict=True)]
-    spread = Spread(job, to_device(torch.cat(rows), device), to_device(torch.cat(keys), device))
-    return SampleRun(sum(lengths), pack(whole, device), spread)
+    rows_T, keys_T = to_device(torch.cat(rows), device), to_device(torch.cat(keys), device)
+    return SampleRun(sum(lengths), pack(whole, device), rows_T, keys_T)
 
 
 def register() -> None:
-    """Make `weftune` a name that transformers knows. Calling this twice does no harm.
-
-    `attend` keeps samples apart. For an attention without a mask function transformers makes no masks; with
-    one, every pass would first query the device whether positions begin anew, and wait for the answer.
-    """
+    """Make `weftune` a name that transformers knows. Calling this twice does no harm. `attend` keeps samples
+    apart. For an attention without a mask function transformers makes no masks; with one, every pass would
+    first query the device whether positions begin anew, and wait for the answer."""
     AttentionInterface.register(NAME, attend)
 
 
@@ -194,15 +174,24 @@ def attend_behind(
     assert layer is not None, "whoever puts keys before samples must know the layer"
     if isinstance(prefixes, GatheredPrefixes):
         return _attend_gathered(q_THD, k_TGD, v_TGD, replace(pack, prefixes=None), prefixes, rule, layer)
-    before, seen = prefixes.read(layer), list[Tensor]()
+    before, seen = iter(prefixes.read(layer)), list[Tensor]()
     # `split`, not slices: its backward writes each gradient once.
     parts = (x.split([run.rows for run in prefixes.runs]) for x in (q_THD, k_TGD, v_TGD))
     for run, q, k, v in zip(prefixes.runs, *parts, strict=True):
-        if run.spread is None:
+        if run.rows_T is None or run.keys_T is None:
             seen.append(attend_packed(q, k, v, run.pack, rule))
-        else:
-            seen.append(_attend_spread(q, k, v, run.pack, run.spread, before[run.spread.job], rule))
+            continue
+        # The keys get queries of zeros beside them, so that every sample stays square, as all kernels
+        # require; the results of these queries are dropped.
+        q, k, v = (_spread(x, run.pack, run.rows_T) for x in (q, k, v))
+        k, v = (_with_keys(x, own, run.keys_T) for x, own in zip((k, v), next(before), strict=True))
+        seen.append(attend_packed(q, k, v, run.pack, rule)[run.rows_T])
     return torch.cat(seen)
+
+
+def _spread(x_TGD: Tensor, pack: Pack, rows_T: Tensor) -> Tensor:
+    """Return the rows at their indices among the rows of a pack, which are zeros elsewhere."""
+    return x_TGD.new_zeros(sum(pack.lengths), *x_TGD.shape[1:]).index_copy(0, rows_T, x_TGD)
 
 
 def _attend_gathered(
@@ -227,10 +216,8 @@ def _attend_gathered(
 
 class _LaidAgain(torch.autograd.Function):
     """A function that returns tensors unchanged, and a second copy of their rows that have keys before them.
-
     The results of such rows without keys are replaced, so the gradients of the first copy are zero there:
-    those of the second copy take their place, and nothing as large as the pack has to be added.
-    """
+    those of the second copy take their place, and nothing as large as the pack has to be added."""
 
     @staticmethod
     def forward(ctx: Any, prefixes: GatheredPrefixes, *given: Tensor) -> tuple[Tensor, ...]:
@@ -273,31 +260,6 @@ def _with_keys(x_ZGD: Tensor, before_PN: Tensor, at: Tensor) -> Tensor:
     return x_ZGD.index_copy(0, at, before_PGD.repeat(len(at) // len(before_PGD), 1, 1))
 
 
-def _attend_spread(
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
-    pack: Pack,
-    spread: Spread,
-    before: tuple[Tensor, Tensor],
-    rule: Rule,
-) -> Tensor:
-    """Attend samples with keys before them. The keys get queries of zeros beside them, so that every sample
-    stays square, as all kernels require; the results of these queries are dropped."""
-    q_THD = _spread(q_THD, pack, spread, None)
-    k_TGD, v_TGD = (_spread(x, pack, spread, own) for x, own in zip((k_TGD, v_TGD), before, strict=True))
-    return attend_packed(q_THD, k_TGD, v_TGD, pack, rule)[spread.rows_T]
-
-
-def _spread(x_TGD: Tensor, pack: Pack, spread: Spread, before_PN: Tensor | None) -> Tensor:
-    """Return the rows at their positions among the keys; the keys' positions hold `before_PN`, or zeros if it
-    is None."""
-    whole = x_TGD.new_zeros(sum(pack.lengths), *x_TGD.shape[1:]).index_copy(0, spread.rows_T, x_TGD)
-    if before_PN is None:
-        return whole
-    return _with_keys(whole, before_PN, spread.keys_T)
-
-
 def attend_packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule) -> Tensor:
     """Compute the attention, [T, H, D]."""
     if kernel_fits(q_THD, v_TGD, rule):
@@ -310,9 +272,8 @@ def attend_packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule:
 
 def refuse_others(module: str, others: dict[str, Any]) -> None:
     """Raise for unknown arguments: attention sinks, position biases and the like change the result."""
-    asked = [name for name, value in others.items() if value is not None and value is not False]
-    unknown = [name for name in asked if name not in HARMLESS]
-    if unknown:
+    given = {name for name, value in others.items() if value is not None and value is not False}
+    if unknown := [name for name in others if name in given - HARMLESS]:
         raise BaseModelError(
             f"{module} asks its attention for {', '.join(unknown)}, which Weftune does not know."
         )

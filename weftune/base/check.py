@@ -183,11 +183,9 @@ Decision = tuple[Tensor, ...]
 
 
 class Routing:
-    """The decisions of a mixture's routers, recorded and replayed.
-
-    Two experts may be almost equally good for a token; a different rounding then sends it to the other one.
-    When two computations of the same rows are compared, the second takes the decisions of the first.
-    """
+    """The decisions of a mixture's routers, recorded and replayed. Two experts may be almost equally good for
+    a token; a different rounding then sends it to the other one. When two computations of the same rows are
+    compared, the second takes the decisions of the first."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         mixes = model.config.model_type in MIXTURES

@@ -231,14 +231,9 @@ SAME_ON_TEXT: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_vl_text": ("qwen3", {"max_position_embeddings": 128000}),
 }
 """Text tower without a causal language model of its own → the family that computes the same on text, and
-default values that differ from that family's. (Qwen3-VL rotates by three positions, which are equal for
-text.)"""
+default values that differ. (Qwen3-VL rotates by three positions, which are equal for text.)"""
 ROTATES_IMAGES = ("mrope_section", "mrope_interleaved")
 """Keys of the rotary embedding that do not affect text."""
-
-
-def is_wrapper(config: Mapping[str, Any]) -> bool:
-    return config.get("model_type") in WRAPPERS
 
 
 def text_values(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,8 +29,7 @@ from weftune.core.deterministic import are_kernels_deterministic
 MODULES = frozenset({"Qwen3_5GatedDeltaNet"})
 """Classes of transformers whose parts are known here."""
 CHUNK = 64
-"""Number of rows that the recurrence takes at a time; transformers pads samples to a multiple of it
-anyway."""
+"""Number of rows that the recurrence takes at a time; transformers pads samples to a multiple of it."""
 
 
 def separate_samples(model: PreTrainedModel) -> None:
@@ -118,8 +117,7 @@ def refused_sums_made_otherwise() -> AbstractContextManager[object]:
 
 
 def equally_long(lengths: Sequence[int]) -> list[list[int]]:
-    """Return groups of samples with equal numbers of chunks, which a batch pads no more than each would be
-    alone."""
+    """Return groups of samples with equal numbers of chunks, which a batch pads no more than each alone."""
     found: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         found.setdefault(-(-length // CHUNK), []).append(index)

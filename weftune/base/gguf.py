@@ -43,8 +43,7 @@ FORMAT = 1
 """Part of every cache key. Increase it when a conversion writes different files than before."""
 
 CHECKSUMS = "checksums.json"
-"""File in a converted folder with the checksums of every other file, so that a flipped bit on disk is
-found."""
+"""File with the checksums of every other file of a converted folder, so that a flipped bit is found."""
 PIECE_BYTES = 16 * 2**20
 
 SINGLE_DIGITS = frozenset({"smollm", "starcoder"})
@@ -110,11 +109,9 @@ def converted_into(folder: Path, file: Path) -> Path:
 
 
 def damaged(folder: Path) -> str:
-    """Return the name of a file of a converted folder whose checksum does not match; "" if all match.
-
-    Every byte is read, which also brings the files into memory for the load that follows. A folder without
-    checksums is not trusted.
-    """
+    """Return the name of a file of a converted folder whose checksum does not match; "" if all match. Every
+    byte is read, which also brings the files into memory for the load that follows. A folder without
+    checksums is not trusted."""
     try:
         stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
         return _damaged(folder, tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
@@ -175,8 +172,7 @@ def write_folder(file: Path, folder: Path) -> None:
 
 @contextmanager
 def readable(file: Path) -> Iterator[None]:
-    """Turn any exception raised by a damaged file into one BaseModelError; a tokenizer's panic is not even an
-    Exception."""
+    """Turn whatever a damaged file raises into one BaseModelError; a tokenizer's panic is no Exception."""
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit):
@@ -199,11 +195,9 @@ def refuse_larger(file: Path) -> None:
 
 @contextmanager
 def read_once(gguf: Any) -> Iterator[None]:
-    """Parse a GGUF file once inside, and list the names of a model's tensors once.
-
-    transformers parses the file for the tokenizer, the config and the weights, which takes seconds each time,
-    and lists the names again for every module.
-    """
+    """Parse a GGUF file once inside, and list the names of a model's tensors once. transformers parses the
+    file for the tokenizer, the config and the weights, which takes seconds each time, and lists the names
+    again for every module."""
     reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
 
     class PlainReader(reader):  # type: ignore[misc, valid-type]
@@ -247,11 +241,8 @@ def mend_tokenizer(tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, file:
 
 
 def narrowed(weight: Tensor) -> Tensor:
-    """Return the weight in the narrowest type that keeps every bit of it.
-
-    Dequantised blocks (scale · integer + minimum) need float32; weights that had 16 bits before they went
-    into the file get 16 bits again.
-    """
+    """Return the weight in the narrowest type that keeps every bit of it. Dequantised blocks (scale · integer
+    + minimum) need float32; weights that had 16 bits before they went into the file get 16 bits again."""
     for dtype in (torch.bfloat16, torch.float16):
         narrow = weight.to(dtype)
         if torch.equal(narrow.to(weight.dtype), weight):

@@ -119,8 +119,7 @@ def demo_target(file: Path) -> Path:
 
 
 def demo_file() -> Path:
-    """Return the demo's GGUF file. The package is found, not imported: it would import llama.cpp, which is
-    not needed here."""
+    """Return the demo's GGUF file. Its package is found, not imported: it would import llama.cpp."""
     package = importlib.util.find_spec(DEMO_PACKAGE)
     if package is None or package.origin is None:
         raise MissingPackage(f"The demo base is in a package that is not installed: {DEMO_INSTALL}")

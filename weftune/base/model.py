@@ -88,7 +88,7 @@ class Base:
         return site_modules(self.model)
 
     def weight_reader(self) -> Callable[[str], Tensor]:
-        """Return a function that reads the weight [N, K] of a site, or of the embedding, by its module path,
+        """Return a function that reads the weight [N, K] of a site, or of the embedding, by its path,
         wherever it is kept. With `.embed_scale` after the embedding's path, it returns the factor of its
         rows."""
         modules: dict[str, nn.Module] = {}
@@ -125,11 +125,9 @@ class Base:
     def hidden(
         self, microbatch: Microbatch, pack: attention.Pack | None = None, given_TD: Tensor | None = None
     ) -> Tensor:
-        """Compute the last hidden states h_TD; the last stage applies the final norm, for the head.
-
-        A given `pack` replaces the microbatch's own sample lengths. `given_TD` are the hidden states of the
-        stage before; the first stage has none and takes the tokens.
-        """
+        """Compute the last hidden states h_TD; the last stage applies the final norm, for the head. A given
+        `pack` replaces the microbatch's own sample lengths. `given_TD` are the hidden states of the stage
+        before; the first stage has none and takes the tokens."""
         assert (given_TD is None) == self.first, "the first stage takes tokens, every other hidden states"
         pack = pack or attention.pack(microbatch.sample_lengths, self.device)
         assert pack.longest <= self.shape.context, "a sample is longer than the base has positions for"
@@ -162,8 +160,8 @@ def take_packs(model: PreTrainedModel) -> None:
 
 
 def plain_attention(config: PretrainedConfig) -> str:
-    """Return the attention that transformers would use; eager where the sdpa of older versions silently drops
-    the soft-cap."""
+    """Return the attention that transformers would use; eager where older versions' sdpa drops the
+    soft-cap."""
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     return "eager" if capped else str(config._attn_implementation)
 
@@ -180,15 +178,10 @@ def own_config(model: PreTrainedModel) -> None:
     """Give the model a config of its own: transformers shares it by reference with other holders."""
     shared, own = model.config, copy.deepcopy(model.config)
     if own.model_type in MIXTURES:
-        _settle_mixture(own, model.dtype)
+        # There is no loss on the routers' logits, and torch has no grouped products in float64.
+        own.output_router_logits = False
+        if model.dtype is torch.float64:
+            own._experts_implementation = "eager"
     for module in model.modules():
         if getattr(module, "config", None) is shared:
             setattr(module, "config", own)  # noqa: B010 (nn.Module declares its attributes tensors or modules)
-
-
-def _settle_mixture(config: PretrainedConfig, dtype: torch.dtype) -> None:
-    """Switch off the routers' logits, since there is no loss on them, and grouped products in float64, which
-    torch does not have."""
-    config.output_router_logits = False
-    if dtype is torch.float64:
-        config._experts_implementation = "eager"

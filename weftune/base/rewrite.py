@@ -32,8 +32,7 @@ def is_tower(model: PreTrainedModel) -> bool:
 
 
 def write_wrapper(model: PreTrainedModel, spec: BaseSpec, target: Path) -> None:
-    """Write the whole wrapper of the base in the dtype of `model`, its text tower; one file at a time is in
-    memory."""
+    """Write the base's whole wrapper in the dtype of `model`, its text tower, one file at a time."""
     files = weight_files(model_source(spec), spec.revision)
     assert files is not None
     sizes = {file: _write_file(model, files, file, target) for file in sorted(set(files.files.values()))}

@@ -22,6 +22,7 @@ from weftune.errors import BaseModelError
 SAFETENSORS = ".safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack")
 """Endings of weight files that are refused."""
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors")
 ADAPTER_CONFIG = "adapter_config.json"
 
 CONVERT = (
@@ -38,8 +39,8 @@ def convert_command(model: str) -> str:
 
 
 def refuse_unsafe(folder: Path, name: str) -> None:
-    """Raise for a model folder whose weights are all pickles, or for an adapter folder; `name` is the user's
-    name for it."""
+    """Raise for a folder whose weights are all pickles, or for an adapter folder, by the user's `name` for
+    it."""
     if (folder / ADAPTER_CONFIG).is_file():
         raise BaseModelError(
             f"The folder {name} holds an {ADAPTER_CONFIG}: as a base, name the model that the adapter is for."
@@ -70,7 +71,7 @@ def weight_map(index: Path) -> dict[str, str]:
     if not isinstance(files, dict) or not files:
         raise BaseModelError(f"{index} is damaged: it has no weight_map.")
     for file in files.values():
-        if not _is_plain(file):
+        if not (isinstance(file, str) and PLAIN_NAME.fullmatch(file)):
             raise BaseModelError(
                 f"{index} names {str(file)[:80]!r}, but its weights must be {SAFETENSORS} files beside it."
             )
@@ -87,9 +88,3 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         raise BaseModelError(f"{path} {what}: it has {size:,} bytes; download or copy it again") from error
     with file:
         yield file
-
-
-def _is_plain(file: object) -> bool:
-    return (
-        isinstance(file, str) and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors", file) is not None
-    )

@@ -17,9 +17,7 @@ from weftune.core.weights import HoldsWeight, Weight, held_bytes, is_coded
 
 def linears(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return every linear but the output layer, by module path; of a mixture of experts those of attention.
-
-    There PEFT takes the names of other linears, which a few layers may have, for those of experts.
-    """
+    There PEFT takes the names of other linears, which a few layers may have, for those of experts."""
     output, mixes = model.get_output_embeddings(), model.config.model_type in MIXTURES
     return {
         name: module
@@ -54,13 +52,10 @@ def model_sites(model: PreTrainedModel) -> Iterator[SiteShape]:
         if name in found:
             yield site_shape(name, found[name])
         elif name in mixed:
-            yield from expert_sites(name, mixed[name], model.config.num_experts_per_tok)
-
-
-def expert_sites(path: str, module: nn.Module, active: int) -> Iterator[SiteShape]:
-    for name in (GATE_UP, DOWN):
-        count, outputs, inputs = cast(Tensor, getattr(module, name)).shape
-        yield SiteShape(f"{path}.{name}", inputs, outputs, experts=count, active=active)
+            for part in (GATE_UP, DOWN):
+                count, outputs, inputs = cast(Tensor, getattr(mixed[name], part)).shape
+                active = model.config.num_experts_per_tok
+                yield SiteShape(f"{name}.{part}", inputs, outputs, experts=count, active=active)
 
 
 def site_shape(name: str, module: nn.Module) -> SiteShape:
@@ -85,7 +80,10 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
         sites=sites,
         context=context(config),
         site_bytes_per_value=_site_bytes(modules.values()),
-        multiplied_as_stored=any(map(_is_coded, modules.values())),
+        multiplied_as_stored=any(
+            isinstance(module, HoldsWeight) and is_coded(module.frozen_weight())
+            for module in modules.values()
+        ),
         extra_values=extra_values(config.model_type, sites),
     )
 
@@ -111,21 +109,15 @@ def _site_bytes(modules: Collection[nn.Module]) -> float | None:
     return stored / sum(map(_weights, modules))
 
 
-def _is_coded(module: nn.Module) -> bool:
-    return isinstance(module, HoldsWeight) and is_coded(module.frozen_weight())
-
-
 def _weights(module: nn.Module) -> int:
     shape = site_shape("", module)
     return shape.in_features * shape.out_features
 
 
 def context(config: PretrainedConfig) -> int:
-    """Return the longest sample whose positions do not depend on its neighbours in the pack.
-
-    Long rope changes the rotation of all rows once the longest sample exceeds the original length, so the
-    context of such a base ends there.
-    """
+    """Return the longest sample whose positions do not depend on its neighbours in the pack. Long rope
+    changes the rotation of all rows once the longest sample exceeds the original length, so the context of
+    such a base ends there."""
     longest = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}
     for layer_rope in [rope, *(value for value in rope.values() if isinstance(value, dict))]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,10 +15,19 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from weftune.base.decoders import DOWN, EXPERTS, GATE_UP, MIXTURES, older_name
 from weftune.base.quant.formats import WeightFormat
-from weftune.base.quant.linear import quant_paths
-from weftune.base.quant.read import QuantReader, chosen_forms, is_part, is_stored, parts_beside, stored_matrix
+from weftune.base.quant.linear import FORMATS, quant_paths
+from weftune.base.quant.read import (
+    QuantReader,
+    is_part,
+    is_stored,
+    parts_beside,
+    stored_format,
+    stored_matrix,
+)
 from weftune.base.quant.stored import Quantised
 from weftune.base.safe_files import open_safetensors, weight_map
+from weftune.base.shape import linears
+from weftune.core.shapes import layer_of
 
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Name of a dtype in safetensors → dtype."""
@@ -89,19 +98,15 @@ def _read(files: WeightFiles, known: StoredNames, name: str, out: Tensor) -> Non
         refuse_other_shape(name, value.shape, out.shape)
         out.copy_(value)
         return
-    for path, parts in _by_file(files, known[name]).items():
+    by_file: dict[Path, list[str]] = {}
+    for part in known[name]:
+        by_file.setdefault(files.path(part), []).append(part)
+    for path, parts in by_file.items():
         with open_safetensors(path) as file:
             for part in parts:
-                place, value = part_of(out, known[name], part), file.get_tensor(part)
-                refuse_other_shape(name, value.shape, place.shape)
-                place.copy_(value)
-
-
-def _by_file(files: WeightFiles, parts: Sequence[str]) -> dict[Path, list[str]]:
-    found: dict[Path, list[str]] = {}
-    for part in parts:
-        found.setdefault(files.path(part), []).append(part)
-    return found
+                target, value = part_of(out, known[name], part), file.get_tensor(part)
+                refuse_other_shape(name, value.shape, target.shape)
+                target.copy_(value)
 
 
 def part_of(parameter: Tensor, parts: Sequence[str], part: str) -> Tensor:
@@ -143,18 +148,24 @@ def _parts(model: PreTrainedModel, name: str) -> list[str]:
 def quantised_forms(
     model: PreTrainedModel, chosen: Quantised, files: WeightFiles | None
 ) -> dict[str, WeightFormat]:
-    """Return the linears of `model` to be quantised, by path, and their formats; without files, as if those
-    were plain."""
-    if files is None:
-        return chosen_forms(model, replace(chosen, stored=False), lambda name: name, ())
-    return chosen_forms(model, chosen, partial(_name_in, files, model), files.files)
+    """Return the linears of `model` to be quantised, by path, and their formats: all linears in layers, or
+    those that the files hold quantised; without files, as if those were plain."""
+    found = [path for path in linears(model) if layer_of(path) is not None]
+    if files is None or not chosen.stored:
+        return dict.fromkeys(found, FORMATS[chosen.quantize])
+    names = {path: _name_in(files, model, f"{path}.weight") for path in found}
+    return {
+        path: stored_format(name, files.files)
+        for path, name in names.items()
+        if name is not None and is_stored(name, files.files)
+    }
 
 
 def read_weights(model: PreTrainedModel, files: WeightFiles, device: torch.device) -> bool:
     """Bring the parameters of `model`, which is on the meta device, to `device`. Return False and do nothing
     if the files do not have one of them by its name."""
-    wanted = stored_names(model, files)
-    if wanted is None:
+    known = stored_names(model, files)
+    if known is None:
         return False
     if quant_paths(model):
         _read_each(model, files, device)
@@ -162,15 +173,15 @@ def read_weights(model: PreTrainedModel, files: WeightFiles, device: torch.devic
     shared = shared_names(model)
     by_file: dict[Path, list[str]] = {}
     for name in shared:
-        if len(wanted[name]) == 1:
-            by_file.setdefault(files.path(wanted[name][0]), []).append(name)
+        if len(known[name]) == 1:
+            by_file.setdefault(files.path(known[name][0]), []).append(name)
     for path, names in by_file.items():
         with open_safetensors(path) as file:
             for name in names:
-                _put(model, shared[name], file.get_tensor(wanted[name][0]), device)
-    for name in (name for name in shared if len(wanted[name]) > 1):
+                _put(model, shared[name], file.get_tensor(known[name][0]), device)
+    for name in (name for name in shared if len(known[name]) > 1):
         value = torch.empty_like(model.get_parameter(name), device=device)
-        _read(files, wanted, name, value)
+        _read(files, known, name, value)
         _put(model, shared[name], value, device)
     make_buffers(model, device)
     return True

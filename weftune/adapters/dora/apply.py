@@ -19,7 +19,7 @@ from weftune.adapters.dora.spec import MAGNITUDE, DoraSpec
 from weftune.adapters.folder import read_config
 from weftune.adapters.kind import NewAdapter, SiteTensors, TiledPart
 from weftune.adapters.lora.apply import draw, low_rank
-from weftune.adapters.lora.files import peft_config
+from weftune.adapters.lora.files import lora_config
 from weftune.adapters.lora.spec import A, B, checked_spec, stored_tokens, weight_names
 from weftune.adapters.plain_kind import PREFIX, JobAt, JobPart, MergeAt, PlainKind
 from weftune.adapters.target import TOKENS
@@ -89,11 +89,10 @@ class Dora(PlainKind):
     def to_stored(self, spec: DoraSpec, site: str, name: str, value: Tensor) -> Tensor:
         return value.T if name == B else value
 
-    def from_stored(self, spec: DoraSpec, site: str, name: str, value: Tensor) -> Tensor:
-        return value.T if name == B else value
+    from_stored = to_stored
 
     def config(self, spec: DoraSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
-        return peft_config(spec, targeted, sites, base, use_dora=True)
+        return lora_config(spec, targeted, sites, base, use_dora=True)
 
     def spec_of(self, folder: Path) -> DoraSpec:
         return checked_spec(DoraSpec, folder, read_config(folder))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from weftune.adapters.files import is_transposed, peft, target_modules
+from weftune.adapters.files import is_transposed, peft_config, target_modules
 from weftune.adapters.folder import target_fields
 from weftune.adapters.ia3.spec import SCALE, Ia3Spec
 from weftune.adapters.kind import NewAdapter, SiteTensors, TiledPart
@@ -55,13 +55,12 @@ class Ia3(PlainKind):
             # PEFT cannot choose layers for this kind: if the spec does, the modules are named one by one.
             modules = sorted(targeted) if spec.layers is not None else _used(modules, targeted)
         feedforward = [name for name in targeted if spec.is_feedforward(name)]
-        return peft().IA3Config(
+        return peft_config(
+            "IA3Config",
+            base,
             target_modules=modules,
             feedforward_modules=feedforward if isinstance(modules, str) else _used(modules, feedforward),
             fan_in_fan_out=is_transposed(targeted, sites),
-            task_type="CAUSAL_LM",
-            inference_mode=True,
-            base_model_name_or_path=base,
         )
 
     def read_spec(self, config: Mapping[str, Any]) -> Ia3Spec:

@@ -15,8 +15,7 @@ KEYS_AND_VALUES = ("k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ia3Spec(TargetSpec):
-    """Scales of the outputs of `targets`, column by column, or of the inputs of those that `feedforward`
-    names."""
+    """Scales of the outputs of `targets`, column by column, or of the inputs of `feedforward`."""
 
     implementation: ClassVar[str] = "weftune.adapters.ia3.apply:Ia3"
     peft_type: ClassVar[str | None] = "IA3"

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from weftune.adapters.files import (
     is_transposed,
     layers_to_transform,
-    peft,
+    peft_config,
     read_tensors,
     target_modules,
     write_folder,
 )
 from weftune.adapters.folder import WEIGHTS, read_config, refuse_slow
-from weftune.adapters.lora.experts import stacked
 from weftune.adapters.lora.spec import (
     EXPERTS,
     LoraSpec,
@@ -42,6 +41,21 @@ Weights = Mapping[str, tuple[Tensor, Tensor]]
 """Site → (A [r, K], B [N, r])."""
 
 
+# PEFT calls adapters on experts `target_parameters`: one A [E · r, K] and one B [N, r · E] for all experts of
+# a layer. Rows of A go expert by expert; columns of B rank by rank, and for each rank expert by expert.
+
+
+def stacked(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Return A [E, r, K] and B [E, r, N] from PEFT's."""
+    a_ErK = a.view(experts, -1, a.shape[1])
+    return a_ErK, b.view(b.shape[0], -1, experts).permute(2, 1, 0)
+
+
+def flattened(a_ErK: Tensor, b_ErN: Tensor) -> tuple[Tensor, Tensor]:
+    """Return PEFT's A and B."""
+    return a_ErK.flatten(0, 1), b_ErN.permute(2, 1, 0).flatten(1)
+
+
 def write_adapter(
     folder: Path,
     spec: LoraSpec,
@@ -57,14 +71,16 @@ def write_adapter(
     for site, (a_rK, b_Nr) in weights.items():
         a_name, b_name = weight_names(stored_path(site, weights) if site in mixed else site)
         tensors[a_name], tensors[b_name] = a_rK, b_Nr
-    write_folder(folder, tensors, peft_config(spec, list(weights), sites, base))
+    write_folder(folder, tensors, lora_config(spec, list(weights), sites, base))
 
 
-def peft_config(
+def lora_config(
     spec: LoraSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str | None, **more: Any
 ) -> Any:
     modules = target_modules(spec, targeted, sites)
-    return peft().LoraConfig(
+    return peft_config(
+        "LoraConfig",
+        base,
         r=spec.rank,
         lora_alpha=_whole(spec.alpha),
         lora_dropout=spec.dropout,
@@ -78,9 +94,6 @@ def peft_config(
         trainable_token_indices=list(spec.trainable_token_indices) or None,
         fan_in_fan_out=is_transposed(targeted, sites),
         bias="none",
-        task_type="CAUSAL_LM",
-        inference_mode=True,
-        base_model_name_or_path=base,
     )
 
 

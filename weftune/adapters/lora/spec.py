@@ -188,8 +188,7 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _token_indices(found: Any) -> tuple[int, ...]:
-    """Return token ids from PEFT's list for the embedding, or from its mapping of one module, the embedding,
-    to a list."""
+    """Return token ids from PEFT's list, or from its mapping of one module, the embedding, to a list."""
     if isinstance(found, Mapping):
         if len(found) != 1 or not next(iter(found)).endswith(tuple(EMBEDDINGS.values())):
             raise ValueError(

@@ -113,9 +113,8 @@ def decompose(site: str, weight_NK: Tensor, rank: int, adapter: JobAdapter) -> D
 
 
 def randomised(weight_NK: Tensor, rank: int, iterations: int, key: int) -> Decomposed:
-    """Compute a randomised SVD (Halko, Martinsson and Tropp 2011, algorithm 4.4): each iteration turns a few
-    random directions towards the principal ones. They are drawn on the host, so that all devices draw the
-    same."""
+    """Compute a randomised SVD (Halko, Martinsson and Tropp 2011, algorithm 4.4): each iteration turns random
+    directions, drawn on the host so that all devices draw the same, towards the principal ones."""
     count = min(rank + OVERSAMPLED, *weight_NK.shape)
     drawn_KR = torch.empty(weight_NK.shape[1], count, dtype=weight_NK.dtype)
     fill_normal(drawn_KR, key)

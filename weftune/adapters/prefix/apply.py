@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weftune.adapters.files import peft, read_tensors, write_folder
+from weftune.adapters.files import peft_config, read_tensors, write_folder
 from weftune.adapters.kind import NewAdapter, Parameters
 from weftune.adapters.plain_kind import PlainKind
 from weftune.adapters.prefix.spec import PrefixSpec
@@ -22,8 +22,8 @@ from weftune.errors import AdapterError
 from weftune.ops.draw import fill_normal
 
 STORED = "prompt_embeddings"
-"""Name of the one tensor of all keys and values side by side: the keys of the first layer, its values, those
-of the next."""
+"""Name of the only tensor, all keys and values side by side: keys of the first layer, its values, and so
+on."""
 
 
 class PrefixTuning(PlainKind):
@@ -38,12 +38,11 @@ class PrefixTuning(PlainKind):
 
     def config(self, spec: PrefixSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
         """Return PEFT's config. PEFT takes the number of layers and the width of heads from the base."""
-        return peft().PrefixTuningConfig(
+        return peft_config(
+            "PrefixTuningConfig",
+            base,
             num_virtual_tokens=spec.num_virtual_tokens,
             num_transformer_submodules=1,
-            task_type="CAUSAL_LM",
-            inference_mode=True,
-            base_model_name_or_path=base,
         )
 
     def save(

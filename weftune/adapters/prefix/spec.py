@@ -31,8 +31,7 @@ class PrefixSpec(TargetSpec):
         return False
 
     def adapts(self, site: SiteShape) -> bool:
-        """Whether the site is the linear that computes a layer's values, after which its parameters are
-        named."""
+        """Whether the site computes a layer's values; the layer's parameters are named after it."""
         return any(ends_with(site.name, ending) for ending in (VALUE, *TOGETHER))
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weftune.adapters.files import peft
+from weftune.adapters.files import peft_config
 from weftune.adapters.kind import NewAdapter
 from weftune.adapters.plain_kind import PlainKind
 from weftune.adapters.prompt.spec import PromptSpec
@@ -47,13 +47,12 @@ class Prompt(PlainKind):
 
     def config(self, spec: PromptSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
         ((_, width),) = spec.shapes_outside(sites).values()
-        return peft().PromptTuningConfig(
+        return peft_config(
+            "PromptTuningConfig",
+            base,
             num_virtual_tokens=spec.num_virtual_tokens,
             token_dim=width,
             num_transformer_submodules=1,
-            task_type="CAUSAL_LM",
-            inference_mode=True,
-            base_model_name_or_path=base,
         )
 
 

@@ -39,7 +39,6 @@ class PromptSpec(TargetSpec):
         return self.num_virtual_tokens
 
     def shapes_outside(self, sites: Sequence[SiteShape]) -> dict[str, tuple[int, ...]]:
-        """Return the shape of the rows, which are as wide as the input of the first layer and only on its
-        stage."""
+        """Return the shape of the rows, as wide as the input of the first layer and only on its stage."""
         width = next((site.in_features for site in sites if layer_of(site.name) == 0), None)
         return {} if width is None else {ROWS: (self.num_virtual_tokens, width)}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weftune.adapters.files import is_transposed, layers_to_transform, peft, target_modules
+from weftune.adapters.files import is_transposed, layers_to_transform, peft_config, target_modules
 from weftune.adapters.folder import target_fields
 from weftune.adapters.kind import NewAdapter, SiteTensors, TiledPart
 from weftune.adapters.plain_kind import PREFIX, JobAt, JobPart, MergeAt, PlainKind
@@ -88,7 +88,9 @@ class Vera(PlainKind):
 
     def config(self, spec: VeraSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
         modules = target_modules(spec, targeted, sites)
-        return peft().VeraConfig(
+        return peft_config(
+            "VeraConfig",
+            base,
             r=spec.rank,
             projection_prng_key=spec.projection_prng_key,
             save_projection=True,
@@ -97,9 +99,6 @@ class Vera(PlainKind):
             target_modules=modules,
             layers_to_transform=layers_to_transform(spec, modules),
             fan_in_fan_out=is_transposed(targeted, sites),
-            task_type="CAUSAL_LM",
-            inference_mode=True,
-            base_model_name_or_path=base,
         )
 
     def read_spec(self, config: Mapping[str, Any]) -> VeraSpec:

@@ -35,8 +35,7 @@ class Pages(mmap.mmap):
 
 
 def host_bytes(size: int, device: torch.device) -> Tensor:
-    """Allocate `size` bytes, page-locked if `device` is a GPU. They are freed when the tensor and its views
-    are gone."""
+    """Allocate `size` bytes, page-locked if `device` is a GPU, until the tensor and its views are gone."""
     try:
         pages = Pages(-1, max(size, 1), flags=mmap.MAP_PRIVATE)
     except OSError as error:

@@ -15,14 +15,13 @@ from weftune.base.spec import BaseSpec
 
 CHUNK_BYTES = 16 << 20
 FREE_SHARE = 0.5
-"""Largest share of the free memory that files may take: larger ones would evict one another before they are
-loaded."""
+"""Largest share of the free memory that files may take: larger ones would evict one another."""
 
 
 @contextmanager
 def base_read_ahead(spec: BaseSpec) -> Iterator[None]:
-    """Read the base's weights in a thread while the context is open, so that loading them later does not wait
-    for a disk."""
+    """Read the base's weights in a thread while the context is open, so that loading does not wait for a
+    disk."""
     stop = threading.Event()
     reader = threading.Thread(target=read_files, args=(weight_files(spec), stop), daemon=True)
     reader.start()

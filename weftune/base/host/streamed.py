@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
@@ -87,8 +87,7 @@ class StreamedBase:
         return self.arena[self.part.slot(stage), : self.sources[stage].size]
 
     def refuse_copies(self) -> None:
-        """Refuse a base in which sites that are multiplied together read a copy of their weights instead of
-        their slot."""
+        """Refuse a base in which sites multiplied together read a copy of their weights, not their slot."""
         arena = self.arena.untyped_storage().data_ptr()
         for stage in self.part.streamed:
             for piece in _pieces(self.whole.model, self.part.held(stage)):
@@ -195,11 +194,10 @@ def _placed(base: Base, part: OnWorker, fill: Fill, mapped: MappedWeights | None
 
 
 def _take_pages(device: torch.device) -> None:
-    """Make torch's allocator allocate GPU memory page by page from now on: free memory in several places then
-    serves one large tensor, and a run gets as close to its limit as planned. Settings of the user's own are
-    kept."""
-    asked = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    if device.type == "cuda" and not asked:
+    """Make torch allocate GPU memory page by page, unless the user has set it otherwise: free memory in
+    several places then serves one large tensor, and a run gets as close to its limit as planned."""
+    chosen = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if device.type == "cuda" and not chosen:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
@@ -225,25 +223,21 @@ def _in_files(
     pieces: Mapping[int, Sequence[WeightPiece]], device: torch.device, mapped: MappedWeights
 ) -> dict[int, StageSource]:
     staging = Staging(device) if device.type == "cuda" else None
-    return {
-        stage: MappedStage(tuple(part for one in found for part in _source_parts(one, mapped)), staging)
-        for stage, found in pieces.items()
-    }
-
-
-def _source_parts(piece: WeightPiece, mapped: MappedWeights) -> Iterator[SourcePart]:
-    """Yield the parts of a parameter in files, one after another."""
-    start = piece.start
-    for held in mapped[piece.name]:
-        part = SourcePart(start, held)
-        start = part.stop
-        yield part
+    sources: dict[int, StageSource] = {}
+    for stage, found in pieces.items():
+        parts: list[SourcePart] = []
+        for piece in found:
+            start = piece.start
+            for held in mapped[piece.name]:
+                parts.append(SourcePart(start, held))
+                start = parts[-1].stop
+        sources[stage] = MappedStage(tuple(parts), staging)
+    return sources
 
 
 def _pieces(model: PreTrainedModel, held: LayerRange) -> list[WeightPiece]:
-    """Return the parameters of a stage's layers. In each layer quantised weights come first, the tensors of
-    each together, then matrices, so that those which share their input are neighbours, then biases, then the
-    parameters of norms."""
+    """Return the parameters of a stage's layers: in each layer quantised weights, the tensors of each
+    together, then matrices, so that those which share their input are neighbours, then biases, then norms."""
     found: list[WeightPiece] = []
     start = 0
     beside = parts_beside(model)

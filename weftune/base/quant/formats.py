@@ -35,8 +35,7 @@ CODE = (
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
     1.0,
 )  # fmt: skip
-"""The values of NF4: quantiles of the normal distribution (Dettmers et al. 2023), as its authors round
-them."""
+"""The values of NF4: quantiles of the normal distribution (Dettmers et al. 2023), rounded as there."""
 READ_VALUES = 1 << 24
 """Number of values that are quantised at a time: whole rows, or whole blocks of either kind."""
 PIECE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 24}

@@ -123,7 +123,6 @@ class QuantWeight:
         return self
 
 
-@dataclass(frozen=True, slots=True)
 class Fp8Weight(QuantWeight):
     """A weight from which products are computed as it is stored; see `CodedWeight`."""
 

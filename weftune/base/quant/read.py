@@ -15,10 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weftune.base.quant.formats import Nf4, WeightFormat
-from weftune.base.quant.linear import FORMATS, QuantLinear
-from weftune.base.quant.stored import NESTED_BLOCK, NF4_BLOCK, Quantised
-from weftune.base.shape import linears
-from weftune.core.shapes import layer_of
+from weftune.base.quant.linear import QuantLinear
+from weftune.base.quant.stored import NESTED_BLOCK, NF4_BLOCK
 
 STATE = "quant_state.bitsandbytes__nf4"
 STORED_PARTS = {
@@ -34,26 +32,6 @@ ReadTensor = Callable[[str], Tensor]
 """Name of a tensor in the files → the tensor."""
 
 
-def chosen_forms(
-    model: PreTrainedModel,
-    chosen: Quantised,
-    stored_name: Callable[[str], str | None],
-    stored: Collection[str],
-) -> dict[str, WeightFormat]:
-    """Return the linears of `model` whose weights are quantised, by path, and their formats: all linears in
-    layers, or those that the files hold quantised. `stored_name` maps a parameter to its name in the files,
-    whose tensors are `stored`."""
-    found = [path for path in linears(model) if layer_of(path) is not None]
-    if not chosen.stored:
-        return dict.fromkeys(found, FORMATS[chosen.quantize])
-    forms: dict[str, WeightFormat] = {}
-    for path in found:
-        name = stored_name(f"{path}.weight")
-        if name is not None and is_stored(name, stored):
-            forms[path] = Nf4(nested=f"{name}{STORED_PARTS['nested_absmax']}" in stored)
-    return forms
-
-
 def is_stored(name: str, stored: Collection[str]) -> bool:
     """Whether the files hold the matrix of that name in the form of bitsandbytes."""
     return f"{name}.{STATE}" in stored
@@ -67,8 +45,7 @@ def is_part(name: str, stored: Collection[str]) -> bool:
 
 
 def parts_beside(model: PreTrainedModel) -> dict[str, str]:
-    """Return the tensors of quantised weights except the largest → the name of the largest, which is that of
-    the matrix in files."""
+    """Return the smaller tensors of quantised weights → the largest, whose name is the matrix's in files."""
     return {
         f"{path}.{part}": f"{path}.weight"
         for path, module in model.named_modules()
@@ -104,10 +81,10 @@ class QuantReader:
         path, _, part = name.rpartition(".")
         if path != self._path:
             self._path, self._parts = "", {}
-            self._parts, self._path = self._made(path), path
+            self._parts, self._path = self._parts_of(path), path
         out.copy_(self._parts[part])
 
-    def _made(self, path: str) -> dict[str, Tensor]:
+    def _parts_of(self, path: str) -> dict[str, Tensor]:
         linear, name = self._linears[path], self._names[path]
         assert isinstance(linear, QuantLinear)
         shape = (linear.out_features, linear.in_features)
@@ -122,6 +99,11 @@ class QuantReader:
         return linear.form.quantise(weight_NK)
 
 
+def stored_format(name: str, stored: Collection[str]) -> Nf4:
+    """Return the format of a matrix that the files hold in the form of bitsandbytes."""
+    return Nf4(nested=f"{name}{STORED_PARTS['nested_absmax']}" in stored)
+
+
 def stored_parts(
     name: str, read: ReadTensor, form: WeightFormat, shape: tuple[int, int]
 ) -> dict[str, Tensor]:
@@ -129,9 +111,9 @@ def stored_parts(
     state = _state(name, read(f"{name}.{STATE}"))
     announced = form.parts(*shape)
     nested = "nested_absmax" in announced
-    wanted = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "shape": list(shape)}
-    wanted |= {"nested_blocksize": NESTED_BLOCK} if nested else {}
-    for key, value in wanted.items():
+    expected = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "shape": list(shape)}
+    expected |= {"nested_blocksize": NESTED_BLOCK} if nested else {}
+    for key, value in expected.items():
         if state.get(key) != value:
             raise ValueError(f"{name} is stored with {key} {state.get(key)}, and not {value}")
     found = {part: read(name + ending) for part, ending in STORED_PARTS.items() if part in announced}
@@ -152,7 +134,7 @@ def stored_matrix(name: str, read: ReadTensor, stored: Collection[str]) -> Tenso
     shape: Any = _state(name, read(f"{name}.{STATE}")).get("shape")
     if not isinstance(shape, list) or len(shape) != 2 or not all(isinstance(size, int) for size in shape):
         raise ValueError(f"{name} is stored with the shape {shape}")
-    form = Nf4(nested=f"{name}{STORED_PARTS['nested_absmax']}" in stored)
+    form = stored_format(name, stored)
     parts = stored_parts(name, read, form, (shape[0], shape[1]))
     matrix_NK = torch.empty(shape)
     form.write(parts, matrix_NK)

@@ -33,8 +33,7 @@ class Quantised:
 
 
 def quantised(config: Mapping[str, Any], spec: BaseSpec) -> Quantised | None:
-    """Return the quantisation, None for a base of plain weights. Raise BaseModelError if it cannot be as
-    `spec` requests."""
+    """Return the quantisation, None for plain weights. Raise BaseModelError if `spec` requests another."""
     if spec.quantize is not None and spec.quantize not in get_args(Quantize):
         *others, last = get_args(Quantize)
         known = f"{', '.join(others)} or {last}"
