@@ -16,7 +16,7 @@ class WeftuneError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """One mistake of the user's: where it is, and a sentence that says what and how to mend it."""
+    """One mistake of the user's: where it is, and a sentence that says what it is and how to correct it."""
 
     location: str
     sentence: str

@@ -92,7 +92,7 @@ class Banks:
         self.slots = SLOTS
         self.choices = choices_on(like.device)
         """Measured choices between kernels on this device."""
-        self._attached = 0
+        self._attachments = 0
         self._free: list[int] = []
         """A heap of the slots that detached jobs have freed, all below the slots that were never taken."""
         self._like, self._embedding, self._tied, self._tiled = like, embedding, tied, tiled
@@ -160,7 +160,7 @@ class Banks:
         tiled_parts = self._tiled_parts(kind, adapter, linears, views, totals)
         if self._free:
             heappop(self._free)
-        self._attached += 1
+        self._attachments += 1
         self.aboard[adapter.job] = AttachedJob(
             adapter=adapter,
             layout=layout,
@@ -170,7 +170,7 @@ class Banks:
             read=views,
             totals=totals,
             groups=(*linears, *at_experts),
-            serial=self._attached,
+            serial=self._attachments,
             tiled=not inserted
             and not prefix_sites
             and tiled_parts is not None
@@ -244,11 +244,11 @@ class Banks:
         raise AdapterError(f"job {job}: a {kind} adapter has {what}, which cannot be trained {where}")
 
     def detach(self, job: str) -> None:
-        aboard = self.aboard.pop(job)
-        heappush(self._free, aboard.slot)
-        for group in aboard.groups:
-            group.banks[aboard.adapter.spec.kind].detach(job)
-            if aboard.tiled_linears and isinstance(group, SiteGroup) and group.tiled is not None:
+        attached = self.aboard.pop(job)
+        heappush(self._free, attached.slot)
+        for group in attached.groups:
+            group.banks[attached.adapter.spec.kind].detach(job)
+            if attached.tiled_linears and isinstance(group, SiteGroup) and group.tiled is not None:
                 group.tiled.detach(job)
         if self._constants:
             read = {_constants_of(one.adapter.spec) for one in self.aboard.values()}
@@ -286,22 +286,22 @@ class Banks:
         rows it will have, so kinds whose form the kernels do not take would be missing from it, except for
         those whose rows it `gathers` by their indices."""
         found = self._segments(microbatch)
-        return all(aboard.tiled or (gathers and aboard.gathers) for _, aboard in found)
+        return all(attached.tiled or (gathers and attached.gathers) for _, attached in found)
 
     def gathered(self, microbatch: Microbatch) -> list[tuple[Segment, AttachedJob]]:
         """Return the jobs whose rows in the microbatch a captured pass has to gather, each with one run."""
         found: dict[str, tuple[Segment, AttachedJob]] = {}
-        for segment, aboard in self._segments(microbatch):
-            if not aboard.tiled:
-                first, _ = found.get(segment.job, (segment, aboard))
-                found[segment.job] = replace(first, stop=segment.stop), aboard
+        for segment, attached in self._segments(microbatch):
+            if not attached.tiled:
+                first, _ = found.get(segment.job, (segment, attached))
+                found[segment.job] = replace(first, stop=segment.stop), attached
         return list(found.values())
 
     def _segments(self, microbatch: Microbatch) -> Iterator[tuple[Segment, AttachedJob]]:
         """Yield the segments whose rows pass through an adapter, each with the job that has it."""
         for segment in microbatch.segments:
-            if segment.through is not None and (aboard := self.aboard.get(segment.through)) is not None:
-                yield segment, aboard
+            if segment.through is not None and (attached := self.aboard.get(segment.through)) is not None:
+                yield segment, attached
 
     def seats(self, microbatch: Microbatch) -> list[Seat]:
         """Return the slots of the rows, as the tiled kernels need them: rows of a slot are contiguous. Every
@@ -310,12 +310,12 @@ class Banks:
         for bank in self._tiled_banks():
             bank.send_tables()
         seats: list[Seat] = []
-        for segment, aboard in self._segments(microbatch):
-            key = step_key(aboard.adapter.seed, segment.step)
-            if seats and (seats[-1].slot, seats[-1].stop) == (aboard.slot, segment.start):
+        for segment, attached in self._segments(microbatch):
+            key = step_key(attached.adapter.seed, segment.step)
+            if seats and (seats[-1].slot, seats[-1].stop) == (attached.slot, segment.start):
                 seats[-1] = replace(seats[-1], stop=segment.stop)
             else:
-                seats.append(Seat(segment.start, segment.stop, aboard.slot, key))
+                seats.append(Seat(segment.start, segment.stop, attached.slot, key))
         return seats
 
     @contextmanager
@@ -337,9 +337,9 @@ class Banks:
         own = all(segment.through in (segment.job, None) for segment in microbatch.segments)
         assert own or not training, "rows are trained through their own adapter only, or through none"
         found = list(self._segments(microbatch))
-        totals = {aboard.adapter.job: aboard.totals for _, aboard in found}
+        totals = {attached.adapter.job: attached.totals for _, attached in found}
         bound = Pass(microbatch, route, training, self._anchor, totals, rows, self.choices, gathered or {})
-        plain = tuple(segment for segment, aboard in found if not aboard.tiled_linears)
+        plain = tuple(segment for segment, attached in found if not attached.tiled_linears)
         current.bound = bound
         current.beside = replace(bound, microbatch=replace(microbatch, segments=plain))
         try:
@@ -367,36 +367,36 @@ class Banks:
         h, bound = plain(tokens), self._current.bound
         if bound is None:
             return h
-        for segment, aboard in self._segments(bound.microbatch):
-            if aboard.rows_before is not None:
-                total = bound.totals[aboard.adapter.job][SHARED, ROWS]
-                rows_ID = accumulated(aboard.rows_before, total, bound.anchor)
+        for segment, attached in self._segments(bound.microbatch):
+            if attached.rows_before is not None:
+                total = bound.totals[attached.adapter.job][SHARED, ROWS]
+                rows_ID = accumulated(attached.rows_before, total, bound.anchor)
                 h = with_rows_before(h, rows_ID, bound.microbatch, segment)
-            if aboard.tokens is not None and self._embedding is not None:
-                h = aboard.tokens.embedded(h, bound.microbatch, segment, self._embedding, bound.anchor)
+            if attached.tokens is not None and self._embedding is not None:
+                h = attached.tokens.embedded(h, bound.microbatch, segment, self._embedding, bound.anchor)
         return h
 
     def rows_in_head(self, segment: Segment) -> HeadRows | None:
         """Return the rows that a segment's adapter puts in place of rows of the head, outside any pass."""
-        aboard = self.aboard.get(segment.through or "")
-        if not self._tied or aboard is None or aboard.tokens is None:
+        attached = self.aboard.get(segment.through or "")
+        if not self._tied or attached is None or attached.tokens is None:
             return None
-        return aboard.tokens.in_head(self._anchor)
+        return attached.tokens.in_head(self._anchor)
 
     def keys_before(self, microbatch: Microbatch) -> list[tuple[Segment, int]]:
         """Return the segments whose jobs put keys and values before their samples, each with their number."""
-        return [(segment, aboard.keys) for segment, aboard in self._segments(microbatch) if aboard.keys]
+        return [(segment, attached.keys) for segment, attached in self._segments(microbatch) if attached.keys]
 
     def read_keys(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Return the keys and values of each of these segments in one layer, in the pass that is bound."""
         bound = self._current.bound
-        assert bound is not None, "outside a pass nobody has keys before samples"
+        assert bound is not None, "keys before samples exist only in a bound pass"
         found = []
-        for _, aboard in self._segments(bound.microbatch):
-            if aboard.keys:
-                site, totals = aboard.prefix_sites[layer], bound.totals[aboard.adapter.job]
-                keys = accumulated(aboard.read[site, KEYS], totals[site, KEYS], bound.anchor)
-                values = accumulated(aboard.read[site, VALUES], totals[site, VALUES], bound.anchor)
+        for _, attached in self._segments(bound.microbatch):
+            if attached.keys:
+                site, totals = attached.prefix_sites[layer], bound.totals[attached.adapter.job]
+                keys = accumulated(attached.read[site, KEYS], totals[site, KEYS], bound.anchor)
+                values = accumulated(attached.read[site, VALUES], totals[site, VALUES], bound.anchor)
                 found.append((keys, values))
         return found
 

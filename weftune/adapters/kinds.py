@@ -52,7 +52,7 @@ class BrokenKind:
         return f"pip install --upgrade {self.package}"
 
     def __str__(self) -> str:
-        return f"{self.name} is no kind that works: {self.finding}; mend it, or try {self.mend}"
+        return f"{self.name} is a kind that does not work: {self.finding}; repair it, or try {self.mend}"
 
 
 BROKEN: dict[str, BrokenKind] = {}

@@ -122,22 +122,22 @@ class PlainBank:
     def __init__(self, sites: Sequence[SiteShape], part: Callable[[JobAt], JobPart]) -> None:
         self._sites = {site.name: site for site in sites}
         self._part = part
-        self._aboard: dict[str, tuple[JobAdapter, Parameters]] = {}
+        self._attached: dict[str, tuple[JobAdapter, Parameters]] = {}
         self._known: dict[tuple[str, str], Tensor] = {}
 
     def attach(self, adapter: JobAdapter, weights: Parameters) -> None:
-        self._aboard[adapter.job] = adapter, weights
+        self._attached[adapter.job] = adapter, weights
 
     def detach(self, job: str) -> None:
-        del self._aboard[job]
+        del self._attached[job]
 
     def segments(self, bound: Pass) -> list[Segment]:
-        return [segment for segment in bound.microbatch.segments if segment.through in self._aboard]
+        return [segment for segment in bound.microbatch.segments if segment.through in self._attached]
 
     def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
         added, g_in, g_out, behind = [], [], [], []
         for segment in self.segments(bound):
-            adapter, weights = self._aboard[segment.through or ""]
+            adapter, weights = self._attached[segment.through or ""]
             at = JobAt(adapter, self._sites[site], segment, bound, weights, frozen, self._known)
             part = self._part(at)
             others = part.add is part.g_in_K is part.g_out_N is None

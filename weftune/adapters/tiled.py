@@ -122,7 +122,7 @@ class TiledBank:
 
     def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
         """Compute the frozen product of all sites side by side, with every job's part."""
-        assert bound.rows is not None, "the rows were not dealt out"
+        assert bound.rows is not None, "the rows have no slots"
         return lora_linear(
             x_TK,
             frozen.weight,
@@ -147,7 +147,7 @@ class TiledBank:
         if self._tables is None:
             self._tables = self._new_tables(like.device)
             self._unsent = False
-        assert not self._unsent, "the pass was bound before who came or went was known"
+        assert not self._unsent, "jobs were attached or detached after the tables were sent"
         return self._tables
 
     def _new_tables(self, device: torch.device) -> Group:

@@ -132,7 +132,8 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
     if family not in DEFAULTS:
         known = ", ".join(DEFAULTS)
         raise BaseModelError(
-            f"{name} is a {family} model, whose sizes cannot be told from config.json alone; known: {known}"
+            f"{name} is a {family} model, whose sizes cannot be determined from config.json alone; "
+            f"known: {known}"
         )
     given = {key: value for key, value in config.items() if value is not None}
     whole = {**DEFAULTS[family], **given}

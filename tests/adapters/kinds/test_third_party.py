@@ -96,8 +96,8 @@ class BitFitSpec(TargetSpec):
 
 
 BROKEN = [
-    ("import nowhere_to_be_found", "ModuleNotFoundError: No module named 'nowhere_to_be_found'; mend it"),
-    ("raise RuntimeError('one line\\nanother')", "RuntimeError: one line; mend it"),
+    ("import nowhere_to_be_found", "ModuleNotFoundError: No module named 'nowhere_to_be_found'; repair it"),
+    ("raise RuntimeError('one line\\nanother')", "RuntimeError: one line; repair it"),
     ("BitFitSpec = 3", "TypeError: weftune_bitfit.spec:BitFitSpec is no class that extends TargetSpec"),
     (UNDEFINED, "NameError: name 'Undefined' is not defined"),
 ]
@@ -110,7 +110,7 @@ def test_a_package_that_fails_breaks_no_other_kind_and_is_told_when_it_is_asked_
     folder, place = broken("spec.py", text), deep_folder(tmp_path, JOBS)
     told = " ".join(weftune(folder, place, "plan", "jobs.yaml", code=2).split())
     assert "Traceback" not in told
-    assert f"bitfit is no kind that works: the package weftune-bitfit cannot be used: {reason}" in told
+    assert f"bitfit is a kind that does not work: the package weftune-bitfit cannot be used: {reason}" in told
     (place / "jobs.yaml").write_text((place / "jobs.yaml").read_text().replace("bitfit", "ia3"))
     assert "bits" in weftune(folder, place, "plan", "jobs.yaml")
 
@@ -120,7 +120,9 @@ def test_a_kind_whose_code_fails_is_told_when_it_is_trained(broken, tmp_path):
     folder, place = broken("apply.py", "import nowhere_to_be_found"), deep_folder(tmp_path, JOBS)
     told = " ".join(weftune(folder, place, "train", "jobs.yaml", code=2).split())
     assert "Traceback" not in told
-    assert "adapter.kind: bitfit is no kind that works: the package weftune_bitfit cannot be used" in told
+    assert (
+        "adapter.kind: bitfit is a kind that does not work: the package weftune_bitfit cannot be used" in told
+    )
 
 
 @pytest.mark.slow
@@ -133,7 +135,7 @@ def test_the_doctor_and_an_export_tell_of_a_package_that_fails(broken, tmp_path)
     (place / "adapter" / "adapter_config.json").write_text('{"weftune_kind": "bitfit"}')
     (place / "adapter" / "adapter_model.safetensors").touch()
     told = " ".join(weftune(folder, place, "export", "adapter", "--portable", code=2).split())
-    assert "adapter cannot be read: bitfit is no kind that works: the package weftune-bitfit" in told
+    assert "adapter cannot be read: bitfit is a kind that does not work: the package weftune-bitfit" in told
 
 
 def test_the_guide_shows_the_very_files_and_they_are_short():

@@ -55,22 +55,22 @@ LEAST_SEATS = 8
 class LoraBank:
     def __init__(self, sites: Sequence[SiteShape]) -> None:
         self._sites = [site.name for site in sites]
-        self._aboard: dict[str, tuple[JobAdapter, Mapping[str, Factors]]] = {}
+        self._attached: dict[str, tuple[JobAdapter, Mapping[str, Factors]]] = {}
         """Job → its adapter and its A and B at every site that it adapts."""
 
     def attach(self, adapter: JobAdapter, weights: Parameters) -> None:
         names = [site for site in self._sites if (site, A) in weights]
         factors = {site: Factors(weights[site, A], weights[site, B]) for site in names}
-        self._aboard[adapter.job] = adapter, factors
+        self._attached[adapter.job] = adapter, factors
 
     def detach(self, job: str) -> None:
-        del self._aboard[job]
+        del self._attached[job]
 
     def segments(self, bound: Pass) -> list[Segment]:
-        return [segment for segment in bound.microbatch.segments if segment.through in self._aboard]
+        return [segment for segment in bound.microbatch.segments if segment.through in self._attached]
 
     def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
-        found = [(segment, *self._aboard[segment.through or ""]) for segment in self.segments(bound)]
+        found = [(segment, *self._attached[segment.through or ""]) for segment in self.segments(bound)]
         blocks = tuple(
             _block(adapter, weights[site], site, segment, bound)
             for segment, adapter, weights in found

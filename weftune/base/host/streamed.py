@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
@@ -161,14 +161,6 @@ def streamed_base(
     own = [part.held(stage) for stage in part.own]
     shape = shape_here(model, whole, sum(one.stop - one.start for one in own))
     held = LayerRange(own[0].start, own[-1].stop, layers)
-    return _placed(
-        Base(model, spec, shape, device, matrix_dtype(model), held, whole.sites), part, fill, mapped
-    )
-
-
-def _placed(base: Base, part: OnWorker, fill: Fill, mapped: MappedWeights | None) -> StreamedBase:
-    """Fill in the values of a base that has only names and shapes so far, each in its final place."""
-    model, device = base.model, base.device
     _take_pages(device)
     pieces = {stage: _pieces(model, part.held(stage)) for stage in part.streamed}
     sizes = {stage: found[-1].stop for stage, found in pieces.items()}
@@ -190,7 +182,8 @@ def _placed(base: Base, part: OnWorker, fill: Fill, mapped: MappedWeights | None
         piece, source = kept[name]
         return source.read(piece.start, piece.stop).view(piece.dtype).view(piece.shape)
 
-    return StreamedBase(replace(base, stored=stored), part, sources, arena)
+    base = Base(model, spec, shape, device, matrix_dtype(model), held, whole.sites, stored)
+    return StreamedBase(base, part, sources, arena)
 
 
 def _take_pages(device: torch.device) -> None:
