@@ -16,7 +16,6 @@ from tests.launches import Launch, deep_folder
 from tests.outputs import Crash, assert_same_job, assert_same_results, assert_whole, events_of, status
 from tests.test_parity import STEPS, spec, two_jobs
 from weftune import JobSpec, train
-from weftune.adapters.generate import load_for, with_adapter
 from weftune.base.load import load_base
 from weftune.base.spec import BaseSpec
 from weftune.cli.generate import base_of
@@ -24,6 +23,7 @@ from weftune.errors import OutputError
 from weftune.report.compare import kept_validation
 from weftune.report.read import read_run
 from weftune.trainer.export import evaluation_rows
+from weftune.trainer.generate import load_for, with_adapter
 
 TWO_JOBS = [
     {"name": "a", "steps": 8, "adapter": {"rank": 4, "dropout": 0.1}, "eval": {"fraction": 0.2, "every": 3}},

@@ -19,13 +19,13 @@ from tests.cases import slow_but
 from tests.families import WRAPPERS, tiny_wrapper, with_exact_norms
 from tests.outputs import Crash, assert_same_results
 from weftune import JobSpec, train
-from weftune.adapters.generate import answers
 from weftune.adapters.lora.spec import read_spec
 from weftune.base.load import load_base, load_plain
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.data.tokenise import prompt_tokens
 from weftune.trainer.export import write_merged, write_portable
+from weftune.trainer.generate import answers
 
 STEPS = 6
 SAMPLES = random_samples((9, 4, 13))

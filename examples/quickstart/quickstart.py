@@ -7,7 +7,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from weftune.adapters.generate import answers
 from weftune.cli.generate import side_by_side
 from weftune.data.tokenise import prompt_tokens
 from weftune.errors import UserError
@@ -15,6 +14,7 @@ from weftune.jobs.spec.read import read_run
 from weftune.report.ending import final_table
 from weftune.report.read import read_run as read_records
 from weftune.report.terminal import LiveView
+from weftune.trainer.generate import answers
 from weftune.trainer.options import Options
 from weftune.trainer.train import trainer_for
 

@@ -11,8 +11,8 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tests.adapters.test_generate import adapter_folder, spoken_by_peft
 from tests.base.folders import model_folder
+from tests.trainer.test_generate import adapter_folder, spoken_by_peft
 from weftune.base.load import device_named
 from weftune.cli.generate import base_of, generate, side_by_side
 from weftune.errors import AdapterError, UserError

@@ -10,13 +10,13 @@ import torch
 
 from tests.families import tiny
 from tests.oracle import lora_config, write_start
-from weftune.adapters.generate import with_adapter
 from weftune.adapters.lora.files import read_adapter
 from weftune.core.limited import ending, slow_sentence
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import AdapterError, SpecError
 from weftune.jobs.spec.checks import check_targets
 from weftune.jobs.spec.spec import JobSpec
+from weftune.trainer.generate import with_adapter
 
 ENDLESS = [
     "(.*.*)*x",

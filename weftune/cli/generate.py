@@ -35,9 +35,9 @@ def generate(
 
     from rich.console import Console
 
-    from weftune.adapters.generate import BASE, answers
     from weftune.base.load import device_named
     from weftune.data.tokenise import prompt_tokens
+    from weftune.trainer.generate import BASE, answers
 
     said = answers(
         spec,

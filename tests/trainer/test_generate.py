@@ -12,10 +12,10 @@ from tests.base.folders import model_folder, word_tokenizer
 from tests.base.packs import CPU
 from tests.base.quant.bases import plain_folder, stood_for
 from tests.families import tiny
-from weftune.adapters.generate import answers
 from weftune.base.spec import BaseSpec
 from weftune.data.tokenise import prompt_tokens
 from weftune.errors import AdapterError
+from weftune.trainer.generate import answers
 
 
 def adapter_folder(folder: Path, seed: int, family: str = "llama") -> Path:
