@@ -139,8 +139,8 @@ def search(rungs: Rungs, train: Train) -> Found:
                 rungs.end(outcome.name, TrialEnd.FINISHED, outcome.step)
             else:
                 rungs.evaluate(outcome.name, outcome.step, outcome.value)
-        while due := rungs.due():
-            for decision in due:
+        while pending := rungs.pending():
+            for decision in pending:
                 rungs.adopt(decision)
     best = next(iter(rungs.ranking(scores)), None)
     return Found(

@@ -64,7 +64,7 @@ def test_more_trials_than_lines_show_leaders_and_those_aboard_and_sum_up_the_res
     assert len(lines) <= 24
     text = "\n".join(lines)
     assert "… and 56 trials more" in text
-    assert text.count(" running ") == 8 + 1, "and once in the line about all"
+    assert text.count(" running ") == 8 + 2, "and once in the lines about the sweep and about all"
     assert "55 dropped" in text
 
 

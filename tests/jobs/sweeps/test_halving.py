@@ -36,8 +36,8 @@ def rungs_of(count, at=(0.1, 0.3), keep=0.34, mode="min", steps=STEPS):
 
 
 def decide(rungs):
-    while due := rungs.due():
-        for decision in due:
+    while pending := rungs.pending():
+        for decision in pending:
             rungs.adopt(decision)
 
 
@@ -48,16 +48,16 @@ def test_a_trial_rests_at_a_rung_until_all_have_been_evaluated_there_and_the_bes
         assert rungs.awaited(name)
         rungs.evaluate(name, 20, value)
         assert not rungs.awaited(name)
-        assert rungs.due() == []
+        assert rungs.pending() == []
         assert rungs.limit(name) == 20
     rungs.evaluate("t1", 20, 3.0)
-    (decision,) = rungs.due()
+    (decision,) = rungs.pending()
     assert (decision.step, decision.kept, decision.left) == (20, ("t3", "t2"), ("t1", "t0"))
     assert rungs.limit("t3") == 20, "nothing changes before it is adopted"
     rungs.adopt(decision)
     assert (rungs.limit("t3"), rungs.limit("t2")) == (60, 60)
     assert decision.reason("t1", 20) == "left the sweep at step 20: 3rd of 4, the best 2 go on"
-    assert rungs.due() == []
+    assert rungs.pending() == []
     for name, value in (("t2", 1.5), ("t3", 1.6)):
         rungs.evaluate(name, 60, value)
     decide(rungs)
@@ -94,7 +94,7 @@ def test_whoever_failed_counts_among_those_who_began_the_rung_and_as_the_worst()
     assert rungs.decisions[0].reason("t5", 20) == "left the sweep at step 20: 4th of 6, the best 3 go on"
     rungs.end("t2", TrialEnd.LEFT, 40)
     rungs.evaluate("t3", 60, 2.0)
-    assert rungs.due() == []
+    assert rungs.pending() == []
     rungs.evaluate("t4", 60, 3.0)
     decide(rungs)
     assert rungs.decisions[1].kept == ("t3", "t4")
@@ -104,7 +104,7 @@ def test_a_rung_that_nobody_reaches_alive_is_not_decided():
     rungs = rungs_of(2)
     for name in rungs.trials:
         rungs.end(name, TrialEnd.FAILED, 3)
-    assert rungs.due() == []
+    assert rungs.pending() == []
     assert rungs.is_over()
     assert rungs.ranking({}) == []
 

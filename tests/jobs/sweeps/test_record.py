@@ -155,11 +155,11 @@ def test_leaders_have_neither_left_nor_failed() -> None:
 
 def test_the_rungs_tell_who_came_who_went_on_and_where_the_cut_lies() -> None:
     first, second, last = rung_rows(sweep_record())
-    assert (first.began, first.kept, first.left, first.lost) == (24, 8, 15, 1)
-    assert (second.began, second.kept, second.left, second.lost) == (8, 3, 5, 0)
+    assert (first.began, first.kept, first.lost) == (24, 8, 1)
+    assert (second.began, second.kept, second.lost) == (8, 3, 0)
     assert first.worst_kept is not None
-    assert first.best_left is not None
-    assert first.worst_kept < first.best_left
+    assert first.best_dropped is not None
+    assert first.worst_kept < first.best_dropped
     assert (last.step, last.began, last.evaluated, last.last) == (STEPS, 3, 3, True)
     assert rung_sentence(first) == "step 20: 8 of 24 went on"
     assert rung_sentence(last) == "step 200: 3 of 3 ended"
