@@ -169,7 +169,7 @@ def _section(job: JobRecord, key: str) -> Mapping[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-_MOST_GROUPS = 4
+_MAX_GROUPS = 4
 """Number of sets of held-out rows that have a verdict of their own: those with the most jobs."""
 
 
@@ -194,7 +194,10 @@ def verdicts(run: Run) -> tuple[RunVerdict, ...]:
     plain = [job for job in run.jobs if job.name not in trials]
     groups = sorted(validation_groups(plain), key=len, reverse=True)
     found = [verdict for record in run.sweeps if (verdict := _sweep_verdict(run, record)) is not None]
-    found += [_verdict(rivals, several=len(groups) > 1) for rivals in groups[:_MOST_GROUPS]]
+    for rivals in groups[:_MAX_GROUPS]:
+        lead = _lead_among(rivals[0], len(rivals)) if len(rivals) > 1 else _lead_alone(rivals[0])
+        rows_name = validation_rows(rivals[0]) if len(groups) > 1 else ""
+        found.append(_about(rivals[0], lead, rivals=len(rivals), rows_name=rows_name))
     return tuple(found) or (_no_verdict(run),)
 
 
@@ -207,12 +210,6 @@ def _sweep_verdict(run: Run, record: SweepRecord) -> RunVerdict | None:
     so_far = "" if record.best else " so far"
     lead = f"{job.name} {best_of} {plural(len(record.trials), 'trial')}{so_far}."
     return _about(job, lead, rivals=len(record.trials), rows_name="")
-
-
-def _verdict(rivals: Sequence[JobRecord], several: bool) -> RunVerdict:
-    job, count = rivals[0], len(rivals)
-    lead = _lead_alone(job) if count == 1 else _lead_among(job, count)
-    return _about(job, lead, rivals=count, rows_name=validation_rows(job) if several else "")
 
 
 def _lead_among(job: JobRecord, count: int) -> str:
@@ -244,13 +241,16 @@ def _about(job: JobRecord, lead: str, rivals: int, rows_name: str) -> RunVerdict
         change = f"{100 * abs(share):.1f} % {direction} the base" if share else "as the base"
         tone = "worse" if share > 0 else "good" if share < 0 else ""
         losses += f", base {loss_text(base)}"
+    what = "which adapter is better" if rivals > 1 else "whether the adapter is better"
+    least = f"at least {MIN_ROWS} held-out rows and {MIN_TOKENS} tokens"
+    basis = basis_text(job)
     return RunVerdict(
         lead=lead,
         change=change,
         tone=tone,
         losses=losses,
-        basis=basis_text(job) + (f" of {rows_name}" if rows_name and basis_text(job) else ""),
-        caution="" if is_enough(job) else _too_few(rivals),
+        basis=f"{basis} of {rows_name}" if rows_name and basis else basis,
+        caution="" if is_enough(job) else f"Too few to tell {what}: that takes {least}.",
     )
 
 
@@ -260,11 +260,6 @@ def basis_text(job: JobRecord) -> str:
     words = [plural(rows, "held-out row")] if rows else []
     words += [plural(tokens, "token" if rows else "held-out token")] if tokens else []
     return ", ".join(words)
-
-
-def _too_few(rivals: int) -> str:
-    what = "which adapter is better" if rivals > 1 else "whether the adapter is better"
-    return f"Too few to tell {what}: that takes at least {MIN_ROWS} held-out rows and {MIN_TOKENS} tokens."
 
 
 def _no_verdict(run: Run) -> RunVerdict:

@@ -146,19 +146,12 @@ def wall_sentence(wall: WallTime) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class WallPart:
-    label: str
-    seconds: str
-    percent: float
-    colour: str
-
-
-@dataclass(frozen=True, slots=True)
 class WallBar:
     """The wall time of one run as a stacked bar."""
 
     sentence: str
-    parts: tuple[WallPart, ...]
+    parts: tuple[tuple[str, str, float, str], ...]
+    """Label, seconds, percentage and colour of each phase."""
 
 
 def wall_bar(wall: WallTime) -> WallBar:
@@ -167,7 +160,7 @@ def wall_bar(wall: WallTime) -> WallBar:
     told = [phase for phase in Phase if wall.phases[phase] >= LEAST]
     whole = max(wall.seconds, sum(wall.phases[phase] for phase in told), 1e-9)
     parts = tuple(
-        WallPart(label(phase), f"{wall.phases[phase]:.1f} s", 100 * wall.phases[phase] / whole, COLOURS[at])
+        (label(phase), f"{wall.phases[phase]:.1f} s", 100 * wall.phases[phase] / whole, COLOURS[at])
         for at, phase in enumerate(Phase)
         if phase in told
     )

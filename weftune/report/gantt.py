@@ -114,7 +114,7 @@ def timeline_data(
     count = len(ordered)
     while True:
         data = _data(ordered[:count], lanes, seconds, program)
-        size = _size(data)
+        size = len(json.dumps(data, separators=(",", ":")))
         if size <= MOST_BYTES or count <= 100:
             return data | {"drawn": count, "all": len(ordered)}
         count = min(count - 1, int(0.9 * count * MOST_BYTES / size))
@@ -128,8 +128,10 @@ def _data(
     by_lane: dict[str, list[int]] = {lane: [] for lane in lanes}
     for bar in bars:
         start, length = round(bar.start / unit), max(1, round((bar.stop - bar.start) / unit))
-        text = texts.setdefault(_cut(bar.text), len(texts))
+        shown = bar.text if len(bar.text) <= _LONGEST_TEXT else f"{bar.text[: _LONGEST_TEXT - 1]}…"
+        text = texts.setdefault(shown, len(texts))
         by_lane.setdefault(bar.row, []).extend((start, length, KINDS.index(bar.kind), text, bar.microbatch))
+    side_lanes = tuple(f" {other}" for other in Lane if other is not Lane.compute)
     colours = job_colours(program) if program else {}
     held = {bar.microbatch for bar in bars if bar.microbatch >= 0} if program else set()
     jobs = {name: at for at, name in enumerate(colours)}
@@ -142,7 +144,9 @@ def _data(
         "names": list(KINDS),
         "jobs": [[name, colour] for name, colour in colours.items()],
         "lanes": [
-            {"name": name, "main": _is_main(name), "bars": numbers} for name, numbers in by_lane.items()
+            # A lane that does not compute is drawn narrower, below the main one.
+            {"name": name, "main": not name.endswith(side_lanes), "bars": numbers}
+            for name, numbers in by_lane.items()
         ],
         "texts": list(texts),
         "microbatches": {number: _segments(program, number, jobs) for number in sorted(held)}
@@ -157,19 +161,6 @@ def _segments(program: Program, number: int, jobs: Mapping[str, int]) -> list[in
     for job, group in groupby(program.microbatches[number].segments, key=lambda one: one.job):
         found += (jobs[job], sum(one.tokens for one in group))
     return found
-
-
-def _size(data: Mapping[str, Any]) -> int:
-    return len(json.dumps(data, separators=(",", ":")))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
-
-
-def _is_main(lane: str) -> bool:
-    """Return whether the lane computes; other lanes are drawn narrower, below it."""
-    return not lane.endswith(tuple(f" {other}" for other in Lane if other is not Lane.compute))
 
 
 def _bars(timeline: Timeline, program: Program) -> list[Bar]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from weftune.errors import UserError
@@ -40,27 +39,27 @@ def gantt_png(timeline: Timeline, program: Program, title: str) -> bytes:
     from PIL import Image, ImageDraw
 
     lanes = rows(timeline)
-    jobs = _legend(job_colours(program))
-    height = TOP + len(lanes) * ROW + BOTTOM + LINE * (1 + max((one.line for one in jobs), default=0))
+    colours = job_colours(program)
+    jobs = _legend(colours)
+    height = TOP + len(lanes) * ROW + BOTTOM + LINE * (1 + max((line for _, line, _ in jobs), default=0))
     image = Image.new("RGB", (WIDTH, height), PAPER)
     pen = ImageDraw.Draw(image)
     _title(pen, timeline, title)
     _axis(pen, timeline.makespan, TOP + len(lanes) * ROW + BOTTOM)
-    places = {lane: TOP + number * ROW for number, lane in enumerate(lanes)}
-    for lane, top in places.items():
+    tops = {lane: TOP + number * ROW for number, lane in enumerate(lanes)}
+    for lane, top in tops.items():
         pen.text((LEFT - 12, top + ROW // 2), lane, fill=INK, font=_font(14), anchor="rm")
     for event in timeline.events:
         if event.stop > event.start:
-            _bar(pen, event, timeline.makespan, places[row(event.device, event.lane)])
-    colours = job_colours(program)
+            _bar(pen, event, timeline.makespan, tops[row(event.device, event.lane)])
     for strip in job_strips(timeline, program):
         left, right = _across(strip.start, timeline.makespan), _across(strip.stop, timeline.makespan)
-        foot = places[strip.row] + ROW - GAP // 2
+        foot = tops[strip.row] + ROW - GAP // 2
         pen.rectangle((left, foot - FOOT, max(right, left + 1), foot), fill=colours[strip.job])
-    for entry in jobs:
-        top = TOP + len(lanes) * ROW + BOTTOM + LINE * entry.line
-        pen.rectangle((entry.across, top, entry.across + 14, top + 14), fill=colours[entry.job])
-        pen.text((entry.across + 20, top + 7), entry.text, fill=INK, font=_font(14), anchor="lm")
+    for job, line, across in jobs:
+        top = TOP + len(lanes) * ROW + BOTTOM + LINE * line
+        pen.rectangle((across, top, across + 14, top + 14), fill=colours[job])
+        pen.text((across + 20, top + 7), f"job {job}", fill=INK, font=_font(14), anchor="lm")
     stream = io.BytesIO()
     image.save(stream, "PNG", optimize=True)
     return stream.getvalue()
@@ -77,23 +76,14 @@ def _title(pen: ImageDraw, timeline: Timeline, title: str) -> None:
             across += 40 + int(pen.textlength(kind, font=_font(14)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    job: str
-    text: str
-    line: int
-    across: int
-
-
-def _legend(colours: Mapping[str, str]) -> list[_Entry]:
-    """Place the jobs below the picture, as many on a line as fit."""
+def _legend(jobs: Iterable[str]) -> list[tuple[str, int, int]]:
+    """Place the jobs below the picture, as many on a line as fit: job, line and distance from the left."""
     entries, line, across = [], 0, LEFT
-    for job in colours:
-        text = f"job {job}"
-        width = 40 + int(_font(14).getlength(text))
+    for job in jobs:
+        width = 40 + int(_font(14).getlength(f"job {job}"))
         if across + width > WIDTH - RIGHT and across > LEFT:
             line, across = line + 1, LEFT
-        entries.append(_Entry(job, text, line, across))
+        entries.append((job, line, across))
         across += width
     return entries
 

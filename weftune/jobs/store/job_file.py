@@ -123,13 +123,16 @@ def found_job(folder: Path, lines: Sequence[Mapping[str, Any]] | None = None) ->
     best = min(evaluations, key=lambda line: float(line["eval_loss"]), default={})
     last = max(evaluations, key=lambda line: _number(line.get("step")), default={})
     base = next((line[BASE_LOSS] for line in lines if isinstance(line.get(BASE_LOSS), int | float)), None)
-    values = _job_values(folder)
-    keeps_best = _mapping(values.get("job")).get("keep") == "best"
-    made = max((int(_number(line.get("step"))) for line in steps), default=0)
+    values: Mapping[str, Any] = {}
+    with suppress(DamagedJobFile):
+        values = found.values if (found := read_job_file(folder)) else {}
+    spec = values.get("job")
+    keeps_best = isinstance(spec, Mapping) and spec.get("keep") == "best"
+    step = max((int(_number(line.get("step"))) for line in steps), default=0)
     is_finished = all((folder / name).is_file() for name in (CONFIG, WEIGHTS))
     return JobStatus(
         state=State.SUCCEEDED if is_finished and not (folder / CHECKPOINTS).exists() else State.QUEUED,
-        step=made,
+        step=step,
         steps=int(_number(values.get("steps"))),
         trained_tokens=sum(int(_number(line.get("tokens"))) for line in steps),
         eval_loss=(best if keeps_best else last).get("eval_loss"),
@@ -155,20 +158,7 @@ def _ended(path: Path) -> dict[str, JobStatus]:
 def _standing(job: JobStatus) -> str:
     if job.state.ended:
         return f"has {job.state}" if job.state is State.SUCCEEDED else f"is {job.state}"
-    return "goes on from its last checkpoint" if job.step else "has not begun"
-
-
-def _job_values(folder: Path) -> Mapping[str, Any]:
-    """Return the content of the job's file; empty if it cannot be read."""
-    try:
-        found = read_job_file(folder)
-    except DamagedJobFile:
-        return {}
-    return found.values if found else {}
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+    return "resumes from its last checkpoint" if job.step else "has not begun"
 
 
 def _lines(path: Path) -> list[Mapping[str, Any]]:

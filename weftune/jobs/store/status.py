@@ -116,7 +116,7 @@ def to_json(status: RunStatus) -> dict[str, Any]:
         for name, job in status.jobs.items()
     }
     whole = {"format": FORMAT, **whole}
-    return {**whole, CHECKSUM: _checksum(whole)}
+    return {**whole, CHECKSUM: checksum_of(whole)}
 
 
 def status_text(status: RunStatus) -> str:
@@ -126,33 +126,26 @@ def status_text(status: RunStatus) -> str:
     whole = {"format": FORMAT, **whole}
     names = [json_text(name) for name in status.jobs]
     texts = [_job_texts(job) for job in status.jobs.values()]
-    compact = ", ".join(f"{name}: {text.compact}" for name, text in zip(names, texts, strict=True))
+    compact = ", ".join(f"{name}: {text}" for name, (text, _) in zip(names, texts, strict=True))
     checksum = _text_checksum(f'{json_text(whole)[:-1]}, "jobs": {{{compact}}}}}')
-    indented = ",\n".join(f"    {name}: {text.indented}" for name, text in zip(names, texts, strict=True))
+    indented = ",\n".join(f"    {name}: {text}" for name, (_, text) in zip(names, texts, strict=True))
     jobs = f"{{\n{indented}\n  }}" if names else "{}"
     head = json_text(whole, indent=2).removesuffix("\n}")
     return f'{head},\n  "jobs": {jobs},\n  "{CHECKSUM}": {json_text(checksum)}\n}}\n'
-
-
-@dataclass(frozen=True, slots=True)
-class _JobTexts:
-    compact: str
-    """Text of which the checksum is computed."""
-    indented: str
-    """Text that is written to the file."""
 
 
 _JOB_FIELDS = tuple(item.name for item in fields(JobStatus))
 
 
 @lru_cache(maxsize=1 << 15)
-def _job_texts(job: JobStatus) -> _JobTexts:
+def _job_texts(job: JobStatus) -> tuple[str, str]:
+    """Return the compact text, of which the checksum is computed, and the one that is written."""
     values = {name: getattr(job, name) for name in _JOB_FIELDS}
     if job.notes:
-        return _JobTexts(json_text(values), json_text(values, indent=2).replace("\n", "\n    "))
+        return json_text(values), json_text(values, indent=2).replace("\n", "\n    ")
     # Same text as in the line above, which takes ten times as long: a thousand jobs change in a second.
     lines = [f'"{name}": {json_text(value)}' for name, value in values.items()]
-    return _JobTexts(f"{{{', '.join(lines)}}}", "{\n      " + ",\n      ".join(lines) + "\n    }")
+    return f"{{{', '.join(lines)}}}", "{\n      " + ",\n      ".join(lines) + "\n    }"
 
 
 def from_json(value: Any, path: Path) -> RunStatus:
@@ -161,21 +154,19 @@ def from_json(value: Any, path: Path) -> RunStatus:
     if not isinstance(value, dict):
         raise ValueError("it is no status")
     # Checked before the format: a flipped bit there is damage, not a newer Weftune.
-    if CHECKSUM in value and value[CHECKSUM] != _checksum(value):
+    if CHECKSUM in value and value[CHECKSUM] != checksum_of(value):
         raise ValueError("it does not match its checksum")
     refuse_unknown_format(value.get("format"), path)
     if not isinstance(value.get("jobs"), dict):
         raise ValueError("it is no status")
     jobs = {name: job_from_json(job) for name, job in value["jobs"].items()}
-    whole = _known(value, RunStatus) | {"jobs": jobs}
-    return _typed(RunStatus, whole)
+    return typed_record(RunStatus, {**value, "jobs": jobs})
 
 
-def _checksum(whole: Mapping[str, Any]) -> str:
+def checksum_of(whole: Mapping[str, Any]) -> str:
     """Return the checksum of all other keys. A bit that a disk has flipped often leaves valid JSON with
     another number in it."""
-    rest = {key: value for key, value in whole.items() if key != CHECKSUM}
-    return _text_checksum(json_text(rest))
+    return _text_checksum(json_text({key: value for key, value in whole.items() if key != CHECKSUM}))
 
 
 def _text_checksum(text: str) -> str:
@@ -185,17 +176,14 @@ def _text_checksum(text: str) -> str:
 def job_from_json(value: Any) -> JobStatus:
     if not isinstance(value, dict):
         raise ValueError("a job in it is no mapping")
-    return _typed(JobStatus, _known(value, JobStatus) | {"state": State(str(value.get("state")))})
+    return typed_record(JobStatus, {**value, "state": State(str(value.get("state")))})
 
 
-def _known(value: Mapping[str, Any], record: type) -> dict[str, Any]:
+def typed_record(record: type, value: Mapping[str, Any]) -> Any:
+    """Return a record of the keys that it knows. The types are checked with pydantic, so that a hand-edited
+    file fails here and not in the middle of a run."""
     names = {item.name for item in fields(record)}
-    return {key: below for key, below in value.items() if key in names}
-
-
-def _typed(record: type, values: dict[str, Any]) -> Any:
-    """Check the types with pydantic, so that a hand-edited file fails here and not in the middle of a run."""
-    return _adapter_of(record).validate_python(values)
+    return _adapter_of(record).validate_python({key: below for key, below in value.items() if key in names})
 
 
 @cache

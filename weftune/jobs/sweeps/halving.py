@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -217,43 +217,32 @@ class Rungs:
         halving, rung = self.spec.halving, len(self._decided(generation))
         if halving is None or rung >= len(halving.at):
             return None
-        began = self._began(generation, rung)
-        if not all(self._is_known(trial, rung) for trial in began):
+        began = [trial for trial in self.generations[generation] if self._begins(trial, rung)]
+        values = {
+            trial: self.values[trial][rungs[rung]]
+            for trial in began
+            if (rungs := self.rungs(trial)) and rungs[rung] in self.values.get(trial, {})
+        }
+        if any(trial not in values and trial not in self.ended for trial in began):
             return None
-        here = [trial for trial in began if self._counts(trial, rung)]
+        here = [trial for trial in values if self._counts(trial, self.rungs(trial)[rung])]
         if not here:
             return None
-        ranked = sorted(here, key=lambda trial: worth(self._value(trial, rung), self.spec.mode))
+        ranked = sorted(here, key=lambda trial: worth(values[trial], self.spec.mode))
         count = quota(halving.keep, len(began))
         step = self.rungs(here[0])[rung]
         return Decision(generation, rung, step, tuple(ranked[:count]), tuple(ranked[count:]), len(began))
 
-    def _is_known(self, trial: str, rung: int) -> bool:
-        return trial in self.ended or self._has_value(trial, rung)
-
-    def _counts(self, trial: str, rung: int) -> bool:
-        """Whether the trial was evaluated at the rung, and had not failed or left by then."""
-        if not self._has_value(trial, rung):
-            return False
-        ended, step = self.ended.get(trial), self.rungs(trial)[rung]
+    def _counts(self, trial: str, step: int) -> bool:
+        """Whether a trial that was evaluated at a rung's step had not failed or left by then."""
+        ended = self.ended.get(trial)
         return ended is None or ended.step > step or (ended.how is TrialEnd.FINISHED and ended.step == step)
-
-    def _has_value(self, trial: str, rung: int) -> bool:
-        rungs = self.rungs(trial)
-        return bool(rungs) and rungs[rung] in self.values.get(trial, {})
-
-    def _value(self, trial: str, rung: int) -> float | None:
-        return self.values[trial][self.rungs(trial)[rung]]
 
     def _decided(self, generation: int) -> list[Decision]:
         return [decision for decision in self.decisions if decision.generation == generation]
 
-    def _began(self, generation: int, rung: int) -> tuple[str, ...]:
-        """Return the trials that began a rung: all, or those kept at the one before, in the order of the
-        file."""
-        return tuple(trial for trial in self.generations[generation] if self._begins(trial, rung))
-
     def _begins(self, trial: str, rung: int) -> bool:
+        """Whether a trial begins a rung: all begin the first, and those kept the next one."""
         return rung == 0 or trial in self._decided(self._generation[trial])[rung - 1].kept
 
 
@@ -282,18 +271,13 @@ class LossTrend:
         if len(self._first) < TREND_STEPS:
             # Lines of the metrics were lost, so the trend is unknown.
             return None
-        first, last = _mean(self._first), _mean(self._last)
+        first, last = (math.fsum(losses) / len(losses) for losses in (self._first, self._last))
         if last < first:
             return None
         return (
             f"{LEFT} {self._step}: its training loss does not fall "
             f"(mean of the first {TREND_STEPS} steps {first:.4g}, of the last {last:.4g})"
         )
-
-
-def _mean(losses: Iterable[float]) -> float:
-    values = list(losses)
-    return math.fsum(values) / len(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,15 +326,10 @@ def expected_saving(spec: SweepSpec, works: Sequence[TrialWork]) -> Saving:
     only some of them."""
     counts = rung_counts(spec)
     scale = counts[0] / len(works)
-    spans = [
-        sum(parts) * scale for parts in zip(*(_spans(work, spec.halving) for work in works), strict=True)
-    ]
+    parts = []
+    for work in works:
+        ends = (0, *rung_steps(spec.halving, work.steps), work.steps)
+        parts.append([(end - start) * work.per_step for start, end in pairwise(ends)])
+    spans = [sum(part) * scale for part in zip(*parts, strict=True)]
     expected = sum(span * count / counts[0] for span, count in zip(spans, counts, strict=True))
     return Saving(counts, sum(spans), expected)
-
-
-def _spans(work: TrialWork, halving: Halving | None) -> Iterable[float]:
-    """Return the work from each rung to the next."""
-    ends = [*rung_steps(halving, work.steps), work.steps]
-    starts = [0, *ends[:-1]]
-    return [(end - start) * work.per_step for start, end in zip(starts, ends, strict=True)]

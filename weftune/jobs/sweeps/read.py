@@ -145,7 +145,7 @@ def _halving_faults(halving: Any, steps: Any) -> Iterator[Fault]:
     numbers = all(isinstance(share, int | float) for share in at)
     if numbers and any(later <= earlier for earlier, later in pairwise(at)):
         yield Fault(("sweep", "halving", "at"), "must rise from each share to the next, such as [0.1, 0.3]")
-    elif numbers and at and _is_count(steps) and all(0 < share < 1 for share in at):
+    elif numbers and at and type(steps) is int and steps > 0 and all(0 < share < 1 for share in at):
         rungs = [0, *rung_steps(Halving(tuple(at), 0.5), steps)]
         if any(later <= earlier for earlier, later in pairwise(rungs)):
             told = ", ".join(map(str, rungs[1:]))
@@ -154,10 +154,6 @@ def _halving_faults(halving: Any, steps: Any) -> Iterator[Fault]:
                 f"must be at least a step apart, and of {steps} steps they are {told}; take fewer shares or "
                 "more steps",
             )
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _read_over(written: Any) -> tuple[dict[str, Choices], list[Fault]]:

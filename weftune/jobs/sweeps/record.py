@@ -4,29 +4,26 @@ follows from it: its trials from best to worst, the values in which they differ,
 from __future__ import annotations
 
 import json
-import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from weftune.adapters.folder import CONFIG
-from weftune.core.files import FORMAT, json_text, refuse_unknown_format, replace_json
+from weftune.core.files import FORMAT, refuse_unknown_format, replace_json
 from weftune.errors import OutputError
-from weftune.jobs.store.status import resume_line
+from weftune.jobs.store.status import CHECKSUM, checksum_of, resume_line, typed_record
 from weftune.jobs.sweeps.halving import Decision, quota, worth
 from weftune.jobs.sweeps.spec import Judge, Metric, Mode, Search
 
 SWEEP_FILE = "sweep.json"
 BEST = "best"
 """Folder of the winners, beside the record."""
-CHECKSUM = "checksum"
 
 
 def best_folder(sweep: Path, trial: str) -> Path:
@@ -120,7 +117,7 @@ def write_record(folder: Path, record: SweepRecord) -> None:
     except OSError as error:
         raise OutputError(f"cannot write {folder / SWEEP_FILE}: {error.strerror}") from error
     whole = {"format": FORMAT, **_plain(record)}
-    replace_json(folder / SWEEP_FILE, {**whole, CHECKSUM: _checksum(whole)})
+    replace_json(folder / SWEEP_FILE, {**whole, CHECKSUM: checksum_of(whole)})
 
 
 def read_record(folder: Path) -> SweepRecord | None:
@@ -138,14 +135,14 @@ def read_record(folder: Path) -> SweepRecord | None:
     if not isinstance(value, dict):
         raise DamagedSweep(path, "it is no record of a sweep")
     # Checked before the format: a flipped bit there is damage, not a newer Weftune.
-    if CHECKSUM in value and value.pop(CHECKSUM) != _checksum(value):
+    if CHECKSUM in value and value.pop(CHECKSUM) != checksum_of(value):
         raise DamagedSweep(path, "it does not match its checksum")
     refuse_unknown_format(value.pop("format", None), path)
-    known = {item.name for item in fields(SweepRecord)}
     try:
-        return _adapter().validate_python({key: below for key, below in value.items() if key in known})
+        record: SweepRecord = typed_record(SweepRecord, value)
     except ValidationError:
         raise DamagedSweep(path, "it is no record of a sweep") from None
+    return record
 
 
 def records_in(output: Path) -> list[SweepRecord]:
@@ -171,17 +168,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(below) for key, below in value.items()}
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-def _checksum(whole: Mapping[str, Any]) -> str:
-    """Return the checksum of all other keys: a bit that a disk has flipped often leaves valid JSON with
-    another number in it."""
-    return f"{zlib.crc32(json_text(whole).encode()):08x}"
-
-
-@cache
-def _adapter() -> TypeAdapter[SweepRecord]:
-    return TypeAdapter(SweepRecord)
 
 
 METRIC_NAMES = {"eval_loss": "validation loss", "eval_mean_token_accuracy": "validation accuracy"}
@@ -325,38 +311,26 @@ def _generation_rows(record: SweepRecord, generation: int) -> Iterator[RungRow]:
     trials = {trial.name: trial for trial in record.trials if trial.generation == generation}
     decided = {one.rung: one for one in record.decisions if one.generation == generation}
     began = list(trials.values())
-    for number, step in enumerate(record.rungs):
-        decision = decided.get(number)
-        if decision is None:
-            yield _open_row(began, number, step, generation, last=number == len(record.rungs) - 1)
+    for rung, step in enumerate(record.rungs):
+        if (decision := decided.get(rung)) is None:
+            last = rung == len(record.rungs) - 1
+            here = sum(one.state in _ENDED or (not last and len(one.at_rungs) > rung) for one in began)
+            yield RungRow(step=step, generation=generation, last=last, began=len(began), evaluated=here)
             return
-        yield _decided_row(trials, decision)
-        began = [trials[name] for name in decision.kept if name in trials]
-
-
-def _open_row(
-    began: Sequence[TrialRecord], number: int, step: int, generation: int, *, last: bool
-) -> RungRow:
-    here = sum(trial.state in _ENDED or (not last and len(trial.at_rungs) > number) for trial in began)
-    return RungRow(step=step, generation=generation, last=last, began=len(began), evaluated=here)
-
-
-def _decided_row(trials: Mapping[str, TrialRecord], decision: Decision) -> RungRow:
-    def value(names: Sequence[str]) -> float | None:
-        return rung_value(trials[names[0]], decision.rung) if names and names[0] in trials else None
-
-    lost = decision.began - len(decision.kept) - len(decision.left)
-    return RungRow(
-        step=decision.step,
-        generation=decision.generation,
-        last=False,
-        began=decision.began,
-        evaluated=decision.began,
-        kept=len(decision.kept),
-        lost=max(0, lost),
-        worst_kept=value(decision.kept[-1:]),
-        best_dropped=value(decision.left[:1]),
-    )
+        kept, dropped = decision.kept, decision.left
+        worst, best = trials.get(kept[-1]) if kept else None, trials.get(dropped[0]) if dropped else None
+        yield RungRow(
+            step=decision.step,
+            generation=generation,
+            last=False,
+            began=decision.began,
+            evaluated=decision.began,
+            kept=len(kept),
+            lost=max(0, decision.began - len(kept) - len(dropped)),
+            worst_kept=rung_value(worst, rung) if worst is not None else None,
+            best_dropped=rung_value(best, rung) if best is not None else None,
+        )
+        began = [trials[name] for name in kept if name in trials]
 
 
 def rung_value(trial: TrialRecord, rung: int) -> float | None:
