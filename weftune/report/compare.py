@@ -102,11 +102,8 @@ def validation_groups(jobs: Sequence[JobRecord]) -> tuple[tuple[JobRecord, ...],
 
 
 def best_jobs(jobs: Sequence[JobRecord]) -> Mapping[str, str]:
-    """Return the best jobs: name → the rows it was measured on (empty if all share one set).
-
-    A job is best among at least two that share their held-out rows, if these are enough to tell
-    (`MIN_ROWS`, `MIN_TOKENS`) and if it is better than the base.
-    """
+    """Return the best jobs: name → the rows it was measured on (empty if all share one set). A job is best
+    among at least two on the same rows, if these are enough to tell and it is better than the base."""
     groups = validation_groups(jobs)
     return {
         rivals[0].name: validation_rows(rivals[0]) if len(groups) > 1 else ""

@@ -31,8 +31,7 @@ class Errors:
 
 
 def tally(windows: Sequence[WindowLine], *, unsettled: bool) -> Errors:
-    """Return the errors of the windows that differ from the one before: of those in which something was
-    compiled or captured, or of the others."""
+    """Return the errors of the windows that changed: of those with something compiled, or of the others."""
     counted = [window for window in windows if window.changed and bool(window.unsettled) == unsettled]
     seconds = [abs(off) for window in counted if (off := seconds_off(window)) is not None]
     peaks = [abs(off) for window in counted if (off := peak_off(window)) is not None]
@@ -72,10 +71,8 @@ def rows(windows: Sequence[WindowLine]) -> list[tuple[str, ...]]:
 
 
 def headline(windows: Sequence[WindowLine]) -> str | None:
-    """Return one line about the errors; None unless enough windows were predicted well enough.
-
-    On a busy machine the time of a window depends on other work, which says nothing about predictions.
-    """
+    """Return one line about the errors; None unless enough windows were predicted well, which the time of a
+    window on a busy machine says nothing about."""
     found = tally(windows, unsettled=False)
     if found.windows < MIN_WINDOWS or found.seconds is None or found.seconds > MAX_ERROR:
         return None

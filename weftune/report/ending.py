@@ -43,11 +43,8 @@ Losses = tuple[float | None, float | None]
 
 
 def final_table(run: Run, width: int = 80) -> Group:
-    """Return all jobs, best result first, with their folders; below, why some failed and how to resume.
-
-    Paths that do not fit beside the numbers in `width` columns have lines of their own. Of a sweep's trials
-    only the best are shown.
-    """
+    """Return all jobs, best result first, with why some failed and how to resume; of a sweep's trials only
+    the best. Paths that do not fit into `width` columns have lines of their own."""
     trials = run.trials
     jobs = tuple(job for job in by_result(run.jobs) if job.name not in trials)
     sweeps = [part for record in run.sweeps for part in sweep_ending(run, record, width)]

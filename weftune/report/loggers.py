@@ -174,8 +174,7 @@ def _mlflow(output: Path) -> Callable[[str, Spec], JobLogger]:
 
 
 class MlflowLogger:
-    """A logger whose runs are in the experiment named after the output folder; without a tracking server they
-    are in its mlflow.db."""
+    """A logger of runs in the experiment named after the output folder, by default in its mlflow.db."""
 
     def __init__(self, client: MlflowClient, experiment: str, job: str, spec: Spec) -> None:
         self._client = client

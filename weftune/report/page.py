@@ -144,8 +144,7 @@ class JobView:
 
 
 def write_report(output: Path, run: Run | None = None) -> Path:
-    """Write `report.html` of an output folder and return its path. `run` is the folder's content if it was
-    already read."""
+    """Write `report.html` of an output folder, whose content may be given as `run`, and return its path."""
     run = run or read_run(output)
     target = output / "report.html"
     draft = output / "report.html.tmp"

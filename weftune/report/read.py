@@ -33,8 +33,7 @@ Curve = list["MetricLine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricLine:
-    """One optimizer step of a job, or one evaluation on its held-out rows; an evaluation at step 0 comes
-    before any training."""
+    """One optimizer step of a job, or one evaluation on its held-out rows; step 0 is before training."""
 
     step: int
     loss: float | None
@@ -183,8 +182,7 @@ def _read_lines(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
 
 
 def _metrics(output: Path, shares: Sequence[RunStatus], notes: list[str]) -> list[Mapping[str, Any]]:
-    """Return all lines of metrics. For a job that a share trains, only the share's lines count: they include
-    those from before the share."""
+    """Return all lines of metrics; for a job that a share trains, only the share's, which are complete."""
     owned = frozenset(name for share in shares for name in share.jobs)
     own = [line for line in _read_lines(output / METRICS, notes) if str(line.get("job")) not in owned]
     return [

@@ -67,11 +67,8 @@ def load_snippet(base: BaseSpec, folder: Path) -> str:
 
 
 def _quantisation_lines(base: BaseSpec, folder: Path) -> list[str]:
-    """Return lines for a quantised base.
-
-    For nf4, bitsandbytes makes the same format; for formats that transformers cannot load, comments say what
-    differs.
-    """
+    """Return lines for a quantised base: bitsandbytes makes the same nf4; for formats that transformers
+    cannot load, comments say what differs."""
     if base.quantize is None:
         return []
     if base.quantize == "nf4":
@@ -109,8 +106,7 @@ def generate_command(folder: Path) -> str:
 
 
 def remedies(job: JobRecord, command: str | None = None) -> tuple[Remedy, ...]:
-    """Return the remedies for a job, best first; none for one that has succeeded. `command` is the one
-    that the run's status records."""
+    """Return the remedies for an unfinished job, best first. `command` is the one that the status records."""
     resumed, anew = resume_line(command), resume_line(command, restart=[job.name])
     if job.state == "succeeded":
         return ()

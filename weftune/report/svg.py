@@ -26,10 +26,8 @@ class Point:
 
 
 def smooth(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Smooth by exponential means over about a twentieth of the curve, from both sides to avoid a lag.
-
-    A gap stays a gap.
-    """
+    """Smooth by exponential means over about a twentieth of the curve, from both sides to avoid a lag. Gaps
+    stay."""
     keep = 1 - 1 / max(3.0, len(points) / 20)
     forward = _running_mean([point.y for point in points], keep)
     backward = _running_mean([point.y for point in reversed(points)], keep)
@@ -150,11 +148,8 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Parallel coordinates: a line passes through its position, from 0 to 1, on each axis.
-
-    The points of a series have the number of the axis as x and the position on it as y. All axes go from
-    0 to 1.
-    """
+    """Parallel coordinates: the points of a series have the number of the axis as x and the position on it,
+    from 0 to 1, as y. All axes go from 0 to 1."""
 
     axes: Sequence[Axis]
     series: Sequence[Series]
@@ -218,8 +213,7 @@ def number_label(value: float) -> str:
 
 
 def figure_html(figure: Figure | Parallel) -> Markup:
-    """Return the chart as HTML. Parallel coordinates are drawn twice: axes side by side for wide screens, one
-    below the other for narrow ones."""
+    """Return the chart as HTML. Parallel coordinates are drawn twice, for wide and for narrow screens."""
     if isinstance(figure, Parallel):
         return _parallel(figure, upright=True) + _parallel(figure, upright=False)
     x, y = figure.x, figure.y

@@ -72,11 +72,8 @@ def _data_block(value: object) -> str:
 
 
 def _policy(script: str) -> str:
-    """Return a content security policy: nothing may be fetched, and only the page's own script runs.
-
-    Inline styles are allowed because charts place their labels with style attributes; since nothing may be
-    fetched, a style cannot send data out.
-    """
+    """Return a content security policy: nothing may be fetched, and only the page's own script runs. Inline
+    styles, which place the labels of charts, cannot send data out then."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "

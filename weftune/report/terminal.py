@@ -386,6 +386,5 @@ class _SafeOutput:
 
 
 def safe_output() -> IO[str]:
-    """Return standard output that cannot end a run: a closed pipe or a full disk is reported once, then
-    ignored."""
+    """Return standard output that cannot end a run: an error is reported once, then output is discarded."""
     return cast("IO[str]", _SafeOutput(sys.stdout))

@@ -69,8 +69,7 @@ def printable(text: str) -> str:
 
 
 def trial_state_text(state: str) -> str:
-    """Return the word for the state of a trial. In sweep.json a dropped trial has the state `left`, a word
-    that could also be read as remaining time."""
+    """Return the word for a trial's state: `dropped` for `left`, which could be read as remaining time."""
     return "dropped" if state == "left" else state
 
 
@@ -89,9 +88,6 @@ def short_paths(paths: Sequence[str]) -> Mapping[str, str]:
 
 
 def breakable(text: str) -> tuple[str, ...]:
-    """Split a text into pieces between which a line may break, besides at spaces.
-
-    Paths and names break behind slashes, underscores and hyphens; in a list of names the spaces are
-    enough.
-    """
+    """Split a text into pieces between which a line may break: behind slashes, underscores and hyphens of
+    paths and names; in a list of names the spaces are enough."""
     return (text,) if " " in text else tuple(re.split(r"(?<=[/_-])(?=[^/_-])(?!\d)", text))

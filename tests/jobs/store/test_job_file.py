@@ -152,7 +152,7 @@ def test_whole_jobs_come_back_from_their_folders(output: Path) -> None:
     with open_store(output, resume=True) as store:
         assert "status.json was damaged (" in store.rebuilt
         assert "done has succeeded" in store.rebuilt
-        assert "half goes on from its last checkpoint" in store.rebuilt
+        assert "half resumes from its last checkpoint" in store.rebuilt
         assert store.job("done") == want["done"]
         assert store.job("half") == want["half"]
         assert store.job("broken").state is State.QUEUED, "what failed is not known any more, so it goes on"

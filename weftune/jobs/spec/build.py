@@ -49,11 +49,8 @@ def is_revision(text: str) -> bool:
 
 
 def place_in(folder: Path, text: str) -> Path:
-    """Return `text`, as written in a file in `folder`, as an absolute path, so that the working folder does
-    not matter.
-
-    Links are not followed: in the Hub's cache a GGUF file is a link to a name without a suffix.
-    """
+    """Return a path written in a file in `folder`, absolute and without following links: in the Hub's cache a
+    GGUF file is a link to a name without a suffix."""
     return Path(os.path.normpath((folder / Path(os.path.expanduser(text))).absolute()))
 
 
@@ -170,8 +167,7 @@ def _completed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _built_adapter(keys: Any) -> tuple[Any, list[Fault]]:
-    """Return the record of the adapter's kind and the faults in its keys; a value that is no mapping is
-    kept."""
+    """Return the record of the adapter's kind and the faults in its keys; no mapping is kept as it is."""
     if not isinstance(keys, Mapping):
         return keys, []
     kind = keys.get("kind", "lora")

@@ -247,8 +247,7 @@ def _lora_warnings(
 def _started_from(
     adapter: LoraSpec, sites: Sequence[SiteShape], adapters: Mapping[str, TargetSpec]
 ) -> LoraSpec | None:
-    """Return the spec of the adapter that a job starts from: that in a folder, or one of the jobs'
-    `adapters`."""
+    """Return the spec of the adapter that a job starts from, in a folder or among `adapters`."""
     if not isinstance(adapter.init_from, str):
         other = adapters.get(source_of(adapter))
         return other if isinstance(other, LoraSpec) else None

@@ -20,8 +20,7 @@ ROWS = "rows"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A line of a file and the dotted name of the value there; without a file if the spec was made in
-    Python."""
+    """A line of a file, if there is one, and the dotted name of the value there."""
 
     file: str
     line: int
@@ -169,8 +168,7 @@ def _holds(values: Any, loc: Loc) -> bool:
 
 
 def from_python(keywords: Mapping[str, Any]) -> Layer:
-    """Return the keywords of a JobSpec made in Python as the layer that the same keys in a file would
-    give."""
+    """Return the keywords of a JobSpec as the layer that the same keys in a file would give."""
     values = dict(keywords)
     if is_rows(values.get("data")):
         values["data"] = {ROWS: values["data"]}

@@ -60,8 +60,7 @@ _resolve("merge", "<<", "<")
 
 
 class Document:
-    """The content of a YAML file as plain values, with the line of every key and item and the mistakes found
-    while reading."""
+    """A YAML file as plain values, with the line of every key and the mistakes found in it."""
 
     def __init__(self, file: str) -> None:
         self.file = file

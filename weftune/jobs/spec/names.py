@@ -17,8 +17,8 @@ LEAST_LETTERS = 3
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known name that `word` misspells, or the only one that it abbreviates or is an anagram of;
-    None if there is none."""
+    """Return the known name that `word` misspells, or the only one that it abbreviates or is an anagram
+    of."""
     names = list(known)
     near = difflib.get_close_matches(word, names, n=1, cutoff=CUTOFF)
     if not near and len(word) >= LEAST_LETTERS:

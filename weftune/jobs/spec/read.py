@@ -45,10 +45,8 @@ ShapeOf = Callable[[BaseSpec], ModelShape | None]
 
 
 def read_run(path: Path | str, shape_of: ShapeOf | None = None) -> RunSpec:
-    """Read a jobs file. Raises one SpecError with all the mistakes that are in it.
-
-    With `shape_of`, which returns a base's shape or None, targets that match no site of it are among them.
-    """
+    """Read a jobs file, or raise one SpecError with all the mistakes in it. `shape_of` returns a base's shape
+    or None; with it, targets are checked too."""
     path = Path(path)
     document = read_yaml(path)
     reader = _Reader(path.name, path.parent.resolve(), document.lines, document.faults, shape_of)
@@ -109,8 +107,7 @@ class _Reader:
             raise SpecError([*in_file_order(mistakes), *dict.fromkeys(more)])
 
     def target_mistakes(self, run: RunSpec) -> Sequence[Mistake]:
-        """Return the mistakes in targets of the jobs that could be read; a base that cannot be inspected is a
-        mistake itself."""
+        """Return the mistakes in targets; a base that cannot be inspected is a mistake itself."""
         if self.shape_of is None or not run.jobs:
             return ()
         try:

@@ -94,11 +94,8 @@ def with_changes(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
 
 
 def as_retried(job: JobSpec, retries: Sequence[Mapping[str, Any]]) -> JobSpec:
-    """Return the job of the file with the changes of earlier retries.
-
-    A key whose value in the file is neither the old nor the new one is left as the file has it, so that the
-    change is noticed and refused like any other.
-    """
+    """Return the job of the file with the changes of earlier retries. A key that the file has changed to a
+    third value stays as it is, so that the change is refused like any other."""
     known: dict[str, list[Any]] = {}
     for retry in retries:
         for key, change in retry["changed"].items():

@@ -88,8 +88,7 @@ class RunSpec:
     """Job name → the places where its keys were written."""
 
     def locate(self, job: str, *loc: str | int) -> str:
-        """Return where `loc` of a job was written, for a mistake that is found only when the base is
-        known."""
+        """Return where `loc` of a job was written, for mistakes that are found once the base is known."""
         return str(place_of(self.places[job], loc)) if job in self.places else locate_in_job(job, *loc)
 
 
@@ -105,14 +104,12 @@ def in_steps(value: float, total: int) -> int:
 
 
 def _exact(value: float) -> Fraction:
-    """Return the decimal that was written: 0.07 of 100 steps is 7, though in floats 0.07 * 100 is a little
-    more."""
+    """Return the decimal that was written: 0.07 of 100 steps is 7, though a little more in floats."""
     return Fraction(repr(float(value)))
 
 
 def resolved(job: JobSpec) -> dict[str, Any]:
-    """Return the job with every default written out, under the keys of jobs.yaml and in values that YAML
-    has."""
+    """Return the job with every default written out, in keys and values of jobs.yaml."""
     whole = {item.name: getattr(job, item.name) for item in fields(JobSpec)}
     whole["betas"] = list(job.betas)
     whole["adapter"] = _plain(job.adapter)
@@ -123,8 +120,7 @@ def resolved(job: JobSpec) -> dict[str, Any]:
 
 
 def _data(data: DataSpec) -> dict[str, Any]:
-    """Return the keys of the data. Rows given from Python are replaced by their count: they can be too many
-    to write down."""
+    """Return the keys of the data, with the count of rows given from Python in their place."""
     whole = {item.name: getattr(data, item.name) for item in fields(DataSpec)}
     rows = whole.pop(ROWS)
     whole["columns"] = dict(data.columns)
@@ -161,8 +157,7 @@ ADDED_TO_ADAPTERS: Mapping[str, Any] = {
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return the dotted names of the keys in which two resolved jobs differ; a list is compared as a
-    whole."""
+    """Return the dotted keys in which two resolved jobs differ; a list is compared as a whole."""
     return sorted(_changed(_completed(old), _completed(new), ()))
 
 

@@ -53,8 +53,7 @@ def write_job_file(folder: Path, values: dict[str, Any]) -> None:
 
 
 def read_job_file(folder: Path) -> JobFile | None:
-    """Return the settings that a job was started with; None if it never was. Raises DamagedJobFile or
-    UnknownFormat."""
+    """Return a job's settings; None if it never started. Raises DamagedJobFile or UnknownFormat."""
     paths = folder / JOB_FILE, folder / CHECKPOINTS / JOB_FILE
     if not any(path.exists() for path in paths):
         return None
@@ -143,7 +142,7 @@ def found_job(folder: Path, lines: Sequence[Mapping[str, Any]] | None = None) ->
 
 
 def _ended(path: Path) -> dict[str, JobStatus]:
-    """Return the jobs that a damaged status still names as failed or cancelled: no flipped bit makes such a
+    """Return the jobs that a damaged status names as failed or cancelled: no flipped bit makes such a
     word."""
     found = {}
     with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):

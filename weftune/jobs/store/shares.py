@@ -83,8 +83,8 @@ def _lines(folder: Path, jobs: Collection[str]) -> bytes:
 
 
 def gather(output: Path, whole: RunStatus) -> RunStatus:
-    """Merge what the shares wrote into the output's own files. The caller then writes the status and calls
-    `dissolve`."""
+    """Merge what the shares wrote into the output's files; the status and `dissolve` are the caller's
+    part."""
     folders = share_folders(output)
     with ExitStack() as locks:
         for folder in folders:
@@ -119,8 +119,7 @@ def read_shares(output: Path) -> list[RunStatus]:
 
 
 def combined(output: Path, whole: RunStatus, shares: Sequence[RunStatus]) -> RunStatus:
-    """Combine the status of the output with those of its shares: they ran at the same time, each on its
-    device."""
+    """Combine the status of the output with those of its shares, which ran at the same time."""
     if not shares:
         return whole
     before = _before(output, whole)

@@ -90,8 +90,7 @@ class JobStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """The status of a run. Times are seconds since 1970; `seconds` is the time spent training, over all
-    resumptions."""
+    """The status of a run. Times are seconds since 1970; `seconds` is training time over all resumptions."""
 
     base: str = ""
     device: str = ""
@@ -149,8 +148,8 @@ def _job_texts(job: JobStatus) -> tuple[str, str]:
 
 
 def from_json(value: Any, path: Path) -> RunStatus:
-    """Parse a status. Raises ValueError for anything that `to_json` did not write, and UnknownFormat for a
-    status of a later version."""
+    """Parse a status. Raises ValueError for what `to_json` did not write, UnknownFormat for a later
+    version."""
     if not isinstance(value, dict):
         raise ValueError("it is no status")
     # Checked before the format: a flipped bit there is damage, not a newer Weftune.
@@ -164,8 +163,7 @@ def from_json(value: Any, path: Path) -> RunStatus:
 
 
 def checksum_of(whole: Mapping[str, Any]) -> str:
-    """Return the checksum of all other keys. A bit that a disk has flipped often leaves valid JSON with
-    another number in it."""
+    """Return the checksum of all other keys: a flipped bit often leaves valid JSON with another number."""
     return _text_checksum(json_text({key: value for key, value in whole.items() if key != CHECKSUM}))
 
 
@@ -206,8 +204,7 @@ WORKER_LOGS = "ranks"
 
 
 def lock_folder(folder: Path, named: Path) -> int:
-    """Lock a folder until the process ends, however it ends; the lock file stays. Messages call the folder
-    `named`."""
+    """Lock a folder, called `named` in messages, until the process ends; the lock file stays."""
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         import fcntl
@@ -266,8 +263,7 @@ PYTHON = ""
 
 
 def train_command(jobs: str | Path, output: str | Path | None, max_steps: int | None = None) -> str:
-    """Return the command that resumes what `weftune.train(jobs, output=output, max_steps=max_steps)`
-    started."""
+    """Return the command that resumes what `weftune.train` started with these arguments."""
     words = ["weftune", "train", str(jobs)]
     words += [] if output is None else ["--output", str(output)]
     words += [] if max_steps is None else ["--max-steps", str(max_steps)]

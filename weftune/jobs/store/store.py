@@ -297,8 +297,7 @@ class Store:
         return self._written + STATUS_SECONDS - time.monotonic()
 
     def write_status_soon(self) -> None:
-        """Write the status within a second in a thread, so that no step waits for the disk. An error of the
-        last such write is raised here."""
+        """Write the status within a second in a thread; an error of the last such write is raised here."""
         with self._one_writer:
             if self._late is None:
                 self._late = threading.Timer(max(0.0, self._wait()), self._write_late)

@@ -100,8 +100,7 @@ def quota(keep: float, count: int) -> int:
 
 
 def worth(value: float | None, mode: Mode) -> float:
-    """Return a number that is lower for a better value; a value that is missing or not finite is the
-    worst."""
+    """Return a number that is lower for a better value; missing and infinite values are the worst."""
     if value is None or not math.isfinite(value):
         return math.inf
     return value if mode == "min" else -value

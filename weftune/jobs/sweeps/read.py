@@ -80,8 +80,7 @@ def read_sweep(job: Mapping[str, Any]) -> tuple[SweepSpec | None, list[Fault]]:
 def _disagreements(
     value: Mapping[str, Any], job: Mapping[str, Any], over: Mapping[str, Choices], broken: bool
 ) -> Iterator[Fault]:
-    """Yield faults of keys that are valid by themselves but not together; `broken` means that a part of
-    `over` is unknown."""
+    """Yield faults of keys that do not go together; `broken` means that a part of `over` is unknown."""
     yield from _search_faults(value, over, broken or not over)
     if job.get("eval") is None:
         at = next((key for key in ("halving", "metric") if value.get(key) is not None), None)
@@ -250,8 +249,7 @@ def _range_key(name: str) -> str:
 
 
 def _no_range(key: str, value: Mapping[str, Any]) -> str:
-    """Return the message for a mapping that is no range: other tools wrap a list, and keys below a section
-    are easily nested."""
+    """Return the message for a mapping that is no range, such as a wrapped list or nested keys."""
     if any(isinstance(value.get(name), list | tuple) for name in ("values", "choices", "grid")):
         return f"write the list itself, {key}: [...]"
     inside = [name for name in value if name in SECTIONS.get(key, ())]
@@ -316,7 +314,7 @@ def _places(sweep: Sweep, key: str, value: Any) -> Places:
 
 
 def expand(keys: Layer, folder: Path) -> tuple[Sweep | None, list[tuple[JobSpec, Places]], list[Mistake]]:
-    """Return the sweep of a job, and the jobs of its trials with the places of their keys; or else the
+    """Return a job's sweep, and the jobs of its trials with the places of their keys; or else the
     mistakes."""
     spec, faults = read_sweep(keys.values)
     found = [place_of(keys.places, fault.loc).mistake(fault.sentence) for fault in faults]
@@ -344,8 +342,7 @@ def expand(keys: Layer, folder: Path) -> tuple[Sweep | None, list[tuple[JobSpec,
 
 
 def trial_clashes(names: Sequence[Any], sweeps: Sequence[Sweep]) -> Iterator[tuple[int, str]]:
-    """Yield the position of every job with a trial whose name another job or its trial has, with the
-    message."""
+    """Yield the position of every job with a trial whose name is taken, with the message."""
     owners = {
         name.lower(): index for index, name in reversed(list(enumerate(names))) if isinstance(name, str)
     }
@@ -364,8 +361,7 @@ def trial_clashes(names: Sequence[Any], sweeps: Sequence[Sweep]) -> Iterator[tup
 
 
 def refuse_shares(sweeps: Sequence[Sweep]) -> None:
-    """Raise UserError if there is a sweep: it is trained by one process, or by workers that train every trial
-    together."""
+    """Raise UserError if there is a sweep: no share of the processes can train some of its trials."""
     if sweeps:
         raise UserError(
             f"The trials of sweep {sweeps[0].name} are compared with one another while they train, which "
@@ -383,8 +379,7 @@ def sweep_warnings(
 
 
 def _rung_warnings(sweep: Sweep, jobs: Mapping[str, JobSpec], steps: Mapping[str, int]) -> Iterator[str]:
-    """Warn of a first rung within the warm-up: trials that differ in their learning rate are still alike
-    there."""
+    """Warn of a first rung within the warm-up, where other learning rates make no difference yet."""
     known = [trial.name for trial in sweep.trials if trial.name in steps]
     early = []
     for name in known:

@@ -121,10 +121,7 @@ def write_record(folder: Path, record: SweepRecord) -> None:
 
 
 def read_record(folder: Path) -> SweepRecord | None:
-    """Return the record of the sweep in this folder; None if there is none.
-
-    Raises DamagedSweep, or UnknownFormat for a record of a later Weftune.
-    """
+    """Return the record in a folder, or None. Raises DamagedSweep, or UnknownFormat for a later version."""
     path = folder / SWEEP_FILE
     try:
         value = json.loads(path.read_bytes())
@@ -156,8 +153,7 @@ def records_in(output: Path) -> list[SweepRecord]:
 
 
 def proposed_trials(output: Path, sweeps: Collection[str]) -> list[str]:
-    """Return the trials of later generations that earlier runs into `output` have proposed: no jobs file
-    names them."""
+    """Return the trials of later generations of earlier runs into `output`: no jobs file names them."""
     mine = [record for record in records_in(output) if record.name in sweeps]
     return [trial.name for record in mine for trial in record.trials if trial.generation > 0]
 

@@ -228,8 +228,7 @@ class RunningSweep:
         self.best, self._written = record.best, record
 
     def _tell_ends(self, record: SweepRecord, again: Collection[str]) -> None:
-        """Copy from the record which trials have left or failed; a status that was rebuilt from the folders
-        does not know."""
+        """Copy the ends of trials from the record, which a status rebuilt from folders does not know."""
         states = {"left": State.CANCELLED, "failed": State.FAILED}
         for trial in record.trials:
             if trial.state not in states or trial.name not in self.store or trial.name in again:
@@ -331,8 +330,7 @@ class RunningSweep:
     # -- between windows ---------------------------------------------------------------------------------
 
     def orders(self, aboard: Mapping[str, int], delivering: Collection[str]) -> TrialOrders:
-        """Note which trials have ended, decide the rungs that can be decided, record that, and return what
-        follows."""
+        """Record which trials have ended and the rungs that can be decided, and return what follows."""
         if self._finished:
             return TrialOrders()
         self._hear_ends(delivering)
@@ -355,8 +353,8 @@ class RunningSweep:
         )
 
     def _decide(self, aboard: Mapping[str, int]) -> None:
-        """Decide and record. A decision that could not be recorded has no effect, and is tried again at the
-        end of the next window."""
+        """Decide and record. A decision that could not be recorded has no effect, and is tried again
+        later."""
         decided = deepcopy(self.rungs) if self.rungs.pending() else self.rungs
         while pending := decided.pending():
             for decision in pending:
@@ -374,8 +372,7 @@ class RunningSweep:
                 self.rungs.end(name, ENDS[state], status.step)
 
     def proposed(self) -> Sequence[Trial]:
-        """Return the next generation when all trials before it have ended. It is recorded before it is
-        returned."""
+        """Return the next generation, once all trials have ended and it is recorded."""
         if self._search is None or self._exhausted or not self.rungs.is_over():
             return ()
         ended = [(trial, self.score(trial.name)) for trial in self.trials.values()]
@@ -483,8 +480,7 @@ class RunningSweep:
         return SampleCount(trained, everything)
 
     def score(self, name: str) -> float | None:
-        """Return the metric of a finished trial's adapter, of the rung at which a trial was dropped, or of
-        the trial's last evaluation so far."""
+        """Return a trial's metric: of its adapter, of the rung that dropped it, or of its last evaluation."""
         return self._score(self.rungs, name)[0]
 
     def _score(self, rungs: Rungs, name: str) -> tuple[float | None, int | None]:

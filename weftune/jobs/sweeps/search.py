@@ -83,8 +83,7 @@ def draws(
 
 
 def identity(values: Mapping[str, Any]) -> str:
-    """Return a text that is the same for equal combinations, whatever the order of their keys: records sort
-    them."""
+    """Return a text that is the same for equal combinations, in whatever order of keys."""
     return json.dumps(values, sort_keys=True, default=repr)
 
 
@@ -153,8 +152,7 @@ def trial_names(
     drawn: Sequence[Mapping[str, Any]],
     taken: Iterable[str] = (),
 ) -> list[str]:
-    """Return a name for each of `drawn`, none of them in `taken`; a number distinguishes names that would be
-    equal."""
+    """Return a unique name for each of `drawn`, none of them in `taken`."""
     locations = _named_locations(over)
     used = {sweep.lower(), *(name.lower() for name in taken)}
     names = []
@@ -227,8 +225,7 @@ def value_text(value: Any) -> str:
 
 
 def number_text(value: float) -> str:
-    """Return a number in at most four digits, with an exponent if that is shorter, or as short and without
-    many zeros."""
+    """Return a number in at most four digits, with an exponent unless plain digits are as short."""
     plain = f"{value:.4f}".rstrip("0").rstrip(".") if abs(value) >= 1000 else f"{float(f'{value:.4g}')!r}"
     plain = plain.removesuffix(".0")
     digits, _, power = f"{value:.3e}".partition("e")
@@ -252,8 +249,8 @@ def _unique(name: str, used: set[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TrialSearch:
-    """The source of a sweep's trials. It keeps no state: from the same ends it proposes the same trials, so a
-    run can resume."""
+    """The source of a sweep's trials, without state: the same ends give the same trials, also after a
+    kill."""
 
     name: str
     spec: SweepSpec
@@ -262,8 +259,7 @@ class TrialSearch:
     """Names of the run's other jobs."""
 
     def first(self) -> tuple[Trial, ...]:
-        """Return all trials of a grid or of random draws; for `tpe`, the first generation, drawn at
-        random."""
+        """Return all trials of a grid or of random draws; for `tpe`, a first generation drawn at random."""
         over, count = self.spec.over, self.spec.trials
         if count is None:
             return self._named(grid(over))
@@ -342,8 +338,7 @@ def _study(spec: SweepSpec, known: Ends, seed: int) -> optuna.Study:
 
 
 def _distribution(choices: Choices) -> optuna.distributions.BaseDistribution:
-    """Return Optuna's distribution. Values of a list are given by their index, since they may be mappings,
-    which Optuna does not support."""
+    """Return Optuna's distribution; values of a list, which may be mappings, are given by their index."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if not isinstance(choices, ValueRange):

@@ -22,8 +22,7 @@ first starts."""
 
 @dataclass(frozen=True, slots=True)
 class ValueRange:
-    """Numbers from `min` to `max`, whole ones if both ends are whole. `log` spaces them evenly in their
-    logarithms."""
+    """Numbers from `min` to `max`, whole ones if both ends are; `log` spaces their logarithms evenly."""
 
     min: float
     max: float
@@ -36,8 +35,7 @@ Choices = tuple[Any, ...] | ValueRange
 
 @dataclass(frozen=True, slots=True)
 class Halving:
-    """A rule by which all trials are evaluated at each share `at` of their steps, and only a share `keep` of
-    them continues."""
+    """A rule that evaluates all trials at each share `at` of their steps and keeps a share `keep` of them."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
@@ -92,8 +90,7 @@ class Sweep:
 
 
 def location_of(key: str) -> Loc:
-    """Return `adapter.rank` as `("adapter", "rank")`; the rest is one name, since patterns contain dots
-    themselves."""
+    """Return `adapter.rank` as `("adapter", "rank")`; a pattern behind them may contain dots itself."""
     return tuple(key.split(".", 2))
 
 
@@ -111,8 +108,8 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def leaves(loc: Loc, value: Any) -> Iterator[tuple[Loc, Any]]:
-    """Yield the locations and values that a value of the key at `loc` sets: itself, or the content of a
-    mapping."""
+    """Yield the locations and values that a value of the key at `loc` sets: itself, or a mapping's
+    content."""
     if isinstance(value, Mapping):
         for name, below in value.items():
             yield from leaves((*loc, name), below)
