@@ -20,7 +20,7 @@ from statistics import mean, pstdev
 from weftune.plan.cost.layers import LayerCost
 from weftune.plan.layout.partition import StageLimit, balance
 from weftune.plan.pack.merge import BatchSample, JobLengths, MergeRules, group, merge
-from weftune.plan.program.prices import PassPrice, Prices, free_cluster
+from weftune.plan.program.prices import PassPrice, PricedCluster, Prices
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, Program, SegmentPlan
 from weftune.plan.program.simulate import simulate
 from weftune.plan.studies.scheme import SEARCHED
@@ -156,7 +156,7 @@ def prices(work: Work, costs: Sequence[float]) -> Prices:
 
 def bubbles(program: Program, priced: Prices) -> float:
     """Percent of all devices' time, from the first action to the last."""
-    return 100 * mean(simulate(program, priced, free_cluster(STAGES)).bubbles())
+    return 100 * mean(simulate(program, priced, PricedCluster(STAGES)).bubbles())
 
 
 def one_job(size: int, batch: int, seed: int) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks import figure20
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
-from weftune.plan.program.prices import Link, PassPrice, PricedCluster, Prices, free_cluster
+from weftune.plan.program.prices import Link, PassPrice, PricedCluster, Prices
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, Program, SegmentPlan
 from weftune.plan.program.simulate import simulate
 from weftune.plan.window.orders import Work, gpipe, multi_job, one_forward_one_backward
@@ -89,7 +89,7 @@ def steady(
 ) -> list[float]:
     """Every device's bubbles in whole periods."""
     devices = len(program.devices)
-    timeline = simulate(program, prices, cluster or free_cluster(devices))
+    timeline = simulate(program, prices, cluster or PricedCluster(devices))
     spans = [timeline.between_steps(device, "job0", region.first, region.last) for device in range(devices)]
     return [1 - timeline.busy_share(device, span) for device, span in enumerate(spans)]
 
@@ -161,7 +161,7 @@ def unattained() -> list[dict[str, Any]]:
         one = PassPrice(1.0, 1.0, activation_bytes=1, gradient_bytes=1)
         slow = PassPrice(1 + HOP, 1 + HOP)
         count = len(work.microbatches)
-        links = PricedCluster(free_cluster(4).devices, Link(1 / HOP))
+        links = PricedCluster(4, Link(1 / HOP))
         hops, last = Prices(((one,) * 4,) * count), Prices(((one,) * 3 + (slow,),) * count)
         rows.append(
             {

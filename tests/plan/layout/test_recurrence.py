@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.plan.program.test_check import course
 from tests.plan.window.test_streamed import cut
 from weftune.plan.layout.recurrence import StageRound, compute_seconds, slotted_seconds
-from weftune.plan.program.prices import Link, PassPrice, PricedCluster, PricedDevice, Prices
+from weftune.plan.program.prices import Link, PassPrice, PricedCluster, Prices
 from weftune.plan.program.simulate import simulate
 from weftune.plan.window.window import plan_window
 
@@ -26,7 +26,7 @@ def test_rounds_take_what_the_simulator_says_of_their_program(stages, resident, 
     prices = Prices(
         (price,) * len(program.microbatches), weight_bytes=tuple(one.load_bytes for one in stages)
     )
-    cluster = PricedCluster((PricedDevice(1 << 40, Link(10.0)),), roots=(10.0,))
+    cluster = PricedCluster(1, host=Link(10.0), roots=(10.0,))
     bits = [stage.resident for stage in chosen.stages]
     foreseen = rounds * slotted_seconds(stages, bits, slots, 10.0)
     assert simulate(program, prices, cluster).makespan == pytest.approx(foreseen)

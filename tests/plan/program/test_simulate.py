@@ -10,15 +10,11 @@ from weftune.plan.program.prices import (
     Link,
     PassPrice,
     PricedCluster,
-    PricedDevice,
     Prices,
-    free_cluster,
 )
 from weftune.plan.program.program import Backward, Evict, Forward, Load, Program, Recv, Reduce, Send, Step
 from weftune.plan.program.simulate import Lane, Level, Span, simulate
 from weftune.plan.window.orders import multi_job, one_forward_one_backward
-
-ROOM = PricedDevice(1 << 40)
 
 
 def start_and_stop(timeline, action):
@@ -27,7 +23,7 @@ def start_and_stop(timeline, action):
 
 def test_one_microbatch_pays_every_pass_every_hop_and_the_word_for_the_step():
     price = PassPrice(2.0, 3.0, activation_bytes=100, gradient_bytes=50)
-    cluster = PricedCluster((ROOM, ROOM), Link(bandwidth=100.0, latency=0.25))
+    cluster = PricedCluster(2, Link(bandwidth=100.0, latency=0.25))
     timeline = simulate(
         one_forward_one_backward(work(1, 1, 1), 2), Prices(((price, price),), step=0.5), cluster
     )
@@ -47,7 +43,7 @@ def test_hops_hide_behind_compute_if_enough_microbatches_are_in_flight(hop):
     plan, stages = work(4, 20, 2), 4
     price = PassPrice(1.0, 1.0, activation_bytes=1, gradient_bytes=1)
     prices = Prices(((price,) * stages,) * len(plan.microbatches))
-    cluster = PricedCluster((ROOM,) * stages, Link(1 / hop))
+    cluster = PricedCluster(stages, Link(1 / hop))
 
     def bubbles(spare):
         timeline = simulate(multi_job(plan, stages, prices, spare), prices, cluster)
@@ -62,7 +58,7 @@ def test_two_senders_take_turns_at_one_receive_lane():
     plan = work(1, 1, 2)
     made = one_forward_one_backward(plan, 3)
     one = PassPrice(1.0, 1.0, activation_bytes=2, gradient_bytes=2)
-    timeline = simulate(made, Prices(((one,) * 3,) * 2), PricedCluster((ROOM,) * 3, Link(1.0)))
+    timeline = simulate(made, Prices(((one,) * 3,) * 2), PricedCluster(3, Link(1.0)))
     for device in range(3):
         for lane in Lane:
             events = sorted(timeline.of(device, lane), key=lambda event: (event.start, event.stop))
@@ -81,9 +77,8 @@ PASSES = (Forward(0, 0), Forward(0, 1), Backward(0, 1), Backward(0, 0), Step("jo
 def test_a_load_overlaps_the_compute_before_it_and_a_pass_waits_for_it():
     first, second, last, back, step = PASSES
     program = streamed(first, Load(1), second, last, Evict(1), back, step)
-    host = PricedDevice(1 << 40, host=Link(10.0, latency=0.5))
     prices = Prices(((PassPrice(1.0, 1.0), PassPrice(1.0, 1.0)),), weight_bytes=(5, 30))
-    timeline = simulate(program, prices, PricedCluster((host,)))
+    timeline = simulate(program, prices, PricedCluster(1, host=Link(10.0, latency=0.5)))
     assert start_and_stop(timeline, Load(1)) == [(0.0, 3.5)]
     assert start_and_stop(timeline, second) == [(3.5, 4.5)]
     assert timeline.makespan == 6.5
@@ -95,7 +90,7 @@ def test_a_stage_given_up_and_brought_back_is_waited_for_only_the_second_time():
     first, second, last, back, step = PASSES
     program = streamed(first, Evict(0), Load(0), second, last, back, step)
     prices = Prices(((PassPrice(1.0, 1.0),) * 2,), weight_bytes=(40, 0))
-    timeline = simulate(program, prices, PricedCluster((PricedDevice(1 << 40, Link(10.0)),)))
+    timeline = simulate(program, prices, PricedCluster(1, host=Link(10.0)))
     assert start_and_stop(timeline, first) == [(0.0, 1.0)]
     assert start_and_stop(timeline, Load(0)) == [(1.0, 5.0)]
     assert start_and_stop(timeline, back) == [(5.0, 6.0)]
@@ -108,8 +103,10 @@ def test_loads_under_one_root_complex_share_its_bandwidth_and_others_do_not():
     prices = Prices(((PassPrice(0.0, 0.0),) * 2,), weight_bytes=(10, 30))
 
     def ends(*roots, queued=False):
-        devices = tuple(PricedDevice(1 << 40, Link(10.0), root) for root in roots)
-        timeline = simulate(loaded, prices, PricedCluster(devices, roots=(10.0, 10.0), queued=queued))
+        cluster = PricedCluster(
+            len(roots), host=Link(10.0), homes=tuple(roots), roots=(10.0, 10.0), queued=queued
+        )
+        timeline = simulate(loaded, prices, cluster)
         return [event.stop for at in (0, 1) for event in timeline.of(at, Lane.load)]
 
     assert ends(0, 1) == [1.0, 3.0]
@@ -123,7 +120,7 @@ def test_what_a_backward_makes_again_is_there_only_while_it_runs():
     price = PassPrice(1.0, 1.0, kept_bytes=10, working_bytes=7)
     plan = work(1, 1, 2)
     timeline = simulate(
-        one_forward_one_backward(plan, 1), Prices(((price,),) * 2), PricedCluster((ROOM,), Link(1.0))
+        one_forward_one_backward(plan, 1), Prices(((price,),) * 2), PricedCluster(1, Link(1.0))
     )
     assert timeline.peaks == (17,)
     assert timeline.memory[0][-1].bytes == 0
@@ -134,7 +131,7 @@ def test_memory_holds_what_is_kept_what_has_arrived_and_what_is_to_be_sent():
     timeline = simulate(
         one_forward_one_backward(work(1, 1, 1), 2),
         Prices(((price, price),), weight_bytes=(100, 200)),
-        PricedCluster((ROOM, ROOM), Link(1.0)),
+        PricedCluster(2, Link(1.0)),
     )
     assert timeline.memory[0] == (
         Level(0.0, 100),
@@ -150,7 +147,7 @@ def test_memory_holds_what_is_kept_what_has_arrived_and_what_is_to_be_sent():
 
 def test_the_steady_region_leaves_out_the_filling_and_the_draining():
     prices = even_prices(40, 4)
-    timeline = simulate(multi_job(work(4, 10, 1), 4, prices), prices, free_cluster(4))
+    timeline = simulate(multi_job(work(4, 10, 1), 4, prices), prices, PricedCluster(4))
     assert timeline.steady().start == 3.0
     assert timeline.bubbles(timeline.steady())[3] == 0.0
     assert min(timeline.bubbles()) > 0.0
@@ -161,7 +158,7 @@ def test_eight_devices_and_two_thousand_microbatches_take_seconds():
     prices = even_prices(2000, 8)
     program = one_forward_one_backward(work(8, 25, 10), 8)
     began = process_time()
-    timeline = simulate(program, prices, free_cluster(8))
+    timeline = simulate(program, prices, PricedCluster(8))
     assert process_time() - began < 10
     assert timeline.makespan == pytest.approx(2 * 2000 + 2 * 7)
 
@@ -169,7 +166,7 @@ def test_eight_devices_and_two_thousand_microbatches_take_seconds():
 def test_a_step_waits_for_the_word_of_every_device_and_a_word_takes_the_links_latency():
     """Two stages, one microbatch of 1 s each way: the reduction goes up one link, the word back down it."""
     plan = work(jobs=1, steps=1, microbatches=1)
-    cluster = PricedCluster((ROOM, ROOM), Link(latency=0.25))
+    cluster = PricedCluster(2, Link(latency=0.25))
     timeline = simulate(one_forward_one_backward(plan, 2), even_prices(1, 2), cluster)
     at = {(one.device, type(one.action)): one.stop for one in timeline.of(0)}
     at |= {(one.device, type(one.action)): one.stop for one in timeline.of(1)}

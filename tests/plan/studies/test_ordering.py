@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.works import work
-from weftune.plan.program.prices import Link, PassPrice, PricedCluster, Prices, free_cluster
+from weftune.plan.program.prices import Link, PassPrice, PricedCluster, Prices
 from weftune.plan.program.simulate import simulate
 from weftune.plan.studies.ordering import least_seconds
 from weftune.plan.window.orders import alternating_passes, assemble, gpipe_passes, multi_job_passes
@@ -40,7 +40,7 @@ def cases(draw):
 def test_no_simulation_is_shorter_than_the_least_seconds(case, bandwidth, latency):
     todo, passes, prices, stages = case
     link = Link(bandwidth, latency)
-    cluster = PricedCluster(free_cluster(stages).devices, link)
+    cluster = PricedCluster(stages, link)
     simulated = simulate(assemble(todo, passes), prices, cluster).makespan
     assert least_seconds(passes, prices, link) <= simulated * (1 + 1e-9)
 
@@ -49,5 +49,5 @@ def test_no_simulation_is_shorter_than_the_least_seconds(case, bandwidth, latenc
 @given(cases())
 def test_where_links_take_no_time_both_are_equal(case):
     todo, passes, prices, stages = case
-    simulated = simulate(assemble(todo, passes), prices, free_cluster(stages)).makespan
+    simulated = simulate(assemble(todo, passes), prices, PricedCluster(stages)).makespan
     assert least_seconds(passes, prices, Link()) == pytest.approx(simulated)

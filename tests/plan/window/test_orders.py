@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.cases import slow_but
 from tests.plan.works import batch, even_prices, stage_prices, work
 from weftune.plan.program.check import check
-from weftune.plan.program.prices import PassPrice, free_cluster
+from weftune.plan.program.prices import PassPrice, PricedCluster
 from weftune.plan.program.program import (
     Backward,
     Forward,
@@ -44,7 +44,7 @@ def mlora_ratio(devices, jobs, microbatches):
 
 def steady_bubbles(program, prices, steady=STEADY):
     devices = len(program.devices)
-    timeline = simulate(program, prices, free_cluster(devices))
+    timeline = simulate(program, prices, PricedCluster(devices))
     spans = [timeline.between_steps(device, "job0", *steady) for device in range(devices)]
     return [1 - timeline.busy_share(device, span) for device, span in enumerate(spans)]
 
@@ -80,8 +80,8 @@ def test_one_job_alone_leaves_the_bubbles_of_gpipes_formula(order, backward):
 def test_1f1b_keeps_as_many_in_flight_as_stages_are_left_and_gpipe_all():
     plan = work(1, 1, 12)
     prices = even_prices(12, 4)
-    assert simulate(one_forward_one_backward(plan, 4), prices, free_cluster(4)).peaks == (4, 3, 2, 1)
-    assert simulate(gpipe(plan, 4), prices, free_cluster(4)).peaks == (12, 12, 12, 12)
+    assert simulate(one_forward_one_backward(plan, 4), prices, PricedCluster(4)).peaks == (4, 3, 2, 1)
+    assert simulate(gpipe(plan, 4), prices, PricedCluster(4)).peaks == (12, 12, 12, 12)
 
 
 def test_1f1b_never_drains_where_the_bubble_lemma_holds():
@@ -141,7 +141,7 @@ def test_every_order_is_legal_and_the_simulator_runs_it_to_its_end(plan, stages,
     orders = gpipe(plan, stages), one_forward_one_backward(plan, stages), multi_job(plan, stages, prices)
     for program in orders:
         check(program)
-        timeline = simulate(program, prices, free_cluster(stages))
+        timeline = simulate(program, prices, PricedCluster(stages))
         assert len(timeline.events) == sum(len(actions) for actions in program.devices)
         busy = [sum(sum(rows[number][stage]) for number in plan.filled) for stage in range(stages)]
         assert timeline.busy() == pytest.approx([seconds / timeline.makespan for seconds in busy])
@@ -171,7 +171,7 @@ def idle_within(timeline, device):
 
 
 def last_stage_idle(made, plan, queues):
-    timeline = simulate(made.program, queue_prices(plan, queues), free_cluster(len(queues[0].passes)))
+    timeline = simulate(made.program, queue_prices(plan, queues), PricedCluster(len(queues[0].passes)))
     return idle_within(timeline, len(queues[0].passes) - 1)
 
 
@@ -205,7 +205,7 @@ def test_launches_keep_to_the_memory_and_the_template_says_what_that_costs():
     plan, numbers = bucket_work([8])
     queues = even_queues(numbers, [1.0], 4)
     tight = template(plan, queues, room=(2, 2, 2, 2))
-    timeline = simulate(tight.program, queue_prices(plan, queues), free_cluster(4))
+    timeline = simulate(tight.program, queue_prices(plan, queues), PricedCluster(4))
     assert timeline.peaks == (2, 2, 2, 1)
     assert idle_within(timeline, 3) > 0
     assert tight.broken == ("stage 0 has no memory for an earlier launch",)

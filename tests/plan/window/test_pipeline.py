@@ -10,7 +10,7 @@ from tests.plan.program.test_check import course
 from tests.plan.works import stage_prices
 from weftune.plan.cost.time import Line
 from weftune.plan.program.check import check
-from weftune.plan.program.prices import free_cluster
+from weftune.plan.program.prices import PricedCluster
 from weftune.plan.program.program import Evaluate, Forward, Save, Step
 from weftune.plan.program.simulate import simulate
 from weftune.plan.window.pace import StagePace
@@ -100,7 +100,7 @@ def test_with_as_many_equal_jobs_as_stages_hardly_anybody_waits_in_the_middle():
     courses = [course(str(i), [[10, 10]] * 12) for i in range(4)]
     program = plan_pipeline(courses, rules(stages=4, capacity=20))
     prices = [[(20.0, 40.0)] * 4 for _ in program.microbatches]
-    timeline = simulate(program, stage_prices(prices), free_cluster(4))
+    timeline = simulate(program, stage_prices(prices), PricedCluster(4))
     assert max(timeline.bubbles(timeline.steady())) < 0.03
 
 

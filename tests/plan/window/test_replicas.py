@@ -11,7 +11,7 @@ from tests.plan.program.test_check import course
 from weftune.plan.cost.time import Line
 from weftune.plan.pack.merge import BatchSample
 from weftune.plan.program.check import check
-from weftune.plan.program.prices import Link, PassPrice, PricedCluster, PricedDevice, Prices, free_cluster
+from weftune.plan.program.prices import Link, PassPrice, PricedCluster, Prices
 from weftune.plan.program.program import Backward, Evaluate, Forward, IllegalProgram, Reduce, Save, Send, Step
 from weftune.plan.program.simulate import simulate
 from weftune.plan.window.pace import StagePace, timeline_foreseen
@@ -240,9 +240,9 @@ def test_devices_of_a_group_that_reduce_in_crossed_orders_are_found_to_wait_fore
 def test_the_simulator_lets_a_reduction_wait_for_the_gradients_to_cross_the_link():
     program = plan_pipeline([course("a", [[10, 10]])], rules(stages=1))
     passes = tuple((PassPrice(1.0, 2.0),) for _ in program.microbatches)
-    quick = simulate(program, Prices(passes, step=0.5), free_cluster(2)).makespan
+    quick = simulate(program, Prices(passes, step=0.5), PricedCluster(2)).makespan
     assert quick == pytest.approx(3.5)
-    cluster = PricedCluster((PricedDevice(1 << 62),) * 2, link=Link(bandwidth=100.0, latency=0.25))
+    cluster = PricedCluster(2, link=Link(bandwidth=100.0, latency=0.25))
     prices = Prices(passes, step=0.5, adapter_bytes={"a": (400,)})
     # The gradient takes 0.25 + 4 seconds; the word on the Step 0.25 more to the other replica.
     assert simulate(program, prices, cluster).makespan == pytest.approx(3.0 + 4.25 + 0.25 + 0.5)

@@ -13,7 +13,7 @@ from tests.plan.program.test_check import course
 from tests.plan.window.test_streamed import done, job_sets
 from weftune.plan.program.check import check, check_slots
 from weftune.plan.program.layout import Layout, StageLayers, one_device
-from weftune.plan.program.prices import PassPrice, Prices, free_cluster
+from weftune.plan.program.prices import PassPrice, PricedCluster, Prices
 from weftune.plan.program.program import (
     Backward,
     Evaluate,
@@ -85,7 +85,7 @@ def test_the_simulator_runs_every_window_to_its_end_and_holds_no_more_than_the_s
     assume(program.microbatches)
     sizes = tuple(stage.stop - stage.start for stage in chosen.stages)
     rows = ((PassPrice(1.0, 2.0),) * len(sizes),) * len(program.microbatches)
-    timeline = simulate(program, Prices(rows, weight_bytes=sizes), free_cluster(chosen.workers))
+    timeline = simulate(program, Prices(rows, weight_bytes=sizes), PricedCluster(chosen.workers))
     for worker, peak in enumerate(timeline.peaks):
         own = chosen.on(worker)
         streamed = [sizes[stage] for stage in own.streamed]

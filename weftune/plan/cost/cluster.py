@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weftune.errors import Mistake, PlanError
-from weftune.plan.program.prices import Link, PricedCluster, PricedDevice
+from weftune.plan.program.prices import Link, PricedCluster
 
 GIB = 1 << 30
 PCIE = Link(25e9, 10e-6)
@@ -68,13 +68,11 @@ class Cluster:
 
     def priced(self) -> PricedCluster:
         """Return the cluster in the form that the simulator takes."""
-        homes = [root for root, size in enumerate(self.roots) for _ in range(size)]
         return PricedCluster(
-            devices=tuple(
-                PricedDevice(device.memory_bytes, self.host, home)
-                for device, home in zip(self.devices, homes, strict=True)
-            ),
+            devices=len(self.devices),
             link=self.link,
+            host=self.host,
+            homes=tuple(root for root, size in enumerate(self.roots) for _ in range(size)),
             roots=(self.host.bandwidth,) * len(self.roots),
             queued=True,
         )

@@ -13,7 +13,7 @@ from weftune.plan.layout.need import StreamCase, draft_of
 from weftune.plan.layout.search import largest_drafts, smallest_drafts
 from weftune.plan.outlook.forecast import ALONE, Ablation, Forecast, in_turn
 from weftune.plan.program.layout import Layout
-from weftune.plan.program.prices import Link, PassPrice, PricedCluster, PricedDevice, Prices
+from weftune.plan.program.prices import Link, PassPrice, PricedCluster, Prices
 from weftune.plan.program.program import Program
 from weftune.plan.program.simulate import Timeline, simulate
 
@@ -137,8 +137,7 @@ def round_timeline(case: StreamCase, layout: Layout, program: Program) -> Timeli
         tuple(by_rows[one.rows] for one in program.microbatches),
         weight_bytes=tuple(size * case.layer_bytes for size in sizes),
     )
-    device = PricedDevice(case.device.budget, Link(case.bandwidth))
-    return simulate(program, prices, PricedCluster((device,) * layout.workers))
+    return simulate(program, prices, PricedCluster(layout.workers, host=Link(case.bandwidth)))
 
 
 def _passes(case: StreamCase, sizes: Sequence[int], rows: int) -> tuple[PassPrice, ...]:

@@ -23,6 +23,7 @@ from weftune.plan.program.program import (
     Send,
     Step,
     What,
+    batch_samples,
 )
 
 
@@ -48,7 +49,10 @@ def check(program: Program, done: dict[str, int] | None = None) -> None:
     _check_samples(program)
     _check_groups(program)
     _require(len(program.devices) == program.width * program.replicas, "replicas differ in their devices")
-    shares = [_share(program, replica) for replica in range(program.replicas)]
+    shares = [
+        batch_samples(one for action, one in program.compute_in(replica) if isinstance(action, Forward))
+        for replica in range(program.replicas)
+    ]
     for number in range(len(program.devices)):
         _DeviceCheck(program, number, shares[program.replica(number)], done or {}).run()
     _check_coverage(program)
@@ -66,20 +70,11 @@ def _require(condition: bool, sentence: str, *named: object) -> None:
 
 
 def _check_microbatches(program: Program) -> None:
+    capacity = program.capacity
     for index, microbatch in enumerate(program.microbatches):
-        _require(
-            len(set(microbatch.jobs)) == len(microbatch.jobs),
-            "microbatch {} holds two segments of one job: {}",
-            index,
-            microbatch.jobs,
-        )
-        _require(
-            microbatch.rows <= program.capacity,
-            "microbatch {} has {} rows, more than {}",
-            index,
-            microbatch.rows,
-            program.capacity,
-        )
+        jobs, rows = microbatch.jobs, microbatch.rows
+        _require(len(set(jobs)) == len(jobs), "microbatch {} holds two segments of one job: {}", index, jobs)
+        _require(rows <= capacity, "microbatch {} has {} rows, more than {}", index, rows, capacity)
 
 
 def _check_samples(program: Program) -> None:
@@ -125,16 +120,6 @@ def _check_held_out(program: Program) -> None:
                     seen.add(key)
 
 
-def _share(program: Program, replica: int) -> Counter[tuple[str, int]]:
-    """Return the number of samples of every batch that a replica trains."""
-    share: Counter[tuple[str, int]] = Counter()
-    for action, microbatch in program.compute_in(replica):
-        if isinstance(action, Forward):
-            for segment in microbatch.segments:
-                share[segment.job, segment.step] += len(segment.samples)
-    return share
-
-
 class _DeviceCheck:
     """Check of one device's actions, one by one, with the state that they have reached so far."""
 
@@ -159,7 +144,7 @@ class _DeviceCheck:
         self.returned: set[tuple[int, int]] = set()
         self.arrived: set[Recv] = set()
         self.sent: set[Send] = set()
-        self.loaded = self._loaded_at_start()
+        self.loaded = program.present_at_start(device)
         self.found = set(self.loaded)
 
     def run(self) -> None:
@@ -185,17 +170,6 @@ class _DeviceCheck:
         _require(
             self.loaded == self.found, "device {} ends with other stages than it began with", self.device
         )
-
-    def _loaded_at_start(self) -> set[int]:
-        """Return the stages that are not streamed, and those that are evicted before their first Load."""
-        absent: set[int] = set()
-        seen: set[int] = set()
-        for action in self.program.devices[self.device]:
-            if isinstance(action, Load | Evict) and action.stage not in seen:
-                seen.add(action.stage)
-                if isinstance(action, Load):
-                    absent.add(action.stage)
-        return self.mine - absent
 
     def _pass(self, action: Forward | Evaluate) -> None:
         number, stage = self._used(action)

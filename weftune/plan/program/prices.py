@@ -47,26 +47,18 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class PricedDevice:
-    memory_bytes: int
-    host: Link = Link()
-    """Link to host memory, for Loads."""
-    root: int = 0
-    """Index of the root complex of its host link."""
-
-
-@dataclass(frozen=True, slots=True)
 class PricedCluster:
-    devices: tuple[PricedDevice, ...]
+    """A cluster as the simulator sees it: without more than a number of devices, links take no time."""
+
+    devices: int
     link: Link = Link()
     """Link between any two devices."""
+    host: Link = Link()
+    """Link of every device to host memory, for Loads."""
+    homes: tuple[int, ...] = ()
+    """Index of the root complex of each device's host link. Empty means that all are under the first."""
     roots: tuple[float, ...] = (math.inf,)
     """Bandwidth of each root complex in bytes per second, shared by all Loads in progress there."""
     queued: bool = False
     """Whether such Loads run in first-come order instead of sharing the bandwidth equally. The first Load is
     needed first, so a queue delays no stage for one that is needed later."""
-
-
-def free_cluster(devices: int) -> PricedCluster:
-    """Return a cluster with unlimited memory and links that take no time."""
-    return PricedCluster((PricedDevice(1 << 62),) * devices)

@@ -5,6 +5,7 @@ Steps are counted from 1; step n is the n-th global batch of a job and the optim
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -118,6 +119,15 @@ class MicrobatchPlan:
     def without(self, jobs: frozenset[str] | set[str]) -> MicrobatchPlan:
         kept = tuple(segment for segment in self.segments if segment.job not in jobs)
         return MicrobatchPlan(kept, self.rung)
+
+
+def batch_samples(microbatches: Iterable[MicrobatchPlan]) -> Counter[tuple[str, int]]:
+    """Return (job, step) → number of samples in these microbatches."""
+    samples: Counter[tuple[str, int]] = Counter()
+    for microbatch in microbatches:
+        for segment in microbatch.segments:
+            samples[segment.job, segment.step] += len(segment.samples)
+    return samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +264,15 @@ class Program:
     def homes(self, replica: int) -> tuple[int, ...]:
         """Return the device of each stage in a replica."""
         return tuple(replica * self.width + device for device in self.stages)
+
+    def present_at_start(self, device: int) -> set[int]:
+        """Return the stages of a device that are not streamed or are evicted before their first Load."""
+        loads_first: dict[int, bool] = {}
+        for action in self.devices[device]:
+            if isinstance(action, Streaming):
+                loads_first.setdefault(action.stage, isinstance(action, Load))
+        homes = enumerate(self.homes(self.replica(device)))
+        return {stage for stage, home in homes if home == device and not loads_first.get(stage, False)}
 
     def group(self, device: int) -> range:
         """Return the devices that hold the same stages, one per replica, in the order of replicas."""

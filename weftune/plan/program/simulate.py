@@ -147,7 +147,7 @@ def levels(changes: Iterable[Level], at_start: int) -> tuple[Level, ...]:
 
 def simulate(program: Program, prices: Prices, cluster: PricedCluster) -> Timeline:
     """Simulate `program`, which must have passed the checker."""
-    assert len(cluster.devices) >= len(program.devices), "the cluster has fewer devices than the program"
+    assert cluster.devices >= len(program.devices), "the cluster has fewer devices than the program"
     run = _Simulation(program, prices, cluster)
     run.go()
     stuck = [lanes.compute[0][0] for lanes in run.lanes if lanes.compute]
@@ -217,15 +217,7 @@ class _Simulation:
 
     def at_start(self, device: int) -> int:
         """Return the weight bytes of the stages that are present from the beginning."""
-        streamed: dict[int, bool] = {}
-        for action in self.program.devices[device]:
-            if isinstance(action, Load | Evict):
-                streamed.setdefault(action.stage, isinstance(action, Load))
-        return sum(
-            self._weight(stage)
-            for stage, where in enumerate(self.homes[device])
-            if where == device and not streamed.get(stage, False)
-        )
+        return sum(map(self._weight, self.program.present_at_start(device)))
 
     def _at(self, time: float, end: Callable[[], None]) -> None:
         heapq.heappush(self._ends, (time, next(self._number), end))
@@ -392,11 +384,10 @@ class _Simulation:
         size = self._weight(action.stage)
         self._hold(device, size)
         flow = _Flow(device, action, self.now, size)
-        latency = self.cluster.devices[device].host.latency
-        self._at(self.now + latency, lambda: self._join(flow))
+        self._at(self.now + self.cluster.host.latency, lambda: self._join(flow))
 
     def _join(self, flow: _Flow) -> None:
-        root = self.cluster.devices[flow.device].root
+        root = self.cluster.homes[flow.device] if self.cluster.homes else 0
         self.flows.setdefault(root, []).append(flow)
         self._share(root)
 
@@ -411,8 +402,7 @@ class _Simulation:
             flow.version += 1
             flow.rate = 0.0
         for flow in moving:
-            bandwidth = self.cluster.devices[flow.device].host.bandwidth
-            flow.rate = min(bandwidth, self.cluster.roots[root] / len(moving))
+            flow.rate = min(self.cluster.host.bandwidth, self.cluster.roots[root] / len(moving))
             end = self.now + max(0.0, flow.remaining_bytes) / flow.rate
             self._at(end, partial(self._loaded, flow, root, flow.version))
 

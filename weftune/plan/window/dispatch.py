@@ -6,13 +6,13 @@ All replicas are dispatched together: a job's next batch waits for the Backwards
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 from weftune.plan.program.prices import Prices
-from weftune.plan.program.program import Action, Backward, Forward, MicrobatchPlan
+from weftune.plan.program.program import Action, Backward, Forward, MicrobatchPlan, batch_samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,6 @@ class _Device:
     kept: int = 0
     busy: bool = False
     actions: list[Action] = field(default_factory=list)
-
-
-def batch_samples(microbatches: Iterable[MicrobatchPlan]) -> Counter[tuple[str, int]]:
-    """Return (job, step) → number of samples in these microbatches."""
-    samples: Counter[tuple[str, int]] = Counter()
-    for microbatch in microbatches:
-        for segment in microbatch.segments:
-            samples[segment.job, segment.step] += len(segment.samples)
-    return samples
 
 
 class Dispatch:

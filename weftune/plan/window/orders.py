@@ -27,8 +27,9 @@ from weftune.plan.program.program import (
     Reduce,
     Send,
     Step,
+    batch_samples,
 )
-from weftune.plan.window.dispatch import Dispatch, DispatchRules, batch_samples
+from weftune.plan.window.dispatch import Dispatch, DispatchRules
 
 Passes = list[list[Action]]
 """Passes of each device in order, before Steps, Sends and Recvs are inserted."""

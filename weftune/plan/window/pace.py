@@ -21,7 +21,7 @@ from weftune.plan.cost.cluster import this_machine
 from weftune.plan.cost.estimate import Speed, sheet_speed
 from weftune.plan.cost.learned import EVALUATION_PART
 from weftune.plan.cost.time import CostModel, Line, PassWork
-from weftune.plan.program.prices import Link, PassPrice, Prices, free_cluster
+from weftune.plan.program.prices import Link, PassPrice, PricedCluster, Prices
 from weftune.plan.program.program import Backward, Compute, MicrobatchPlan, Program
 from weftune.plan.program.simulate import Timeline, simulate
 from weftune.plan.window.rounds import JobWindow
@@ -73,13 +73,10 @@ def timeline_priced(
     program: Program, prices: Prices, loads: LoadPace | None = None, link: Link | None = None
 ) -> Timeline:
     """Return the simulated timeline of a window. Without a `link` between devices, sending takes no time."""
-    cluster = free_cluster(len(program.devices))
-    cluster = cluster if link is None else replace(cluster, link=link)
+    host = Link()
     if loads is not None:
-        prices = replace(prices, weight_bytes=loads.stage_bytes)
-        host = Link(loads.bandwidth)
-        cluster = replace(cluster, devices=tuple(replace(one, host=host) for one in cluster.devices))
-    return simulate(program, prices, cluster)
+        prices, host = replace(prices, weight_bytes=loads.stage_bytes), Link(loads.bandwidth)
+    return simulate(program, prices, PricedCluster(len(program.devices), link or Link(), host))
 
 
 def pace_prices(microbatches: Sequence[MicrobatchPlan], paces: Sequence[StagePace]) -> Prices:

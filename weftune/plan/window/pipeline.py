@@ -15,7 +15,7 @@ from itertools import accumulate
 from weftune.plan.pack.merge import BatchSample, JobLengths, MergeRules, group, merge
 from weftune.plan.pack.segments import QUICK, pack_segments
 from weftune.plan.program.check import check
-from weftune.plan.program.prices import PassPrice, Prices, free_cluster
+from weftune.plan.program.prices import PassPrice, PricedCluster, Prices
 from weftune.plan.program.program import (
     NOTHING,
     Action,
@@ -160,7 +160,7 @@ def _trained(batches: Sequence[GlobalBatch], windows: Sequence[JobWindow], rules
 
 
 def _seconds(program: Program, prices: Prices) -> float:
-    return simulate(program, prices, free_cluster(len(program.devices))).makespan
+    return simulate(program, prices, PricedCluster(len(program.devices))).makespan
 
 
 def _groups(

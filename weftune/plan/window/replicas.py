@@ -13,38 +13,48 @@ from dataclasses import replace
 from weftune.plan.pack.merge import BatchSample
 from weftune.plan.program.check import check
 from weftune.plan.program.prices import Prices
-from weftune.plan.program.program import Action, Backward, Forward, MicrobatchPlan, Program, Reduce, Step
-from weftune.plan.window.dispatch import Began, Closed, Dispatch, batch_samples
+from weftune.plan.program.program import (
+    Action,
+    Backward,
+    Forward,
+    MicrobatchPlan,
+    Program,
+    Reduce,
+    Step,
+    batch_samples,
+)
+from weftune.plan.window.dispatch import Began, Closed, Dispatch
 from weftune.plan.window.orders import Work, multi_job_rules, transported
 
 Rounds = list[list[BatchSample]]
 
 
 def deal(rounds: Sequence[Sequence[BatchSample]], replicas: int) -> list[Rounds]:
-    """Return the samples of each replica, round by round: the longest go first, each to the replica with the
-    fewest tokens so far. An imbalance of one round is evened out by the next."""
+    """Return the samples of each replica, round by round; a round evens out the imbalance of the last."""
     tokens = [0] * replicas
     dealt: list[Rounds] = [[] for _ in range(replicas)]
     for samples in rounds:
-        home: dict[int, int] = {}
-        for index in sorted(range(len(samples)), key=lambda index: -samples[index].length):
-            home[index] = least = tokens.index(min(tokens))
-            tokens[least] += samples[index].length
+        home = _deal([one.length for one in samples], tokens)
         for replica, own in enumerate(dealt):
-            part = [one for index, one in enumerate(samples) if home[index] == replica]
+            part = [one for one, where in zip(samples, home, strict=True) if where == replica]
             own += [part] if part else []
     return dealt
 
 
+def _deal(sizes: Sequence[int], totals: list[int]) -> list[int]:
+    """Return the replica of each item and add its size to that total: the largest go first, each to the
+    replica with the smallest total so far."""
+    home = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        home[index] = totals.index(min(totals))
+        totals[home[index]] += sizes[index]
+    return home
+
+
 def deal_evaluation(microbatches: Sequence[MicrobatchPlan], replicas: int) -> list[list[int]]:
     """Return the evaluation microbatches that each replica runs, dealt by the rule of `deal`."""
-    rows = [0] * replicas
-    dealt: list[list[int]] = [[] for _ in range(replicas)]
-    for index in sorted(range(len(microbatches)), key=lambda index: -microbatches[index].rows):
-        least = rows.index(min(rows))
-        rows[least] += microbatches[index].rows
-        dealt[least].append(index)
-    return [sorted(own) for own in dealt]
+    home = _deal([one.rows for one in microbatches], [0] * replicas)
+    return [[index for index, where in enumerate(home) if where == one] for one in range(replicas)]
 
 
 def replicated(work: Work, stages: int, prices: Prices, spare: int = 0, patient: bool = False) -> Program:
