@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -47,21 +47,14 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """A segment's log-probabilities after the head."""
+    """A segment after the head."""
 
     segment: Segment
-    logprobs_S: Tensor
+    scores: SampleScores
+    """Log-probabilities, and its samples if the objective needs them: supervised fine-tuning does not."""
     correct_S: Tensor
-    samples: tuple[_Sample, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """A sample in a microbatch: its last row, its offset in its global batch, its supervised rows."""
-
-    last: int
-    offset: int
-    supervised: int
+    last_rows: list[int]
+    """Last row of each of those samples."""
 
 
 class Scorer:
@@ -133,9 +126,9 @@ class Scorer:
         global batches or for the evaluation of that step."""
         for one in self._scored(h_TD, laid):
             kept = self._references[one.segment.job, one.segment.step, held_out]
-            parts = one.logprobs_S.split([sample.supervised for sample in one.samples])
-            for sample, part_S in zip(one.samples, parts, strict=True):
-                kept.setdefault(sample.offset, {})[one.segment.adapter] = part_S
+            parts = one.scores.logprobs_S.split(one.scores.counts)
+            for offset, part_S in zip(one.scores.offsets, parts, strict=True):
+                kept.setdefault(offset, {})[one.segment.adapter] = part_S
 
     def forget(self) -> None:
         """Drop the log-probabilities of batches that will not be trained after all."""
@@ -148,21 +141,16 @@ class Scorer:
         """Return the samples of a segment in the form that its objective needs."""
         job = one.segment.job
         if job not in self.objectives:
-            return SampleScores(one.logprobs_S, (), ())
+            return one.scores
         needs, head = self.objectives[job].needs, self.scalar_heads.get(job)
         assert not needs.scalar_head or head is not None, f"{job} has no scalar head"
-        last = [sample.last for sample in one.samples]
-        return SampleScores(
-            logprobs_S=one.logprobs_S,
-            counts=tuple(sample.supervised for sample in one.samples),
-            offsets=tuple(sample.offset for sample in one.samples),
-            references={adapter: self._referred(one, adapter, held_out) for adapter in needs.references},
-            values_B=None if head is None else head.values(h_TD[last]),
-        )
-
-    def _referred(self, one: _Scored, adapter: str | None, held_out: bool) -> Tensor:
-        kept = self._references[one.segment.job, one.segment.step, held_out]
-        return torch.cat([kept[sample.offset][adapter] for sample in one.samples])
+        kept = self._references[job, one.segment.step, held_out]
+        references = {
+            adapter: torch.cat([kept[offset][adapter] for offset in one.scores.offsets])
+            for adapter in needs.references
+        }
+        values_B = None if head is None else head.values(h_TD[one.last_rows])
+        return replace(one.scores, references=references, values_B=values_B)
 
     def _mean(self, segment: Segment) -> Tensor | None:
         objective = self.objectives.get(segment.job, SFT)
@@ -181,7 +169,8 @@ class Scorer:
         logprobs_S, correct_S = self._logprobs(h_TD, laid)
         parts = logprobs_S.tensor_split(laid.sections), correct_S.tensor_split(laid.sections)
         for segment, own_S, own_correct_S in zip(laid.microbatch.segments, *parts, strict=True):
-            yield _Scored(segment, own_S, own_correct_S, self._samples_of(segment, laid))
+            offsets, counts, last_rows = self._samples_of(segment, laid)
+            yield _Scored(segment, SampleScores(own_S, counts, offsets), own_correct_S, last_rows)
 
     def _logprobs(self, h_TD: Tensor, laid: LaidMicrobatch) -> tuple[Tensor, Tensor]:
         assert self._head is not None, "only the last stage has a head"
@@ -198,17 +187,22 @@ class Scorer:
         logprobs, correct = zip(*found, strict=True)
         return torch.cat(logprobs), torch.cat(correct)
 
-    def _samples_of(self, segment: Segment, laid: LaidMicrobatch) -> tuple[_Sample, ...]:
-        """Return the samples of a segment, if its objective needs them; supervised fine-tuning does not."""
+    def _samples_of(
+        self, segment: Segment, laid: LaidMicrobatch
+    ) -> tuple[tuple[int, ...], tuple[int, ...], list[int]]:
+        """Return offset, number of supervised rows and last row of each sample, if the objective needs
+        them."""
         if segment.job not in self.objectives:
-            return ()
+            return (), (), []
         stops = list(accumulate(laid.microbatch.sample_lengths))
-        spans = zip([0, *stops[:-1]], stops, strict=True)
-        return tuple(
-            _Sample(stop - 1, int(laid.token_index[start]), laid.supervised_in(start, stop))
-            for start, stop in spans
+        spans = [
+            (start, stop)
+            for start, stop in zip([0, *stops[:-1]], stops, strict=True)
             if segment.start <= start < segment.stop
-        )
+        ]
+        offsets = tuple(int(laid.token_index[start]) for start, _ in spans)
+        counts = tuple(laid.supervised_in(start, stop) for start, stop in spans)
+        return offsets, counts, [stop - 1 for _, stop in spans]
 
 
 _References = dict[int, dict[str | None, Tensor]]
