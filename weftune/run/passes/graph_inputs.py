@@ -70,7 +70,15 @@ class Gathering:
         self._banks = banks
         self.segments = tuple(Segment(one.job, 0, 0, 0) for one in jobs)
         """Segments that name the jobs, without their positions."""
-        self.gathered = {one.job: _empty_rows(one.rows, device) for one in jobs if not one.keys}
+        self.gathered = {
+            one.job: GatheredRows(
+                torch.zeros(one.rows, dtype=torch.int64, device=device),
+                torch.zeros(one.rows, 1, dtype=torch.bool, device=device),
+                torch.zeros(one.rows, dtype=torch.int64, device=device),
+            )
+            for one in jobs
+            if not one.keys
+        }
         self._prefixed = [one for one in jobs if one.keys]
         self._longest = longest + max((one.keys for one in jobs), default=0)
         self.prefixes = self._empty_prefixes(banks, device) if self._prefixed else None
@@ -139,11 +147,6 @@ class Gathering:
         copy_to(prefixes.rows_R, torch.cat(behind))
         copy_to(prefixes.place_R, torch.cat(places))
         copy_to(prefixes.pack.boundaries, torch.tensor(boundaries, dtype=torch.int32))
-
-
-def _empty_rows(rows: int, device: torch.device) -> GatheredRows:
-    index_R, first_R = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
-    return GatheredRows(index_R, torch.zeros(rows, 1, dtype=torch.bool, device=device), first_R)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,8 +76,10 @@ class Layers:
         if self.modules and self._norms:
             norm = self._decoder.norm
             norm.forward = FusedNorm(norm, self._facts).alone
-        if rotates_by_length(self._decoder.rotary_emb):
-            self._decoder.rotary_emb.forward = Angles(self._decoder.rotary_emb, self._device)
+        rotary = self._decoder.rotary_emb
+        if rotary.rope_type in ("dynamic", "longrope"):
+            # Transformers would read the longest sample's length from the device in every pass.
+            rotary.forward = Angles(rotary, self._device)
 
     def unfuse(self) -> None:
         """Restore every layer's own forward."""
@@ -225,11 +227,6 @@ class FusedNorm:
 def head_norms(q: FusedNorm, k: FusedNorm) -> HeadNorms:
     assert q.eps == k.eps
     return HeadNorms(q.weight_D, k.weight_D, q.eps, q.offset)
-
-
-def rotates_by_length(rotary: Any) -> bool:
-    """Return whether transformers reads the longest sample's length from the device in every pass."""
-    return rotary.rope_type in ("dynamic", "longrope")
 
 
 class Angles:

@@ -74,7 +74,10 @@ class AdapterPlaces:
 
     def board(self, training: Training) -> TravellingAdapter:
         """Allocate a job's room on the device, filled for the stages that are there."""
-        training.state = _on_the_host(training.state, self.device)
+        # In page-locked host memory, which the device reads and writes directly.
+        vectors = training.state.vectors
+        found = host_vectors([(len(vector), vector.dtype) for vector in vectors], self.device)
+        training.state = AdamState(*(to.copy_(vector) for to, vector in zip(found, vectors, strict=True)))
         parts = dict(_parts(training.layout, self.part))
         weights = self._rooms(parts, self.dtype)
         gradient = self._rooms(parts, training.gradient.dtype)
@@ -209,12 +212,6 @@ class AdapterPlaces:
         """Wait until the device has finished all launched work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def _on_the_host(state: AdamState, device: torch.device) -> AdamState:
-    """Return a copy in page-locked host memory, which the device reads and writes directly."""
-    found = host_vectors([(len(vector), vector.dtype) for vector in state.vectors], device)
-    return AdamState(*(here.copy_(vector) for here, vector in zip(found, state.vectors, strict=True)))
 
 
 def _parts(layout: VectorLayout, part: OnWorker) -> Iterator[tuple[int, StagePart]]:

@@ -219,8 +219,11 @@ def _read(path: Path) -> _Stored | None:
     """Return the checkpoint at `path` if it is complete and its checksums match, else None. A complete one of
     a later format raises UnknownFormat."""
     try:
-        content = _whole_files(path)
-        if content is None:
+        sums = (path / SUMS).read_bytes()
+        names = [Path(line.partition("  ")[2]).name for line in sums.decode().splitlines()]
+        content = {name: (path / name).read_bytes() for name in names}
+        found = {name: hashlib.sha256(data).hexdigest() for name, data in content.items()}
+        if STATE not in content or sums != sums_text(found):
             return None
         state = json.loads(content[STATE])
         refuse_unknown_format(state.get("format"), path / STATE)
@@ -235,15 +238,6 @@ def _read(path: Path) -> _Stored | None:
         return _Stored(Progress(**state["progress"]), layout, vectors, bool(state.get("best_is_master")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return None
-
-
-def _whole_files(path: Path) -> dict[str, bytes] | None:
-    """Return the files of a checkpoint of any format, or None if a checksum does not match."""
-    sums = (path / SUMS).read_bytes()
-    names = [Path(line.partition("  ")[2]).name for line in sums.decode().splitlines()]
-    content = {name: (path / name).read_bytes() for name in names}
-    found = {name: hashlib.sha256(data).hexdigest() for name, data in content.items()}
-    return content if STATE in content and sums == sums_text(found) else None
 
 
 def listed_layout(layout: VectorLayout) -> list[list[Any]]:

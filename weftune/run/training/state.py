@@ -161,11 +161,6 @@ class Training:
         """Weights that a rung evaluates: the mean, or the master weights if there is no mean."""
         return self.mean if self.mean is not None and self.progress.averaged else self.master
 
-    def take_batch(self, gradient: Tensor, loss: Tensor, correct: Tensor, tokens: int) -> None:
-        """Replace the sums collected here by those of the whole global batch over all replicas."""
-        self.gradient.copy_(gradient)
-        self.open = OpenBatch(loss, correct, tokens)
-
     def forget_open_batch(self) -> None:
         """Drop the sums of an unfinished global batch, as if none of its microbatches had run."""
         self.gradient.zero_()

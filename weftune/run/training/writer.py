@@ -43,7 +43,8 @@ class Writer:
     ) -> None:
         """Start the writer. `device` is the one that trains; snapshots take at most `max_bytes`."""
         self.snapshots = Snapshots(device, max_bytes)
-        self._threads = ThreadPoolExecutor(threads or default_threads(), thread_name_prefix="writer")
+        usual = max(LEAST_THREADS, min(MOST_THREADS, (os.cpu_count() or 1) // CORES_PER_THREAD))
+        self._threads = ThreadPoolExecutor(threads or usual, thread_name_prefix="writer")
         self._last: dict[str, Future[Any]] = {}
         """Maps each job to its last request, unless it is done."""
         self._lock = Lock()
@@ -110,10 +111,6 @@ class Writer:
     def close(self, at_once: bool = False) -> None:
         """Wait until everything is written; if `at_once`, only for writes that have begun."""
         self._threads.shutdown(wait=True, cancel_futures=at_once)
-
-
-def default_threads() -> int:
-    return max(LEAST_THREADS, min(MOST_THREADS, (os.cpu_count() or 1) // CORES_PER_THREAD))
 
 
 def disk_error(done: Future[Any]) -> str | None:

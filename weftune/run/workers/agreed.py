@@ -31,7 +31,7 @@ from weftune.run.events import Event, Failed, SaveDue, Stepped
 from weftune.run.measure.timers import ActionTimer, DeviceSpan, Waited
 from weftune.run.parts import NOTHING_TO_DO, AdapterState
 from weftune.run.passes.rows import TimedPass
-from weftune.run.training.state import EvaluationSums
+from weftune.run.training.state import EvaluationSums, OpenBatch
 from weftune.run.training.steps import StepRequest, Sums, batch_totals, why_no_step
 from weftune.run.workers.transport import BEHIND, Transport
 
@@ -170,9 +170,9 @@ class Agreed:
         total_N = self._transport.exchange.sum((job, step), self._worker)
         self._timer.start()
         if job not in self._roster.dead:
-            batch = self._batches[job, step][1]
-            tokens = batch.tokens - batch.before
-            self._roster.trainings[job].take_batch(total_N[:-BEHIND], total_N[-2], total_N[-1], tokens)
+            batch, training = self._batches[job, step][1], self._roster.trainings[job]
+            training.gradient.copy_(total_N[:-BEHIND])
+            training.open = OpenBatch(total_N[-2], total_N[-1], batch.tokens - batch.before)
 
     def _add_up(self, job: str, step: int) -> None:
         """Add this worker's sums to those of the stages after, and send them towards the first worker."""

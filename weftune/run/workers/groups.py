@@ -232,14 +232,11 @@ def bind_interface(position: WorkerPosition) -> None:
     """Set the interface that reaches the other workers for the libraries. If all are on this machine, gloo
     listens on the loopback only; NCCL needs no network then."""
     alone = position.local_workers == position.workers
-    found = loopback() if alone else interface_towards(os.environ["MASTER_ADDR"])
+    local = (name for name, addresses in _addresses().items() if any(map(_is_loopback, addresses)))
+    found = next(local, None) if alone else interface_towards(os.environ["MASTER_ADDR"])
     if found is not None:
         for name in LIBRARIES[:1] if alone else LIBRARIES:
             os.environ.setdefault(name, found)
-
-
-def loopback() -> str | None:
-    return next((name for name, addresses in _addresses().items() if any(map(_is_loopback, addresses))), None)
 
 
 def interface_towards(host: str) -> str | None:
