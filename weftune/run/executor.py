@@ -388,11 +388,11 @@ class Executor:
         if moved and not self.part.streamed:
             raise PlanError(
                 f"this plan holds {', '.join(sorted(moved))}, for a base that is streamed; here all of it is "
-                "at hand"
+                "resident"
             )
         if program.stages != layout.homes:
             raise PlanError(
-                f"this plan is for a base in {len(program.stages)} stages, and here it lies in "
+                f"this plan is for a base in {len(program.stages)} stages, and here it has "
                 f"{len(layout.stages)}"
             )
 

@@ -91,7 +91,7 @@ def require_secret(position: WorkerPosition) -> None:
     if position.local_workers < position.workers and not secret():
         raise UserError(
             f"The workers of this run are on several machines, and {SECRET} is not set; set it to the same "
-            "long random text on all of them, so that they take orders from one another only"
+            "long random text on all of them, so that workers accept messages of this run only"
         )
 
 

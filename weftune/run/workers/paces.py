@@ -43,12 +43,10 @@ class _Stage:
     def pace(self) -> StagePace:
         steps = sum(self.steps) / max(1, len(self.steps))
         forward, backward = line_through(self.forwards), line_through(self.backwards)
-        return StagePace(forward, backward, steps, self._spread(forward, backward))
-
-    def _spread(self, forward: Line, backward: Line) -> tuple[float, ...]:
-        ways = ((self.forwards, forward), (self.backwards, backward))
-        passes = [(one.start, one.seconds, line(one.rows)) for passed, line in ways for one in passed]
-        return tuple(seconds / foreseen for _, seconds, foreseen in sorted(passes) if foreseen > 0)
+        kinds = ((self.forwards, forward), (self.backwards, backward))
+        passes = sorted((one.start, one.seconds, line(one.rows)) for passed, line in kinds for one in passed)
+        spread = tuple(seconds / predicted for _, seconds, predicted in passes if predicted > 0)
+        return StagePace(forward, backward, steps, spread)
 
     def guess(self) -> StagePace:
         return StagePace(Line(0.0, float(self.layers)), Line(0.0, BACKWARD_GUESS * self.layers))
