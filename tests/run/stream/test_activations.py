@@ -257,4 +257,4 @@ def test_every_visit_reads_what_it_was_given_round_after_round(stages, rows, rou
         for mine, theirs in pairs:
             assert torch.equal(mine, theirs)
             assert rows_here(offloaded) <= sum(rows) + max(rows)
-        assert rows_here(offloaded) == aboard.rows_here(kept) == 0
+        assert rows_here(offloaded) == rows_here(kept) == 0
