@@ -5,7 +5,8 @@ of the longest chain of rooms that import one another. A circle is a set of modu
 imports inside functions included, those for annotations alone not. A fragment is a docstring that begins in
 the middle of a sentence.
 
-`python -m tests.house --sample 100 --seed 1` prints random docstrings and names for a reader to judge.
+`python -m tests.house --sample 100 --seed 1` prints random docstrings and names for a reader to judge, and
+`--unused` lists what only tests and benchmarks call.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class House:
 
 @cache
 def sources() -> Mapping[Path, str]:
-    """Of the package; empty files are none."""
+    """Return path → text of every file of the package that is not empty."""
     return {path: path.read_text() for path in sorted(ROOT.rglob("*.py")) if path.stat().st_size}
 
 
@@ -145,15 +146,43 @@ def is_dataclass(node: ast.AST) -> bool:
 
 def called_once() -> Iterator[ast.FunctionDef]:
     """Yield the functions whose name is read in one place of the package."""
+    read = read_names()
+    for tree in trees().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and read[node.name] == 1:
+                yield node
+
+
+def never_called() -> Iterator[tuple[Path, ast.FunctionDef | ast.ClassDef]]:
+    """Yield the functions and classes that no module of the package names: only tests and benchmarks use them.
+
+    Left out are methods that Python or a library calls, the public names of `weftune/__init__.py`, and what is
+    named in a string, such as a module that is imported on demand.
+    """
+    read = read_names()
+    strings = " ".join(
+        node.value
+        for tree in trees().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    quoted = set(re.findall(r"\w+", strings))
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("__"):
+                if not read[node.name] and node.name not in quoted:
+                    yield path, node
+
+
+@cache
+def read_names() -> Counter[str]:
+    """Count how often each name is read in the package, as a name, as an attribute or by an import."""
     nodes = [node for tree in trees().values() for node in ast.walk(tree)]
-    read = Counter(
+    return Counter(
         node.id if isinstance(node, ast.Name) else node.attr
         for node in nodes
         if isinstance(node, ast.Name | ast.Attribute)
     )
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef) and read[node.name] == 1:
-            yield node
 
 
 def sample(count: int, seed: int) -> str:
@@ -177,7 +206,7 @@ def module_name(path: Path) -> str:
 
 
 def imported(tree: ast.AST, known: Mapping[str, object]) -> Iterator[str]:
-    """The modules of ours that a module imports."""
+    """Yield the modules of the package that a module imports."""
     for node in executed(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
@@ -189,7 +218,7 @@ def imported(tree: ast.AST, known: Mapping[str, object]) -> Iterator[str]:
 
 
 def executed(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those under `if TYPE_CHECKING`."""
+    """Yield all nodes except those under `if TYPE_CHECKING`."""
     left = [tree]
     while left:
         node = left.pop()
@@ -200,7 +229,7 @@ def executed(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def floors(imports: Mapping[str, set[str]]) -> int:
-    """Of the rooms at the top of the package."""
+    """Return the length of the longest chain of top-level packages that import one another."""
     below: dict[str, set[str]] = {}
     for name, others in imports.items():
         below.setdefault(room(name), set()).update(room(other) for other in others)
@@ -217,7 +246,7 @@ def room(module: str) -> str:
 
 
 def circles(imports: Mapping[str, set[str]]) -> Iterator[tuple[str, ...]]:
-    """Tarjan's strongly connected components of more than one module."""
+    """Yield Tarjan's strongly connected components of more than one module."""
     number: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -247,13 +276,18 @@ def circles(imports: Mapping[str, set[str]]) -> Iterator[tuple[str, ...]]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sample", type=int, metavar="COUNT", help="print so many docstrings and names")
+    parser.add_argument("--sample", type=int, metavar="COUNT", help="print this many docstrings and names")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--unused", action="store_true", help="list what no module of the package calls")
     parser.add_argument("--fragments", action="store_true", help="list the docstrings that are fragments")
-    asked = parser.parse_args()
-    if asked.sample:
-        print(sample(asked.sample, asked.seed))
-    elif asked.fragments:
+    options = parser.parse_args()
+    if options.sample:
+        print(sample(options.sample, options.seed))
+    elif options.unused:
+        for path, node in never_called():
+            count = node.end_lineno - node.lineno + 1
+            print(f"{path.relative_to(ROOT.parent)}:{node.lineno}: {node.name}, {count} lines")
+    elif options.fragments:
         print("\n".join(survey().fragments))
     else:
         print(survey())
