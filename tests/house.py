@@ -154,10 +154,9 @@ def called_once() -> Iterator[ast.FunctionDef]:
 
 
 def never_called() -> Iterator[tuple[Path, ast.FunctionDef | ast.ClassDef]]:
-    """Yield the functions and classes that no module of the package names: only tests and benchmarks use them.
+    """Yield the functions and classes that only tests and benchmarks use: no module of the package names them.
 
-    Left out are methods that Python or a library calls, the public names of `weftune/__init__.py`, and what is
-    named in a string, such as a module that is imported on demand.
+    Methods that Python calls are left out, and so are names in a string, such as those imported on demand.
     """
     read = read_names()
     strings = " ".join(
@@ -169,9 +168,10 @@ def never_called() -> Iterator[tuple[Path, ast.FunctionDef | ast.ClassDef]]:
     quoted = set(re.findall(r"\w+", strings))
     for path, tree in trees().items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("__"):
-                if not read[node.name] and node.name not in quoted:
-                    yield path, node
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("__"):
+                continue
+            if not read[node.name] and node.name not in quoted:
+                yield path, node
 
 
 @cache
