@@ -154,7 +154,7 @@ def called_once() -> Iterator[ast.FunctionDef]:
 
 
 def never_called() -> Iterator[tuple[Path, ast.FunctionDef | ast.ClassDef]]:
-    """Yield the functions and classes that only tests and benchmarks use: no module of the package names them.
+    """Yield functions and classes that no module of the package names: only tests and benchmarks use them.
 
     Methods that Python calls are left out, and so are names in a string, such as those imported on demand.
     """
