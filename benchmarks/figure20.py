@@ -18,7 +18,7 @@ from random import Random
 from statistics import mean, pstdev
 
 from weftune.plan.cost.layers import LayerCost
-from weftune.plan.layout.partition import StageLimit, balance
+from weftune.plan.layout.stages import StageLimit, balance
 from weftune.plan.pack.merge import BatchSample, JobLengths, MergeRules, group, merge
 from weftune.plan.program.prices import PassPrice, PricedCluster, Prices
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, Program, SegmentPlan

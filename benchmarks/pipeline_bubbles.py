@@ -37,7 +37,7 @@ from weftune.core.batch import Microbatch, Segment
 from weftune.core.shapes import LayerRange, ModelShape
 from weftune.launch.workers import environment
 from weftune.plan.cost.time import PassWork
-from weftune.plan.layout.cut import PartCosts, cut_layers, measured_costs
+from weftune.plan.layout.stages import PartCosts, cut_layers, measured_costs
 from weftune.plan.program.layout import in_stages
 from weftune.plan.program.program import Backward, Forward, GlobalBatch, MicrobatchPlan, PlacedSample, Program
 from weftune.plan.program.simulate import Timeline

@@ -24,11 +24,22 @@ from typing import Any
 import weftune
 from weftune.bench.result import arguments, finish
 from weftune.plan.cost.time import Line
-from weftune.plan.studies.bucket import arrange, bucket, end_to_end, make_bucket
-from weftune.plan.studies.chunk import align, chunk_size
-from weftune.plan.studies.fuse import Fusion, fuse, price
-from weftune.plan.studies.overlap import Graph, Operator, OperatorKind, overlap
-from weftune.plan.studies.stage import GroupLoad, PipelineCost, Stage, StagePass, one_adapter
+from weftune.plan.studies.chunks import align, chunk_size
+from weftune.plan.studies.fusion import (
+    Fusion,
+    GroupLoad,
+    PipelineCost,
+    Stage,
+    StagePass,
+    arrange,
+    bucket,
+    end_to_end,
+    fuse,
+    make_bucket,
+    one_adapter,
+    price,
+)
+from weftune.plan.studies.shards import Graph, Operator, OperatorKind, overlap
 
 LENGTHS = Path(weftune.__file__).parent / "bench" / "lengths.json"
 PARAMETERS, LAYERS, HIDDEN = 8e9, 32, 4096
@@ -135,7 +146,7 @@ def buckets() -> list[dict[str, Any]]:
         pipe, loads = pipeline(4, share), jobs(16, 4, random.Random(2))
         fusion = fuse(loads, pipe)
         fused = bucket([group.load for group in fusion.groups], pipe)
-        found = arrange(fusion, pipe).bucketing
+        found = arrange(fusion, pipe)
         apart = all_apart(loads, pipe)
         groups = sum(len(one.groups) for one in found.buckets)
         print(
@@ -202,7 +213,9 @@ def chunks() -> dict[str, float]:
     size = chunk_size(length for batch in batches for length in batch)
     for chunk in (size, 2 * size, 4 * size, 8 * size):
         aligned = [align(batch, max(longest, 1024), chunk) for batch in batches]
-        padded[f"chunks of {chunk}"] = sum(one.padding for one in aligned) / tokens
+        padded[f"chunks of {chunk}"] = (
+            sum(chunk - one.tokens for chunks in aligned for one in chunks) / tokens
+        )
     print("\nrows of padding over tokens")
     for way, share in padded.items():
         print(f"{way:24} {share:6.1%}")

@@ -25,8 +25,8 @@ from weftune.core.shapes import JobShape
 from weftune.plan.cost.cluster import parse_cluster
 from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.studies.ablate import ablate
-from weftune.plan.studies.fit import make_ground
-from weftune.plan.studies.simulated import outlook
+from weftune.plan.studies.placement import cluster_case
+from weftune.plan.studies.search import outlook
 
 CONFIG = {
     "model_type": "llama",
@@ -91,13 +91,13 @@ class Case:
 
 
 def case_of(cluster: str, job_set: JobSet) -> Case:
-    found = outlook(make_ground(SHAPE, parse_cluster(cluster)), job_set.jobs())
+    found = outlook(cluster_case(SHAPE, parse_cluster(cluster)), job_set.jobs())
     rows = ablate(found)
     return Case(
         cluster,
         job_set.name,
         str(found.scheme.order),
-        found.candidate.mechanism,
+        found.mechanism,
         {_name(row.mechanism, row.instead, row.added): row.cost for row in rows},
         tuple(_name(row.mechanism, row.instead, row.added) for row in rows if row.added),
     )

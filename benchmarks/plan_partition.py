@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -26,7 +25,6 @@ from weftune.plan.layout.mobius_step import (
     step_seconds,
     visits,
 )
-from weftune.plan.program.layout import StageLayers
 from weftune.plan.studies.contention import Root, contended_seconds, fastest_order
 
 BYTES = 2
@@ -123,7 +121,7 @@ def partition_row(shape: Shape, machine: Machine, tokens: int, microbatches: int
         for partition in (largest_stages(layers, host), smallest_stages(layers, host))
     )
     resident = sum(found.partition.resident)
-    stages = len(found.partition.stages)
+    stages = len(found.partition.resident)
     return PartitionRow(
         shape.name,
         machine.name,
@@ -185,7 +183,7 @@ def mapping_rows(topology: Topology, tokens: int = 512) -> Iterator[MappingRow]:
 
 def even(layers: int, stages: int) -> StreamPartition:
     cuts = [round(layers * number / stages) for number in range(stages + 1)]
-    return StreamPartition(tuple(StageLayers(start, stop) for start, stop in pairwise(cuts)))
+    return StreamPartition(tuple(cuts), (False,) * stages)
 
 
 def unfetched(moved: MobiusVisits) -> MobiusVisits:

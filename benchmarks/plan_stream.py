@@ -23,14 +23,14 @@ from weftune.bench.sizes import SIZES, outline
 from weftune.bench.table import aligned
 from weftune.core.shapes import ModelShape
 from weftune.errors import PlanError
-from weftune.plan.layout.one_device import gpu_place
-from weftune.plan.layout.stream_choice import WAYS, StreamChoice, StreamWay
+from weftune.plan.layout.need import gpu_device
+from weftune.plan.layout.stream_choice import HOST_STATES, HostState, StreamChoice
 from weftune.plan.program.layout import padded_rows
 
 GIB = 1 << 30
 HOST = int(120e9)
 LARGE_HOST = int(200e9)
-KEPT = [way for way in WAYS if not way.offloads]
+KEPT = [way for way in HOST_STATES if not way.offloads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ def main() -> None:
     finish({"cases": found}, options.json)
 
 
-def foreseen(case: Case, shape: ModelShape, ways: Sequence[StreamWay] = WAYS) -> StreamChoice:
-    device = gpu_place(int(case.gib * GIB), case.host, bandwidth=55e9, flops=650e12, memory_bandwidth=4e12)
+def foreseen(case: Case, shape: ModelShape, ways: Sequence[HostState] = HOST_STATES) -> StreamChoice:
+    device = gpu_device(int(case.gib * GIB), case.host, bandwidth=55e9, flops=650e12, memory_bandwidth=4e12)
     return choose(shape, case.work, device, 8192, "chosen", ways)
 
 

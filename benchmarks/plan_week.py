@@ -31,10 +31,8 @@ from weftune.bench.table import aligned
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.cluster import GIB, Device, make_cluster
 from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.studies.fit import ClusterCase, make_ground
-from weftune.plan.studies.places import places
-from weftune.plan.studies.rivals import at_its_best, greedily_packed, one_piped_after_another
-from weftune.plan.studies.simulated import outlook
+from weftune.plan.studies.placement import ClusterCase, cluster_case, placements
+from weftune.plan.studies.search import at_its_best, greedily_packed, one_piped_after_another, outlook
 
 LENGTHS = json.loads((Path(weftune.__file__).parent / "bench" / "lengths.json").read_text())
 GPUS, WIDTHS, MOST = 128, (1, 2, 4), 32
@@ -95,7 +93,7 @@ def drawn_job(number: int, kind: Kind, random: Random) -> JobOutline:
 
 
 def ground(width: int) -> ClusterCase:
-    return make_ground(SHAPE, make_cluster([A40] * width, None))
+    return cluster_case(SHAPE, make_cluster([A40] * width, None))
 
 
 def step_alone(where: ClusterCase, kind: Kind) -> float:
@@ -104,7 +102,7 @@ def step_alone(where: ClusterCase, kind: Kind) -> float:
 
 
 def _alone(where: ClusterCase, one: JobOutline) -> float:
-    return at_its_best(one_piped_after_another, places(where, [one]), [one]).step_seconds
+    return at_its_best(one_piped_after_another([one]), placements(where, [one]), [one]).step_seconds
 
 
 def batching(where: ClusterCase, length: int) -> Curve:
@@ -112,7 +110,7 @@ def batching(where: ClusterCase, length: int) -> Curve:
     seconds = []
     for count in TASK_COUNTS:
         jobs = [padded_job(number, USUAL, length) for number in range(count)]
-        seconds.append(at_its_best(greedily_packed, places(where, jobs), jobs).step_seconds)
+        seconds.append(at_its_best(greedily_packed(jobs), placements(where, jobs), jobs).step_seconds)
     return Curve(tuple(float(USUAL * count) for count in TASK_COUNTS), tuple(seconds))
 
 

@@ -32,10 +32,9 @@ from weftune.errors import PlanError
 from weftune.plan.cost.ring import step_bytes
 from weftune.plan.layout.choose import Choice, Machine
 from weftune.plan.layout.choose import choose as choose_layout
-from weftune.plan.layout.need import StreamCase, StreamDevice
-from weftune.plan.layout.one_device import gpu_place, pretended_place
+from weftune.plan.layout.need import StreamCase, StreamDevice, emulated_device, gpu_device
 from weftune.plan.layout.search import largest_drafts, smallest_drafts
-from weftune.plan.layout.stream_choice import WAYS, StreamChoice, StreamWay, choose_stream
+from weftune.plan.layout.stream_choice import HOST_STATES, HostState, StreamChoice, choose_stream
 from weftune.plan.program.layout import Layout, StageLayers
 from weftune.plan.program.program import Program
 from weftune.plan.window.rounds import JobWindow
@@ -123,7 +122,7 @@ def choose(
     device: StreamDevice,
     most: int,
     how: str,
-    ways: Sequence[StreamWay] = WAYS,
+    ways: Sequence[HostState] = HOST_STATES,
 ) -> StreamChoice:
     jobs = job_shapes(shape, work)
     chosen = choose_stream(shape, jobs, device, most, work.tokens, ways)
@@ -156,9 +155,9 @@ def job_shapes(shape: ModelShape, work: BaselineWork) -> list[JobShape]:
 def stream_device(hardware: Hardware, cap: int | None, link: HostLink) -> StreamDevice:
     host = int(psutil.virtual_memory().available * CPU_SHARE)
     if hardware.device.type != "cuda":
-        return pretended_place(cap or 1 << 30, host)
+        return emulated_device(cap or 1 << 30, host)
     budget = cap or budget_bytes(hardware.device)
-    return gpu_place(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)
+    return gpu_device(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)
 
 
 def resident_choice(

@@ -64,7 +64,7 @@ def test_jobs_that_do_not_fit_wait_with_the_reason_by_priority_then_file_order(t
     assert set(order[:2]) == {"urgent", "first"}
     assert order[2:] == ["second", "third"]
     assert reasons.keys() == {"second", "third"}
-    assert "with 2 other jobs aboard" in reasons["second"]
+    assert "with 2 other jobs running" in reasons["second"]
     assert reasons["third"] == "it waits behind second, which comes first"
     assert max(len(program.jobs) for program in trainer.programs) == 2
     assert_whole(tmp_path / "out")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from benchmarks import pipeline_bubbles
 from benchmarks.pipeline_bubbles import Case
 from tests.plan.costs import SHAPE
-from weftune.plan.layout.cut import PartCosts, cut_layers
+from weftune.plan.layout.stages import PartCosts, cut_layers
 from weftune.plan.program.program import Backward, Forward, Step
 from weftune.plan.window.pipeline import PipelineOrder
 from weftune.run.workers.agreed import TimedAction, WorkerReport

@@ -266,7 +266,7 @@ def test_a_job_that_must_wait_is_shown_with_its_reason(folder, weftune):
     assert shown.code == 0, shown.err
     assert "3 jobs on 1xRTX4090" in shown.out
     assert "job3 waits: needs" in shown.out
-    assert "with 3 other jobs aboard" in shown.out
+    assert "with 3 other jobs running" in shown.out
     assert "job4 waits: it waits behind job3, which comes first" in shown.out
 
 

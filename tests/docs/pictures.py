@@ -24,7 +24,7 @@ from tests.report.test_browser import BROWSER, load, with_script, without_policy
 from weftune import train
 from weftune.jobs.spec.read import read_run
 from weftune.jobs.sweeps.record import SweepRecord
-from weftune.plan.studies.simulated import outlook
+from weftune.plan.studies.search import outlook
 from weftune.report.ending import final_table
 from weftune.report.gantt import gantt_page
 from weftune.report.read import JobRecord

@@ -8,7 +8,7 @@ from weftune.base.architecture import model_shape
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.cluster import parse_cluster
 from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.studies.fit import ClusterCase, make_ground
+from weftune.plan.studies.placement import ClusterCase, cluster_case
 
 CONFIG = {
     "model_type": "llama",
@@ -25,7 +25,7 @@ PARAMETERS = 8_030_261_248
 
 
 def ground(cluster: str) -> ClusterCase:
-    return make_ground(SHAPE, parse_cluster(cluster))
+    return cluster_case(SHAPE, parse_cluster(cluster))
 
 
 def outline(name: str, mean: int, batch: int = 8, rank: int = 16, rounds: int = 2) -> JobOutline:

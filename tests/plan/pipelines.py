@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from weftune.plan.cost.time import Line
-from weftune.plan.studies.stage import GroupLoad, PipelineCost, Stage, StagePass, one_adapter
+from weftune.plan.studies.fusion import GroupLoad, PipelineCost, Stage, StagePass, one_adapter
 
 GIB = 1 << 30
 

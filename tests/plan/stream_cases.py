@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from weftune.core.shapes import JobShape, ModelShape, SiteShape
 from weftune.errors import PlanError
 from weftune.plan.layout.need import Draft, StreamCase, StreamDevice
-from weftune.plan.layout.stream_choice import WAYS, StreamChoice, capacities, choose_stream
+from weftune.plan.layout.stream_choice import HOST_STATES, StreamChoice, capacities, choose_stream
 
 HIDDEN, VOCABULARY = 256, 100
 LAYER = 4 * HIDDEN**2 * 2
@@ -70,7 +70,7 @@ def cases(
     longest = max(one.longest for one in jobs)
     return [
         StreamCase(shape, tuple(jobs), device, tokens, capacity, way.travels, way.offloads)
-        for way in WAYS
+        for way in HOST_STATES
         for capacity in capacities(longest, most, tokens)
     ]
 

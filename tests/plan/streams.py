@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, product
+from itertools import product
 
 from hypothesis import strategies as st
 
 from weftune.plan.cost.layers import LayerCost
 from weftune.plan.layout.mobius_step import Host, StreamPartition
-from weftune.plan.program.layout import StageLayers
 
 SECONDS = st.integers(0, 40).map(lambda tenths: tenths / 10)
 
@@ -44,8 +43,7 @@ HOSTS = st.builds(
 
 
 def partition(cuts: Sequence[int], resident: Sequence[bool]) -> StreamPartition:
-    stages = zip(pairwise(cuts), resident, strict=True)
-    return StreamPartition(tuple(StageLayers(start, stop, stays) for (start, stop), stays in stages))
+    return StreamPartition(tuple(cuts), tuple(resident))
 
 
 def every_partition(layers: int) -> Iterator[StreamPartition]:

@@ -14,11 +14,9 @@ from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.program.check import check
 from weftune.plan.program.program import Forward, Program, Step
 from weftune.plan.studies.ablate import ablate
-from weftune.plan.studies.candidates import alone
-from weftune.plan.studies.fit import frugal, lay_out
-from weftune.plan.studies.forecast import run_scheme
-from weftune.plan.studies.scheme import GREEDY, SEARCHED, Scheme, SchemeOrder
-from weftune.plan.studies.simulated import outlook
+from weftune.plan.studies.placement import lay_out, recomputing
+from weftune.plan.studies.scheme import GREEDY, SEARCHED, Scheme, SchemeOrder, alone, run_scheme
+from weftune.plan.studies.search import outlook
 
 LENGTHS = st.lists(
     st.lists(st.lists(st.integers(2, 900), min_size=1, max_size=5), min_size=1, max_size=3),
@@ -86,10 +84,10 @@ def trains(program: Program, jobs: list[JobOutline]) -> None:
 def test_every_order_is_legal_and_trains_each_sample_of_each_batch_once(
     cluster, lengths, order, shift, together, limits, capacity
 ):
-    place, jobs = frugal(ground(cluster))[-1], made(lengths)
+    place, jobs = recomputing(ground(cluster))[-1], made(lengths)
     groups = (tuple(job.name for job in jobs),) if together else alone(jobs)
     scheme = Scheme("weftune", groups, order, limits, shift)
-    trains(run_scheme(scheme, jobs, place, lay_out(place, jobs, capacity)).program, jobs)
+    trains(run_scheme(scheme, jobs, lay_out(place, jobs, capacity)).program, jobs)
 
 
 @settings(max_examples=10, deadline=None)

@@ -12,7 +12,7 @@ import pytest
 from tests.plan.outlooks import ground, outlines
 from tests.report.example import write_example
 from weftune.plan.program.simulate import Lane
-from weftune.plan.studies.simulated import outlook
+from weftune.plan.studies.search import outlook
 from weftune.report import gantt as module
 from weftune.report.gantt import (
     KINDS,

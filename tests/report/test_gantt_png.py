@@ -7,7 +7,7 @@ import io
 import pytest
 
 from tests.plan.outlooks import ground, outlines
-from weftune.plan.studies.simulated import outlook
+from weftune.plan.studies.search import outlook
 from weftune.report.gantt import COLOURS, job_colours, job_strips, rows
 from weftune.report.gantt_png import FOOT, GAP, LEFT, RIGHT, ROW, TOP, WIDTH, gantt_png, require_pillow, ticks
 

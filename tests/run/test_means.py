@@ -28,7 +28,7 @@ from tests.run.workers.test_agreed import (
 from weftune.adapters.kind import JobAdapter
 from weftune.base.load import inspect
 from weftune.base.spec import BaseSpec
-from weftune.plan.layout.cut import cut_layers
+from weftune.plan.layout.stages import cut_layers
 from weftune.plan.program.layout import in_stages, one_device
 from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
 from weftune.plan.window.window import plan_window

@@ -17,7 +17,7 @@ from tests.run.workers.test_agreed import CAPACITY, PACE, whole_base
 from weftune.adapters.kind import JobAdapter
 from weftune.base.load import inspect
 from weftune.base.spec import BaseSpec
-from weftune.plan.layout.cut import cut_layers
+from weftune.plan.layout.stages import cut_layers
 from weftune.plan.program.layout import in_stages
 from weftune.plan.window.pipeline import PipelineRules, plan_pipeline
 from weftune.run.events import Failed, SaveDue

@@ -11,9 +11,9 @@ from tests.plan.outlooks import ground, outline, outlines
 from tests.plan.program.test_check import course
 from weftune.errors import PlanError
 from weftune.plan.program.layout import Layout, StageLayers
-from weftune.plan.studies.chunked import chunked
-from weftune.plan.studies.fit import lay_out
-from weftune.plan.studies.simulated import outlook
+from weftune.plan.studies.chunks import chunk_units, chunked_program
+from weftune.plan.studies.placement import lay_out
+from weftune.plan.studies.search import outlook
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
 
@@ -38,6 +38,6 @@ def test_streamed_stages_are_refused():
 def test_chunks_are_refused():
     job = replace(outline("a", 10), batches=((256,),))
     place = ground("H100")
-    program = chunked([job], (("a",),), 64, place, lay_out(place, [job], 512)).program
+    program = chunked_program(chunk_units([job], (("a",),), 64, 512), 64, lay_out(place, [job], 512))
     with pytest.raises(PlanError, match="chunks of 64 rows"):
         run(program)

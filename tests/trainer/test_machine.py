@@ -11,7 +11,7 @@ from weftune import Options
 from weftune.base.spec import BaseSpec
 from weftune.plan.cost.profile import file_of, profile_folder, write_profile
 from weftune.plan.layout.choose import MAX_TOKENS, PROCESS_BYTES, part_costs
-from weftune.plan.layout.cut import measured_costs, typical_work
+from weftune.plan.layout.stages import measured_costs, typical_work
 from weftune.run.profile import key_here
 from weftune.trainer.machine import machine_here, sheet_gpu
 

@@ -19,13 +19,12 @@ from weftune.plan.cost.profile import Profile, profile_here
 from weftune.plan.cost.time import Rate
 from weftune.plan.layout.choose import AUTO, PROCESS_BYTES, Choice, Machine, choose
 from weftune.plan.layout.foresee import StageTimes
-from weftune.plan.layout.need import StreamDevice
-from weftune.plan.layout.one_device import fits_whole, gpu_place
+from weftune.plan.layout.need import StreamDevice, gpu_device
 from weftune.plan.layout.split import JobWork, job_seconds, sheet_cost
+from weftune.plan.layout.stream_choice import fits_whole
 from weftune.plan.outlook.explain import explain, explain_streams
-from weftune.plan.outlook.forecast import Ablation, Forecast, Prediction, foresee
+from weftune.plan.outlook.forecast import Ablation, Forecast, Prediction, ShareOutlook, foresee, share_outlook
 from weftune.plan.outlook.promise import FirstWindow, first_window
-from weftune.plan.outlook.shares import ShareOutlook, share_outlook
 from weftune.plan.outlook.streamed import StreamOutlook, ablate_streams, round_timeline, stream_outlook
 from weftune.plan.outlook.whole_run import WholeRun, at_rate, endings
 from weftune.plan.program.program import Program
@@ -173,12 +172,12 @@ def _whole_run(case: PlanCase, parts: Sequence[Prediction], waiting: Sequence[It
 def _ablations(case: PlanCase, admission: Admission) -> tuple[Ablation, ...]:
     """Return the simulated worth of each mechanism, whether a run uses it or not."""
     from weftune.plan.studies.ablate import ablate
-    from weftune.plan.studies.fit import make_ground
-    from weftune.plan.studies.simulated import outlook
+    from weftune.plan.studies.placement import cluster_case
+    from weftune.plan.studies.search import outlook
 
     jobs = [one.job for one in case.jobs if one.name in admission.admitted]
     try:
-        return ablate(outlook(make_ground(case.shape, case.cluster, case.speeds), jobs))
+        return ablate(outlook(cluster_case(case.shape, case.cluster, case.speeds), jobs))
     except PlanError:
         return ()
 
@@ -214,9 +213,9 @@ def train_flags(case: PlanCase, choice: Choice) -> str:
     if machine.workers == 1:
         return ""
     flags = f"--pipeline {machine.workers}"
-    if choice.place is None or options.gpu_memory is not None:
+    if choice.stream_device is None or options.gpu_memory is not None:
         return flags
-    return f"{flags} --gpu-memory {choice.place.budget >> 20}MiB"
+    return f"{flags} --gpu-memory {choice.stream_device.budget >> 20}MiB"
 
 
 def _in_shares(case: PlanCase, devices: int) -> Machine:
@@ -278,7 +277,7 @@ def times_of(case: PlanCase, machine: Machine) -> StageTimes:
 
 def source_of(case: PlanCase, choice: Choice) -> str:
     """Return the source of the times."""
-    sheet, machine, stream = case.speeds[0], choice.machine, choice.place
+    sheet, machine, stream = case.speeds[0], choice.machine, choice.stream_device
     if stream is not None:
         if not machine.on_gpu:
             return "those of a simulated device, not measured"
@@ -292,10 +291,10 @@ def _gpu(case: PlanCase, budget: int, host: int, workers: int) -> StreamDevice:
     """Return the device as the run would find it; devices under one root complex share its bandwidth."""
     link = _measured_link(case.base) if case.here else None
     if link is not None:
-        return gpu_place(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)
+        return gpu_device(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)
     crowd = max(case.cluster.roots) if workers > 1 else 1
     sheet = case.speeds[0]
-    return gpu_place(budget, host, case.cluster.host.bandwidth / crowd, sheet.flops, sheet.bandwidth)
+    return gpu_device(budget, host, case.cluster.host.bandwidth / crowd, sheet.flops, sheet.bandwidth)
 
 
 def _measured_link(base: BaseSpec) -> HostLink | None:

@@ -12,8 +12,7 @@ from weftune.cli.plan_jobs import PlanCase
 from weftune.cli.plan_predict import Plan, stage_needs
 from weftune.cli.plan_sweeps import SweepOutlook, collapsed, expected_seconds
 from weftune.plan.cost.memory import gib
-from weftune.plan.outlook.forecast import Ablation, Forecast, Prediction
-from weftune.plan.outlook.shares import ShareOutlook
+from weftune.plan.outlook.forecast import Ablation, Forecast, Prediction, ShareOutlook
 from weftune.plan.outlook.streamed import StreamOutlook
 from weftune.plan.outlook.whole_run import JobTotal, WholeRun
 from weftune.report.words import duration_text, plural

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from weftune.jobs.spec.spec import RunSpec
-    from weftune.plan.layout.stage_count import StageCount
+    from weftune.plan.layout.stages import StageCount
     from weftune.run.workers.groups import WorkerPosition
     from weftune.trainer.options import Options
     from weftune.trainer.trainer import Result, Trainer
@@ -175,7 +175,7 @@ def _launch(run: RunSpec, stages: int, workers: int, first: Sequence[str], again
     """Start a process for every stage of every replica and wait for them."""
     from weftune.base.load import inspect
     from weftune.launch.workers import launch
-    from weftune.plan.layout.cut import cut_layers
+    from weftune.plan.layout.stages import cut_layers
 
     shape = inspect(run.base)
     if stages > 1:

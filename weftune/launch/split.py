@@ -35,7 +35,8 @@ from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.profile_cost import cost_of
 from weftune.plan.cost.time import CostModel
 from weftune.plan.layout.choose import Machine
-from weftune.plan.layout.split import DeviceShare, JobWork, job_seconds, share_jobs, sheet_cost, too_large
+from weftune.plan.layout.seats import too_large
+from weftune.plan.layout.split import DeviceShare, JobWork, job_seconds, share_jobs, sheet_cost
 from weftune.plan.window.pace import speed_by_sheet
 from weftune.report.read import JobRecord
 from weftune.report.words import duration_text, plural
@@ -103,7 +104,7 @@ def fitting_jobs(
 ) -> frozenset[str]:
     """Return the jobs that fit on a device; raise PlanError if none does."""
     memory = MemoryModel(shape, machine.budget, machine.taken, fused=machine.on_gpu)
-    refused = too_large([job.shape for job in ready], memory)
+    refused = too_large([job.shape for job in ready], memory.why_not)
     if len(refused) == len(ready):
         raise PlanError(
             Mistake(

@@ -137,7 +137,7 @@ def _of_workers(
         device,
         choice.layout,
         checkpoints,
-        max_bytes=choice.place.budget if choice.place else limit,
+        max_bytes=choice.stream_device.budget if choice.stream_device else limit,
         deterministic=options.deterministic,
     )
     driver.paces.loads = choice.loads

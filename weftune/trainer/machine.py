@@ -17,8 +17,7 @@ from weftune.plan.cost.cluster import PCIE
 from weftune.plan.cost.memory import gib
 from weftune.plan.cost.profile import find_profile, read_profile
 from weftune.plan.layout.choose import PROCESS_BYTES, Machine
-from weftune.plan.layout.need import StreamDevice
-from weftune.plan.layout.one_device import gpu_place, in_files
+from weftune.plan.layout.need import StreamDevice, gpu_device, in_files
 from weftune.plan.window.pace import speed_by_sheet
 from weftune.run.measure.link import measure_files, measure_link
 from weftune.run.measure.memory import GPU_SHARE, budget_bytes, steady_budget_bytes, taken_bytes
@@ -117,8 +116,8 @@ def sheet_gpu(budget: int, host: int, _workers: int = 1) -> StreamDevice:
     """Return the GPU as its data sheet describes it: the same in every run."""
     speed = speed_by_sheet(on_gpu=True)
     if speed is None:
-        return gpu_place(budget, host, PCIE.bandwidth, UNKNOWN_FLOPS, UNKNOWN_MEMORY)
-    return gpu_place(budget, host, PCIE.bandwidth, speed.flops, speed.bandwidth)
+        return gpu_device(budget, host, PCIE.bandwidth, UNKNOWN_FLOPS, UNKNOWN_MEMORY)
+    return gpu_device(budget, host, PCIE.bandwidth, speed.flops, speed.bandwidth)
 
 
 def measured_gpu(
@@ -126,7 +125,7 @@ def measured_gpu(
 ) -> StreamDevice:
     """Return the GPU with its link and its matrix products as measured now."""
     link = measure_link(device, base_dtype(spec, device))
-    return gpu_place(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)
+    return gpu_device(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)
 
 
 def from_files(

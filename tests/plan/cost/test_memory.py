@@ -6,13 +6,13 @@ from weftune.core.shapes import JobShape, LayerRange, ModelShape, SiteShape, lay
 from weftune.plan.cost.memory import (
     ENOUGH_TOKENS,
     FUSED_SLACK_BYTES,
-    ON_THE_WAY,
     SLACK_BYTES,
     MemoryFit,
     MemoryModel,
     gib,
     longest,
 )
+from weftune.plan.cost.streamed_memory import ON_THE_WAY, token_bytes
 from weftune.plan.program.layout import Layout, StageLayers, in_stages, one_device
 from weftune.plan.program.program import NOTHING, Recompute
 
@@ -64,14 +64,14 @@ def test_only_settings_that_decide_over_much_of_the_memory_are_advised() -> None
 def test_the_capacity_is_the_largest_that_fits() -> None:
     for spare in (18_000 + 12 * 3000, 18_000 + 13 * 3000 - 1):
         memory = model(spare)
-        assert memory.capacity([job()], most=1000) == 12
+        assert memory.capacity([job()], max_tokens=1000) == 12
         assert memory.peak_bytes([job()], 12) <= memory.budget < memory.peak_bytes([job()], 13)
 
 
 def test_the_capacity_is_never_above_the_most_nor_below_the_longest_sample() -> None:
-    assert model(10**9).capacity([job()], most=64) == 64
-    assert model(10**9).capacity([job(tokens=90)], most=64) == 90
-    assert model(0).capacity([job("a", tokens=3), job("b", tokens=10)], most=64) == 10
+    assert model(10**9).capacity([job()], max_tokens=64) == 64
+    assert model(10**9).capacity([job(tokens=90)], max_tokens=64) == 90
+    assert model(0).capacity([job("a", tokens=3), job("b", tokens=10)], max_tokens=64) == 10
 
 
 def test_jobs_fit_exactly_where_their_longest_sample_does() -> None:
@@ -79,7 +79,7 @@ def test_jobs_fit_exactly_where_their_longest_sample_does() -> None:
     assert model(need).why_not([job()]) is None
     why = model(need - 1).why_not([job()])
     assert why is not None
-    assert "needs 0.25 GiB with 0 other jobs aboard and its longest sample of 10 tokens" in why
+    assert "needs 0.25 GiB with 0 other jobs running and its longest sample of 10 tokens" in why
     assert "but 0.25 GiB are available" in why
 
 
@@ -147,7 +147,7 @@ def test_outputs_that_jobs_scale_are_kept_once_for_all_of_them_where_kernels_sca
     for jobs, values in (([one], 5000), ([one, other], 5000), ([other], 3000), ([job()], 0)):
         kept = memory.need(jobs, 7).activations - memory.need([job()], 7).activations
         assert kept == 7 * values * 2
-    assert memory.capacity([one], most=10**6) < memory.capacity([job()], most=10**6)
+    assert memory.capacity([one], max_tokens=10**6) < memory.capacity([job()], max_tokens=10**6)
     assert plain.need([one], 7) == plain.need([job()], 7)
 
 
@@ -167,7 +167,7 @@ def test_of_a_mixture_all_experts_are_held_and_the_active_ones_activated() -> No
     for fused in (False, True):
         memory = MemoryModel(mixture, 10**9, fused=fused)
         assert memory.bytes_per_token() == 1.5 * 2 * (500 + 300) * 2
-        assert memory.recompute([job()], most=10**9) == NOTHING
+        assert memory.recompute([job()], max_tokens=10**9) == NOTHING
     assert [site.weights for site in experts] == [8 * 40_000, 8 * 20_000]
     assert mixture.active_parameters == 10**6 - 6 * 60_000
 
@@ -227,7 +227,9 @@ def test_several_workers_hold_rows_on_their_way_and_one_holds_none() -> None:
     row = 100 * 4
     for workers, moving in ((1, 0), (2, ON_THE_WAY), (3, ON_THE_WAY)):
         memory = turning(workers, 6)
-        passing = [2 * memory._token_bytes(memory.shape, NOTHING, ()) // 12] * workers
+        passing = [
+            2 * token_bytes(memory.shape, memory.shape.layers, memory.fused, NOTHING, ()) // 12
+        ] * workers
         needs = [need.activations for need in memory.worker_needs([], 1)]
         assert needs == [each + moving * row for each in passing]
 

@@ -55,7 +55,7 @@ def test_where_passes_may_be_captured_their_buffers_and_the_padding_of_inputs_ar
     )
     row = shape.hidden * shape.bytes_per_value
     more = captured.device_bytes(draft) - len(draft.sizes) * 10 * row - 2 * 64 * row
-    kept = max(draft.sizes) * (captured.kept_bytes - plain.kept_bytes)
+    kept = max(draft.sizes) * (captured.memory.kept_bytes - plain.memory.kept_bytes)
     assert more == plain.device_bytes(draft) + kept
 
 
@@ -78,7 +78,7 @@ def test_microbatches_are_as_large_as_the_budget_allows(draft, jobs, more, offlo
     cut = draft.cut(False, 1 if offloads else 0)
     least = memory(cut).peak_bytes(jobs, 60)
     found = memory(cut, least + more)
-    capacity = found.capacity(jobs, most=10_000)
+    capacity = found.capacity(jobs, max_tokens=10_000)
     assert capacity >= 60
     assert found.peak_bytes(jobs, capacity) <= least + more
     assert capacity == 10_000 or found.peak_bytes(jobs, capacity + 2) > least + more

@@ -20,8 +20,8 @@ from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.profile_cost import memory_of
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.plan.layout.choose import PIPELINE_ROUNDS, WINDOW_ROUNDS, Choice, Machine, choose, fitting
-from weftune.plan.layout.cut import cut_layers
-from weftune.plan.layout.one_device import gpu_place
+from weftune.plan.layout.need import gpu_device
+from weftune.plan.layout.stages import cut_layers
 from weftune.plan.program.layout import in_stages, one_device
 from weftune.plan.window.pace import WindowPace, first_pace
 
@@ -33,7 +33,7 @@ def gpu(gib: float, **changes) -> Machine:
         on_gpu=True,
         budget=int(gib * GIB),
         host_budget=1 << 50,
-        gpu=lambda budget, host, workers: gpu_place(budget, host, 25e9, 300e12, 1e12),
+        gpu=lambda budget, host, workers: gpu_device(budget, host, 25e9, 300e12, 1e12),
         **changes,
     )
 

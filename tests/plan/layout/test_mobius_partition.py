@@ -11,8 +11,7 @@ from tests.cases import slow_but
 from tests.plan.streams import HOSTS, bases, every_partition, partitions
 from weftune.errors import PlanError
 from weftune.plan.cost.layers import LayerCost
-from weftune.plan.layout.mobius_bound import Bounds
-from weftune.plan.layout.mobius_partition import largest_stages, smallest_stages, stream
+from weftune.plan.layout.mobius_partition import Bounds, largest_stages, smallest_stages, stream
 from weftune.plan.layout.mobius_step import Host, step_seconds
 
 BLOCK = LayerCost("block", 0.03, 0.06, 400, 8, 8, 4, 60)

@@ -42,7 +42,7 @@ def direction_seconds(
 
 
 def literal_seconds(chosen: StreamPartition, layers: list[LayerCost], host: Host, microbatches: int) -> float:
-    stages, count = chosen.costs(layers), len(chosen.stages)
+    stages, count = chosen.costs(layers), len(chosen.resident)
     if min(free_bytes(stages, chosen.resident, host)) < 0:
         return math.inf
     link = host.bandwidth if host.gpus > 1 else math.inf

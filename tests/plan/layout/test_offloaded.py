@@ -16,15 +16,14 @@ from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.plan.layout.choose import Machine, choose
+from weftune.plan.layout.need import gpu_device
 from weftune.plan.layout.offloaded import (
-    GroupRound,
     OffloadedRound,
     is_worth,
     offloaded_round,
     offloading,
     turns,
 )
-from weftune.plan.layout.one_device import gpu_place
 from weftune.plan.program.layout import one_device
 from weftune.plan.program.program import Recompute
 
@@ -46,7 +45,7 @@ def test_it_is_chosen_where_more_jobs_come_aboard_and_nowhere_else():
     assert len(without.aboard) < len(tight.aboard) <= 32
     assert tight.bytes <= 32 * GIB
     assert tight.host_bytes == 12 * sum(job.trainable for job in tight.aboard)
-    told = f"since {len(tight.aboard)} of 32 jobs are aboard so and {len(without.aboard)} otherwise"
+    told = f"since {len(tight.aboard)} of 32 jobs are admitted with it and {len(without.aboard)} without"
     assert told in tight.why
     assert tight.note == f"The base is {tight.why}."
 
@@ -83,7 +82,7 @@ def test_a_job_with_a_short_batch_does_not_make_the_others_pay_for_it():
     """By itself it would take little: what counts is a step of all of them, in turns or together."""
     short, long = replace(jobs(1, tokens=64, rank=64)[0], longest=8), jobs(2, tokens=2048, rank=64)[1]
     memory = MemoryModel(SHAPE, int(21.6 * GIB), fused=True)
-    offloaded, place = offloading(memory, 1 << 50), gpu_place(0, 0, 25e9, 165e12, 1e12)
+    offloaded, place = offloading(memory, 1 << 50), gpu_device(0, 0, 25e9, 165e12, 1e12)
     assert [len(turn) for turn in turns([short, long], memory)] == [1, 1]
     assert [len(turn) for turn in turns([short, long], offloaded)] == [2]
     assert not is_worth(offloaded, memory, [short, long], place, 8192)
@@ -119,7 +118,7 @@ def test_jobs_on_a_quantised_base_get_room_for_larger_microbatches():
     assert (without.layout, len(without.aboard)) == (one_device(SHAPE.layers), 16)
     after, before = (one.memory.capacity(asked, 8192, Recompute(outputs=True)) for one in (found, without))
     assert after > 1.3 * before
-    assert f"microbatches have {after:,} tokens so and {before:,} otherwise, and the GPU" in found.why
+    assert f"microbatches have {after:,} tokens with it and {before:,} without, and the GPU" in found.why
 
 
 def test_few_tokens_hide_no_steps_so_nothing_is_gained():
@@ -142,25 +141,24 @@ def test_beside_a_base_that_is_loaded_already_a_job_may_fit_only_so():
 
 def test_steps_are_hidden_behind_passes_of_the_other_group_as_far_as_those_are_long():
     def seconds(first, second):
-        return OffloadedRound(GroupRound(*first), GroupRound(*second)).seconds
+        return OffloadedRound(*zip(first, second, strict=True)).seconds
 
     bare = 1 / TRAVEL_ROUNDS
-    assert seconds((2.0, 3.0), ()) == 5.0
+    assert seconds((2.0, 3.0), (0.0, 0.0)) == 5.0
     assert seconds((4.0, 2.0), (4.0, 2.0)) == pytest.approx(8.0 + 2 * bare)
     assert seconds((4.0, 8.0), (4.0, 8.0)) == pytest.approx(16.0 + 8 * bare)
     assert seconds((6.0, 3.0), (2.0, 1.0)) == pytest.approx(9.0 + bare)
-    uneven = OffloadedRound(GroupRound(6.0, 3.0), GroupRound(2.0, 1.0))
+    uneven = OffloadedRound((6.0, 2.0), (3.0, 1.0))
     assert uneven.unhidden == pytest.approx(1.0 + bare)
 
 
 def test_steps_take_the_link_as_fast_as_it_is_both_ways_where_that_was_measured():
     """Twelve bytes of every parameter come while as many go."""
     memory, asked = offloading(MemoryModel(SHAPE, 60 * GIB, fused=True), 1 << 50), jobs(2)
-    plain, measured = (gpu_place(0, 0, 25e9, 300e12, 1e12, both_ways=rate) for rate in (None, 5e9))
+    plain, measured = (gpu_device(0, 0, 25e9, 300e12, 1e12, both_ways=rate) for rate in (None, 5e9))
     for place, rate in ((plain, 25e9), (measured, 5e9)):
         found = offloaded_round(memory, asked, place, 8192)
-        moved = [one.moved for one in (found.first, found.second)]
-        assert moved == pytest.approx([12 * job.trainable / rate for job in asked])
+        assert found.moved == pytest.approx(tuple(12 * job.trainable / rate for job in asked))
 
 
 def test_what_a_window_takes_knows_of_unhidden_steps():

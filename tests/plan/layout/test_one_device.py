@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from tests.plan.stream_cases import DEVICES, base, gpu, job, sized
 from weftune.errors import PlanError
 from weftune.plan.layout.need import StreamCase, draft_of
-from weftune.plan.layout.one_device import choose_for_jobs
-from weftune.plan.layout.stream_choice import choose_stream, fits_streamed
+from weftune.plan.layout.stream_choice import choose_for_jobs, choose_stream, fits_streamed
 
 JOB_SETS = st.lists(
     st.tuples(st.sampled_from([5000, 80_000, 300_000]), st.integers(1, 60), st.integers(0, 2)),
@@ -64,7 +63,7 @@ def test_those_aboard_are_the_first_jobs_in_order_and_one_more_would_not_fit(lay
         if chooses(shape, ordered[:count], device, waiting(count)):
             tokens = sum(one.batch_tokens for one in found.aboard)
             choice = choose_stream(shape, ordered[:count], device, 256, tokens, waiting=waiting(count))
-            assert found.choice == choice
+            assert found == choice
             assert count == len(jobs) or not chooses(shape, ordered[: count + 1], device, waiting(count + 1))
             break
 
@@ -82,5 +81,5 @@ def test_a_cut_that_serves_fewer_jobs_now_and_each_of_the_others_later_is_prefer
 
     found = choose_for_jobs(shape, [*jobs, large], device, 64)
     assert [one.name for one in found.aboard] == ["a", "b"]
-    assert serves(found.choice)
-    assert not serves(choose_for_jobs(shape, jobs, device, 64).choice)
+    assert serves(found)
+    assert not serves(choose_for_jobs(shape, jobs, device, 64))

@@ -11,7 +11,8 @@ from weftune.core.shapes import JobShape, ModelShape, SiteShape
 from weftune.plan.cost.estimate import Speed
 from weftune.plan.cost.memory import SLACK_BYTES, MemoryModel
 from weftune.plan.cost.prior import arithmetic
-from weftune.plan.layout.split import JobWork, job_seconds, share_jobs, sheet_cost, too_large
+from weftune.plan.layout.seats import too_large
+from weftune.plan.layout.split import JobWork, job_seconds, share_jobs, sheet_cost
 from weftune.plan.program.program import GlobalBatch, PlacedSample
 
 HIDDEN, LAYERS, VOCABULARY = 256, 4, 1000
@@ -99,7 +100,7 @@ def test_a_data_sheet_gives_the_counted_terms_their_level():
 def test_a_job_that_does_not_fit_even_alone_is_named_with_its_numbers():
     jobs = [JobShape("small", 0, 0, 1000, 64), JobShape("large", 0, 1, 1 << 30, 512)]
     memory = MemoryModel(SHAPE, SLACK_BYTES + (64 << 20))
-    found = too_large(jobs, memory)
+    found = too_large(jobs, memory.why_not)
     assert list(found) == ["large"]
     assert "longest sample of 512 tokens, but 0.31 GiB are available" in found["large"]
 

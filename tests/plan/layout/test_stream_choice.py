@@ -34,7 +34,7 @@ from weftune.plan.cost.memory import FUSED_SLACK_BYTES, MemoryFit, MemoryModel
 from weftune.plan.cost.ring import PIECE, PIECES, TRAVEL_ROUNDS
 from weftune.plan.layout.need import Draft, StreamCase, StreamDevice, draft_of, hungriest, whole_seconds
 from weftune.plan.layout.search import plain_drafts
-from weftune.plan.layout.stream_choice import WAYS, StreamWay, capacities, choose_stream
+from weftune.plan.layout.stream_choice import HOST_STATES, HostState, capacities, choose_stream
 from weftune.plan.program.program import Recompute
 from weftune.plan.window.window import plan_window
 
@@ -135,13 +135,13 @@ def test_offloaded_inputs_leave_two_rounds_and_two_microbatches_on_the_device():
     assert offloaded.host_bytes(draft) - kept.host_bytes(draft) == 2 * padded * row
     longer = Draft((1, 1, 1, 1, 1, 1), (True, False, False, False, False, False), slots=(2,))
     shorter = Draft((2, 1, 1, 1, 1), (True, False, False, False, False), slots=(1,))
-    assert kept.device_bytes(longer) - kept.device_bytes(shorter) == padded * row - kept.kept_bytes
-    assert offloaded.device_bytes(longer) - offloaded.device_bytes(shorter) == -kept.kept_bytes
+    assert kept.device_bytes(longer) - kept.device_bytes(shorter) == padded * row - kept.memory.kept_bytes
+    assert offloaded.device_bytes(longer) - offloaded.device_bytes(shorter) == -kept.memory.kept_bytes
 
 
 def test_a_tied_head_takes_no_room_of_its_own():
     tied = StreamCase(base(6, tied=True), (job(),), gpu(NEVER), 100, 30, travels=False)
-    assert tied.ends_bytes == ENDS // 2
+    assert tied.memory.ends_bytes == ENDS // 2
 
 
 def test_the_last_stage_makes_nothing_again_and_adapters_that_travel_come_before_their_forward():
@@ -183,7 +183,7 @@ def test_buffers_that_steps_pass_through_hold_what_the_largest_stage_has_of_all_
     for together, piece in ((small, 3 * (250 + 125) + 2 * 128), (huge, PIECE)):
         travel = StreamCase(base(4), together, gpu(NEVER), 100, 100, travels=True)
         nobody = replace(travel, jobs=())
-        there = 3 * (travel.copy_bytes + travel.gradient_bytes)
+        there = 3 * (travel.memory.copy_bytes + travel.memory.gradient_bytes)
         more = travel.device_bytes(draft) - nobody.device_bytes(draft)
         assert more == there + PIECES * piece * 18
 
@@ -308,7 +308,9 @@ def offloading_jobs() -> list[JobShape]:
 def test_inputs_are_offloaded_where_that_is_clearly_faster_and_the_sentence_says_so():
     """A round has 1000 tokens, for every stage as many bytes as one layer."""
     together, device = offloading_jobs(), gpu(ENDS + 5000 + 16 * LAYER, bandwidth=1e7, flops=1e12)
-    kept = choose_stream(base(24), together, device, 64, 1000, [way for way in WAYS if not way.offloads])
+    kept = choose_stream(
+        base(24), together, device, 64, 1000, [way for way in HOST_STATES if not way.offloads]
+    )
     free = choose_stream(base(24), together, device, 64, 1000)
     assert not kept.cut.offloads
     assert "inputs of stages" not in kept.why
@@ -329,7 +331,7 @@ def test_inputs_are_kept_where_offloading_gains_nothing():
 def test_jobs_fit_with_inputs_offloaded_that_do_not_fit_with_inputs_kept():
     together, device = offloading_jobs(), gpu(ENDS + 5000 + 6 * LAYER)
     with pytest.raises(PlanError, match="the jobs do not fit together"):
-        choose_stream(base(16), together, device, 64, 2000, [StreamWay(False, False)])
+        choose_stream(base(16), together, device, 64, 2000, [HostState(False, False)])
     choice = choose_stream(base(16), together, device, 64, 2000)
     assert choice.cut.offloads
     assert choice.device_bytes <= device.budget

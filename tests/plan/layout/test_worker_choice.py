@@ -155,7 +155,7 @@ def test_what_does_not_fit_is_a_sentence():
         PlanError, match=r"job a does not fit: streamed over 2 workers with 40 tokens .* needs"
     ):
         choose(6, [job()], gpu(LAYER // 2), 2, 64, 100)
-    with pytest.raises(PlanError, match="with 1 other job aboard"):
+    with pytest.raises(PlanError, match="with 1 other job running"):
         choose(6, [job(), job("b")], gpu(LAYER // 2), 2, 64, 100)
     huge = job("c", trainable=10**7)
     with pytest.raises(PlanError, match="job c does not fit: streamed over 2 workers with 40 tokens"):

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tests.plan.program.test_check import course
 from tests.plan.window.test_streamed_workers import cut, cuts
 from weftune.plan.cost.time import Line
-from weftune.plan.layout.recurrence import Hops, StageRound, round_ends, round_seconds
-from weftune.plan.program.prices import Link, PassPrice, PricedCluster, Prices
+from weftune.plan.layout.recurrence import StageRound, round_ends, round_seconds
+from weftune.plan.program.prices import Link, PassPrice, PricedCluster, PricedDevice, Prices
 from weftune.plan.program.program import Step
 from weftune.plan.program.simulate import simulate
 from weftune.plan.window.pace import LoadPace, StagePace, timeline_foreseen
@@ -24,7 +24,8 @@ def ends_simulated(stages, chosen, microbatches, bandwidth, rounds):
     prices = Prices(
         (passes,) * len(program.microbatches), weight_bytes=tuple(one.load_bytes for one in stages)
     )
-    timeline = simulate(program, prices, PricedCluster(chosen.workers, host=Link(bandwidth)))
+    device = PricedDevice(1 << 40, Link(bandwidth))
+    timeline = simulate(program, prices, PricedCluster((device,) * chosen.workers))
     return [one.start for one in timeline.events if isinstance(one.action, Step) and one.device == 0]
 
 
@@ -37,19 +38,19 @@ def test_rounds_end_when_the_simulator_says(chosen, data, microbatches, rounds, 
         )
         for _ in chosen.stages
     ]
-    found = round_ends(stages, chosen, microbatches, Hops(bandwidth=bandwidth), rounds)
+    found = round_ends(stages, chosen, microbatches, rounds, bandwidth=bandwidth)
     assert found == pytest.approx(ends_simulated(stages, chosen, microbatches, bandwidth, rounds))
 
 
 def test_a_microbatch_more_than_ranks_hides_a_hop_and_a_second_slot_hides_loads():
     stages = [StageRound(4 * 1.0, 4 * 2.0, 10)] * 8
     one, two = (cut(*[1] * 8, workers=2, slots=slots) for slots in (1, 2))
-    bare = round_seconds(stages, one, 4, Hops(bandwidth=10 / 3))
-    hidden = round_seconds(stages, two, 4, Hops(bandwidth=10 / 3))
-    free = round_seconds(stages, one, 4, Hops())
+    bare = round_seconds(stages, one, 4, bandwidth=10 / 3)
+    hidden = round_seconds(stages, two, 4, bandwidth=10 / 3)
+    free = round_seconds(stages, one, 4)
     assert free <= hidden < bare
     assert hidden - free < 0.2 * (bare - free)
-    assert round_seconds(stages, one, 4, Hops(hop=0.5)) < free + 4.0
+    assert round_seconds(stages, one, 4, hop=0.5) < free + 4.0
 
 
 def test_what_is_foreseen_of_a_window_counts_its_loads():

@@ -7,9 +7,8 @@ from weftune.plan.cost.prior import counted
 from weftune.plan.cost.time import Rate
 from weftune.plan.layout.choose import Machine, choose, fitting
 from weftune.plan.layout.foresee import StageTimes
-from weftune.plan.outlook.forecast import foresee
-from weftune.plan.outlook.shares import share_outlook
-from weftune.plan.studies.priced import make_batch
+from weftune.plan.outlook.forecast import foresee, share_outlook
+from weftune.plan.studies.scheme import make_batch
 from weftune.plan.window.rounds import JobWindow
 
 SPEED = sheet_speed(parse_cluster("A100-80G").devices[0])

@@ -8,8 +8,7 @@ import pytest
 
 from tests.plan.outlooks import SHAPE, outline
 from weftune.plan.layout.choose import Machine, choose
-from weftune.plan.layout.need import StreamDevice, draft_of
-from weftune.plan.layout.one_device import gpu_place
+from weftune.plan.layout.need import StreamDevice, draft_of, gpu_device
 from weftune.plan.outlook.explain import explain_streams
 from weftune.plan.outlook.promise import first_window
 from weftune.plan.outlook.streamed import (
@@ -20,14 +19,14 @@ from weftune.plan.outlook.streamed import (
 )
 from weftune.plan.program.check import check
 from weftune.plan.program.program import Load
-from weftune.plan.studies.priced import make_batch
+from weftune.plan.studies.scheme import make_batch
 from weftune.plan.window.rounds import JobWindow
 
 GIB = 1 << 30
 
 
 def place(gib: float, bandwidth: float = 25e9, flops: float = 40e12) -> StreamDevice:
-    return gpu_place(int(gib * GIB), 1 << 50, bandwidth, flops, memory_bandwidth=1e12)
+    return gpu_device(int(gib * GIB), 1 << 50, bandwidth, flops, memory_bandwidth=1e12)
 
 
 def alike(count: int, length: int = 512, batch: int = 8, rank: int = 16):
@@ -128,7 +127,7 @@ def test_the_first_window_takes_as_many_rounds_as_it_has_times_the_forecast(foun
 def test_what_is_uploaded_are_the_loads_of_the_window(found):
     loaded = [action.stage for action in window(found, JOBS).program.actions if isinstance(action, Load)]
     layers = sum(found.choice.layout.stages[stage].count for stage in loaded)
-    assert found.uploaded_bytes * len(JOBS[0].batches) == layers * found.case.layer_bytes > 0
+    assert found.uploaded_bytes * len(JOBS[0].batches) == layers * found.case.memory.layer_bytes > 0
 
 
 def test_all_that_the_choice_was_made_for_come_aboard_and_no_more_than_fit():

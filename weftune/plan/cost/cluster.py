@@ -111,7 +111,7 @@ FORM = (
 KEYS = ("devices", "link", "roots", "host")
 DEVICE_KEYS = ("name", "count", "memory_gib", "peak_tflops", "bandwidth_gbs", "nvlink_gbs")
 LINK_KEYS = ("bandwidth_gbs", "latency_us")
-MOST_DEVICES = 1024
+MAX_DEVICES = 1024
 
 
 def parse_cluster(text: str) -> Cluster:
@@ -153,31 +153,31 @@ def limited(cluster: Cluster, limit: int) -> Cluster:
     return replace(cluster, devices=tuple(replace(device, limit=limit) for device in cluster.devices))
 
 
-def cluster_from(values: Any, place: str) -> Cluster:
-    """Return the cluster that the values of a cluster file describe; `place` names the file in errors."""
+def cluster_from(values: Any, source: str) -> Cluster:
+    """Return the cluster that the values of a cluster file describe; `source` names the file in errors."""
     if not isinstance(values, Mapping) or not isinstance(values.get("devices"), list):
-        raise PlanError(Mistake(place, "must be a mapping with devices: a list such as [4xA100-80G]"))
-    _refuse_unknown(values, KEYS, place)
-    devices = [device for one in values["devices"] for device in _devices(one, place)]
+        raise PlanError(Mistake(source, "must be a mapping with devices: a list such as [4xA100-80G]"))
+    _refuse_unknown(values, KEYS, source)
+    devices = [device for one in values["devices"] for device in _devices(one, source)]
     link, roots = values.get("link"), values.get("roots") or []
     if isinstance(link, Mapping):
-        link = _link(link, f"{place}: link")
+        link = _link(link, f"{source}: link")
     elif link is not None and not isinstance(link, str):
-        raise PlanError(Mistake(place, f"link must be nvlink, pcie or a mapping with {LINK_KEYS[0]}"))
+        raise PlanError(Mistake(source, f"link must be nvlink, pcie or a mapping with {LINK_KEYS[0]}"))
     if not isinstance(roots, list) or not all(isinstance(root, int) and root > 0 for root in roots):
-        raise PlanError(Mistake(place, "roots must be a list of counts such as [2, 2]"))
+        raise PlanError(Mistake(source, "roots must be a list of counts such as [2, 2]"))
     cluster = make_cluster(devices, link, roots)
     if "host" not in values:
         return cluster
     if not isinstance(values["host"], Mapping):
-        raise PlanError(Mistake(place, f"host must be a mapping with {LINK_KEYS[0]}"))
-    return replace(cluster, host=_link(values["host"], f"{place}: host"))
+        raise PlanError(Mistake(source, f"host must be a mapping with {LINK_KEYS[0]}"))
+    return replace(cluster, host=_link(values["host"], f"{source}: host"))
 
 
-def _link(values: Mapping[str, Any], place: str) -> Link:
-    _refuse_unknown(values, LINK_KEYS, place)
-    rate = _number(values, "bandwidth_gbs", place)
-    return Link(rate * 1e9, _number(values, "latency_us", place, 10.0) / 1e6)
+def _link(values: Mapping[str, Any], source: str) -> Link:
+    _refuse_unknown(values, LINK_KEYS, source)
+    rate = _number(values, "bandwidth_gbs", source)
+    return Link(rate * 1e9, _number(values, "latency_us", source, 10.0) / 1e6)
 
 
 def this_machine() -> Cluster:
@@ -205,9 +205,9 @@ def _smi() -> str:
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
-    asked = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    command = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(asked, capture_output=True, text=True, timeout=5, check=False)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return answer.stdout if answer.returncode == 0 else ""
@@ -234,51 +234,53 @@ def _apart(device: Device, size: int) -> int:
 
 def _named(name: str) -> Device:
     by_plain = {key.lower(): device for key, device in DEVICES.items()}
-    wanted = name.strip().lower()
-    if wanted in by_plain:
-        return by_plain[wanted]
+    plain = name.strip().lower()
+    if plain in by_plain:
+        return by_plain[plain]
     # `H100-80G` should suggest H100, although A100-80G shares more letters with it.
-    family = [key for key in by_plain if key.partition("-")[0] == wanted.partition("-")[0]]
-    near = difflib.get_close_matches(wanted, family or by_plain, n=1, cutoff=0.0 if family else 0.4)
+    family = [key for key in by_plain if key.partition("-")[0] == plain.partition("-")[0]]
+    near = difflib.get_close_matches(plain, family or by_plain, n=1, cutoff=0.0 if family else 0.4)
     hint = f"did you mean {by_plain[near[0]].name}? " if near else ""
     raise PlanError(
         f"--cluster: there is no device {name.strip()}; {hint}Known: {', '.join(DEVICES)}; {FORM}"
     )
 
 
-def _devices(one: Any, place: str) -> list[Device]:
+def _devices(one: Any, source: str) -> list[Device]:
     if isinstance(one, str):
         return list(parse_cluster(one).devices)
     if not isinstance(one, Mapping) or "name" not in one:
-        raise PlanError(Mistake(place, f"a device is a name such as 4xH100, or a mapping with {DEVICE_KEYS}"))
-    _refuse_unknown(one, DEVICE_KEYS, f"{place}: devices")
+        raise PlanError(
+            Mistake(source, f"a device is a name such as 4xH100, or a mapping with {DEVICE_KEYS}")
+        )
+    _refuse_unknown(one, DEVICE_KEYS, f"{source}: devices")
     name = str(one["name"])
     sheet = DEVICES.get(name, Device(name, 0, 0.0, 0.0))
     device = Device(
         name,
-        int(_number(one, "memory_gib", f"{place}: {name}", sheet.memory_bytes / GIB) * GIB),
-        _number(one, "peak_tflops", f"{place}: {name}", sheet.peak / 1e12) * 1e12,
-        _number(one, "bandwidth_gbs", f"{place}: {name}", sheet.bandwidth / 1e9) * 1e9,
+        int(_number(one, "memory_gib", f"{source}: {name}", sheet.memory_bytes / GIB) * GIB),
+        _number(one, "peak_tflops", f"{source}: {name}", sheet.peak / 1e12) * 1e12,
+        _number(one, "bandwidth_gbs", f"{source}: {name}", sheet.bandwidth / 1e9) * 1e9,
         float(one.get("nvlink_gbs", sheet.nvlink / 1e9)) * 1e9,
     )
-    return [device] * _count(str(one.get("count", 1)), f"{place}: {name}")
+    return [device] * _count(str(one.get("count", 1)), f"{source}: {name}")
 
 
-def _count(text: str, place: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_DEVICES:
-        raise PlanError(Mistake(place, f"the count of devices must lie in 1 to {MOST_DEVICES}, got {text}"))
+def _count(text: str, source: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_DEVICES:
+        raise PlanError(Mistake(source, f"the count of devices must lie in 1 to {MAX_DEVICES}, got {text}"))
     return int(text)
 
 
-def _number(values: Mapping[str, Any], key: str, place: str, default: float = 0.0) -> float:
+def _number(values: Mapping[str, Any], key: str, source: str, default: float = 0.0) -> float:
     value = values.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise PlanError(Mistake(place, f"{key} must be a number above 0, got {value}"))
+        raise PlanError(Mistake(source, f"{key} must be a number above 0, got {value}"))
     return float(value)
 
 
-def _refuse_unknown(values: Mapping[Any, Any], known: Sequence[str], place: str) -> None:
+def _refuse_unknown(values: Mapping[Any, Any], known: Sequence[str], source: str) -> None:
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-            raise PlanError(Mistake(place, f"there is no key {key}; did you mean {near[0]}?"))
+            raise PlanError(Mistake(source, f"there is no key {key}; did you mean {near[0]}?"))

@@ -44,6 +44,10 @@ class StageCost:
     def seconds(self) -> float:
         return self.forward + self.backward
 
+    def resident_bytes(self, in_flight: int) -> int:
+        """Return the bytes of the resident stage with activations of `in_flight` microbatches."""
+        return self.weight_bytes + self.state_bytes + in_flight * self.kept_bytes
+
 
 def stage_cost(layers: Sequence[LayerCost], start: int, stop: int) -> StageCost:
     assert 0 <= start < stop <= len(layers), "a stage holds at least one layer"

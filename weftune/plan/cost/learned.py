@@ -14,7 +14,7 @@ from typing import Any
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import MemoryFit, MemoryModel
 from weftune.plan.cost.memory_fit import Peak, fit_memory, safer, window_need
-from weftune.plan.cost.refit import Times, WindowTime, refit
+from weftune.plan.cost.refit import Times, refit
 from weftune.plan.cost.time import CostModel, JobShapes, PassTime, StateTime
 from weftune.plan.program.program import Program
 
@@ -53,11 +53,12 @@ class Outcome:
     steps: Sequence[StateTime]
     saves: Sequence[StateTime]
 
-    def rest(self) -> WindowTime:
-        """Return the time that none of the measured actions accounts for."""
+    def between(self) -> float:
+        """Return the seconds per action that none of the measured actions accounts for."""
         states = (*self.steps, *self.saves)
         taken = sum(one.seconds for one in self.passes) + sum(one.seconds for one in states)
-        return WindowTime(len(self.passes) + sum(one.jobs for one in states), self.seconds - taken)
+        actions = len(self.passes) + sum(one.jobs for one in states)
+        return max(0.0, self.seconds - taken) / max(1, actions)
 
     def row_seconds(self) -> float | None:
         """Return the seconds per trained row. None if no pass was made."""
@@ -139,7 +140,7 @@ class Learned:
         times = self.times
         if times.passes:
             # The first window includes setup that later windows do not repeat.
-            times.windows.append(outcome.rest())
+            times.between.append(outcome.between())
         times.passes += outcome.passes
         times.steps += outcome.steps
         times.saves += outcome.saves

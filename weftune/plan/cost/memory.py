@@ -14,28 +14,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from weftune.core.shapes import JobShape, LayerRange, ModelShape, logit_rows
-from weftune.plan.cost.estimate import layer_bytes
 from weftune.plan.cost.layers import stage_shape
-from weftune.plan.cost.ring import optimizer_bytes, optimizer_ring_bytes, ring_bytes, stage_parts
-from weftune.plan.program.layout import BUFFERED, Layout, OnWorker, one_device, padded_rows
+from weftune.plan.cost.ring import optimizer_bytes, optimizer_ring_bytes
+from weftune.plan.cost.streamed_memory import (
+    ON_THE_WAY,
+    StreamedMemory,
+    matrix_bytes,
+    state_bytes,
+    token_bytes,
+)
+from weftune.plan.program.layout import BUFFERED, Layout, OnWorker, one_device
 from weftune.plan.program.program import NOTHING, Recompute
-
-ACTIVATION_FACTOR = 1.5
-"""Values kept per token over the summed widths of the sites: measured 1.1 to 1.4 on the tested families."""
-FUSED_FACTOR = 0.92
-OUTPUTS_FACTOR = 0.64
-"""Values kept per token by fused layers, relative to the widths: counted 0.83 to 0.85, and 0.55 to 0.57 if
-outputs of norms and activations are recomputed. The rest covers temporaries of the backward."""
-RECOMPUTED_FACTOR = 1.4
-"""Values per token of a recomputed layer during its backward, relative to its widths: everything that it
-keeps, and gradients."""
 
 ENOUGH_TOKENS = 2048
 """Microbatch size in tokens that keeps a device busy: below it, layers are recomputed rather than the size
 reduced further."""
-
-ON_THE_WAY = 4
-"""Full microbatches whose activations or gradients a template stage may hold to be sent or used."""
 
 SMALL_BYTES, TINY_BYTES = 50 << 20, 50 << 10
 SLACK_BYTES = 256 << 20
@@ -130,9 +123,18 @@ class MemoryModel:
         if self._keeps:
             kept = [int(tokens * self._kept_bytes(part, recompute, jobs)) for part in self._parts]
             return self._keeping(jobs, kept, scored)
-        layer = layer_bytes(self.shape)
-        workers = range(self.layout.workers)
-        return [self._turning(self.layout.on(worker), jobs, tokens, scored, layer) for worker in workers]
+        layout, rounds = self.layout, sum(job.batch_tokens for job in jobs)
+        memory = StreamedMemory(
+            self.shape,
+            tuple(jobs),
+            self.fused,
+            rounds,
+            int(tokens),
+            layout.travels,
+            layout.offloads,
+            layout.workers,
+        )
+        return [self._turning(layout.on(worker), memory, scored) for worker in range(layout.workers)]
 
     def holding(
         self, jobs: Sequence[JobShape], rows: Sequence[float], recompute: Recompute, supervised: float
@@ -140,7 +142,7 @@ class MemoryModel:
         """Return the need of the pipeline worker that needs most. Each worker holds the given `rows` at a
         time, and `supervised` rows of one microbatch go through the head."""
         held = [
-            int(count * self._token_bytes(part, recompute, jobs))
+            int(count * token_bytes(part, self.shape.layers, self.fused, recompute, jobs))
             for part, count in zip(self._parts, rows, strict=True)
         ]
         return self._most(self._keeping(jobs, held, supervised))
@@ -180,7 +182,7 @@ class MemoryModel:
                 resident=self._process(worker) + part.base_bytes + matrix_bytes(self.shape, self.fused),
                 state=self._kept_state(jobs, held),
                 activations=kept,
-                slack=self._slack,
+                slack=self.slack_bytes,
                 head=self.head_bytes(supervised) if held.last else 0,
             )
             for worker, (held, part, kept) in enumerate(parts)
@@ -201,66 +203,24 @@ class MemoryModel:
         """Return the bytes that a worker's process holds before anything of the run is loaded."""
         return self.taken if worker == 0 else self.taken - self.first_only
 
-    def _turning(
-        self, on: OnWorker, jobs: Sequence[JobShape], tokens: float, supervised: float, layer: int
-    ) -> Need:
-        """Return the need of a worker whose stages take turns, with adapters spread evenly over the
-        layers."""
-        sizes = [on.stages[stage].count for stage in on.own]
-        rows = padded_rows(sum(job.batch_tokens for job in jobs), self.fused)
-        # Besides the inputs that its stages keep, the outputs of one stage may still wait to be sent to the
-        # next worker.
-        inputs = on.held_rounds + (self.layout.workers > 1)
-        whole = self._token_bytes(self.shape, NOTHING, jobs)
-        passing = max(sizes) * math.ceil(int(tokens) * whole / self.shape.layers)
+    def _turning(self, on: OnWorker, memory: StreamedMemory, supervised: float) -> Need:
+        """Return the need of a worker whose stages take turns. It is counted as when the cut was chosen;
+        otherwise jobs for which the cut was chosen would have to wait."""
+        own = [on.stages[stage] for stage in on.own]
+        sizes, resident = [stage.count for stage in own], [stage.resident for stage in own]
+        weights, state, activations = memory.parts(sizes, resident, on.slots, on.worker, len(on.stages))
         return Need(
-            resident=self._process(on.worker)
-            + self._ends_bytes(on, layer)
-            + present_layers(on) * layer
-            + matrix_bytes(self.shape, self.fused),
-            state=self._turning_state(on, jobs, sum(sizes)),
-            activations=(inputs * rows + self._moving(on) * int(tokens)) * self._row_bytes + passing,
-            slack=self._slack,
+            resident=self._process(on.worker) + weights,
+            state=state,
+            activations=activations,
+            slack=self.slack_bytes,
             head=self.head_bytes(supervised) if on.own[-1] == len(on.stages) - 1 else 0,
         )
 
-    def _turning_state(self, on: OnWorker, jobs: Sequence[JobShape], layers: int) -> int:
-        """Return the bytes of adapter state. If adapters travel, this is the copy and the gradient of the
-        layers present, and the ring of buffers for Steps. It is counted as when the cut was chosen; otherwise
-        jobs for which the cut was chosen would have to wait."""
-        if not self.layout.travels:
-            return math.ceil(self.state_bytes(jobs) * layers / self.shape.layers)
-        value, largest = self.shape.bytes_per_value, max(on.stages[stage].count for stage in on.own)
-        ring = ring_bytes(stage_parts(jobs, largest, self.shape.layers), value)
-        in_a_layer = math.ceil(sum(job.trainable for job in jobs) / self.shape.layers)
-        return present_layers(on) * in_a_layer * (value + max(4, value)) + ring
-
-    def _moving(self, on: OnWorker) -> int:
-        """Return the number of microbatches whose rows arrive, leave, or are buffered for captured passes."""
-        if self.layout.workers > 1:
-            return ON_THE_WAY
-        return on.held_microbatches + (BUFFERED if self.fused else 0)
-
-    def _ends_bytes(self, on: OnWorker, layer: int) -> int:
-        """Return the bytes of embedding and head if this worker has them, and of norms and biases, which may
-        be anywhere."""
-        ends = max(0, self.shape.base_bytes - self.shape.layers * layer)
-        if self.layout.workers == 1:
-            return ends
-        matrix = self.shape.hidden * self.shape.vocabulary * self.shape.bytes_per_value
-        tied = ends < 2 * matrix
-        beside = max(0, ends - (matrix if tied else 2 * matrix))
-        first, last = on.worker == 0, on.own[-1] == len(on.stages) - 1
-        return beside + matrix * (1 if first and last and tied else first + last)
-
     @property
-    def _slack(self) -> int:
+    def slack_bytes(self) -> int:
         usual = FUSED_SLACK_BYTES if self.fused else SLACK_BYTES
         return usual if self.slack is None else self.slack
-
-    @property
-    def _row_bytes(self) -> int:
-        return self.shape.hidden * self.shape.bytes_per_value
 
     # -- activations -------------------------------------------------------------------------------------
 
@@ -270,8 +230,12 @@ class MemoryModel:
         if self._keeps:
             return max(self._kept_bytes(part, recompute, jobs) for part in self._parts)
         largest = max(stage.count for stage in self.layout.stages)
-        passing = self._token_bytes(self.shape, recompute, jobs) * largest // self.shape.layers
-        return passing + self._moving(self.layout.on(0)) * self._row_bytes
+        layers, on = self.shape.layers, self.layout.on(0)
+        passing = token_bytes(self.shape, layers, self.fused, recompute, jobs) * largest // layers
+        moving = ON_THE_WAY
+        if self.layout.workers == 1:
+            moving = on.held_microbatches + (BUFFERED if self.fused else 0)
+        return passing + moving * self.shape.hidden * self.shape.bytes_per_value
 
     @property
     def pass_layers(self) -> int:
@@ -282,23 +246,8 @@ class MemoryModel:
         """Return the bytes per token of all microbatches in flight: one per stage of a pipeline, plus
         `spare`."""
         workers = self.layout.workers
-        return self._token_bytes(part, recompute, jobs) * (workers + self.spare if workers > 1 else 1)
-
-    def _token_bytes(self, part: ModelShape, recompute: Recompute, jobs: Sequence[JobShape]) -> int:
-        """Return the activation bytes per token in the layers of `part`."""
-        widths = sum(site.widths for site in part.sites)
-        factor, extra = ACTIVATION_FACTOR, 0.0
-        if self.fused and not part.mixes:
-            factor, extra = OUTPUTS_FACTOR if recompute.outputs else FUSED_FACTOR, part.extra_values
-            # Jobs that scale outputs mostly scale the same ones, which are kept once for all jobs.
-            extra += max((job.scaled for job in jobs), default=0) / self.shape.layers
-        layers, again = part.layers, min(recompute.layers, part.layers)
-        kept, one = layers - again, widths / layers
-        values = kept * (factor * one + extra)
-        if again:
-            # Each recomputed layer keeps its input, and one layer at a time is held completely.
-            values += again * part.hidden + RECOMPUTED_FACTOR * one + extra
-        return int(values * part.bytes_per_value) + part.code_bytes
+        each = token_bytes(part, self.shape.layers, self.fused, recompute, jobs)
+        return each * (workers + self.spare if workers > 1 else 1)
 
     # -- adapters ----------------------------------------------------------------------------------------
 
@@ -314,7 +263,7 @@ class MemoryModel:
 
     def state_bytes(self, jobs: Iterable[JobShape]) -> int:
         """Return the bytes of adapter state, in device or host memory."""
-        return sum(job.trainable * (self.bytes_per_parameter + job.means * self.master_bytes) for job in jobs)
+        return state_bytes(jobs, self.shape.bytes_per_value)
 
     def host_bytes(self, jobs: Iterable[JobShape]) -> int:
         """Return the host bytes of an offloaded optimizer."""
@@ -329,20 +278,20 @@ class MemoryModel:
         """Return the predicted peak. The need that must fit is `fit.error` more."""
         return self.need(jobs, capacity, recompute).total(self.fit)
 
-    def recompute(self, jobs: Sequence[JobShape], most: int) -> Recompute:
-        """Return the least recomputation with which microbatches of `most` tokens fit, or the maximum if none
+    def recompute(self, jobs: Sequence[JobShape], max_tokens: int) -> Recompute:
+        """Return the least recomputation with which microbatches of `max_tokens` fit, or the maximum if none
         does. Layers are recomputed, at the cost of their forward, only until enough tokens fit: beyond that,
         smaller microbatches cost less."""
         choices = self._choices()
         rooms = {choice: self._room(jobs, choice) for choice in choices}
-        enough = min(most, max(ENOUGH_TOKENS, longest(jobs)))
-        whole = (choice for choice in choices if not choice.layers and rooms[choice] >= most)
+        enough = min(max_tokens, max(ENOUGH_TOKENS, longest(jobs)))
+        whole = (choice for choice in choices if not choice.layers and rooms[choice] >= max_tokens)
         less = (choice for choice in choices if choice != NOTHING and rooms[choice] >= enough)
         return next(whole, None) or next(less, choices[-1])
 
-    def capacity(self, jobs: Sequence[JobShape], most: int, recompute: Recompute = NOTHING) -> int:
-        """Return the largest token capacity that fits, at most `most` and at least the longest sample."""
-        return max(min(most, self._room(jobs, recompute)), longest(jobs))
+    def capacity(self, jobs: Sequence[JobShape], max_tokens: int, recompute: Recompute = NOTHING) -> int:
+        """Return the largest capacity that fits, at most `max_tokens` and at least the longest sample."""
+        return max(min(max_tokens, self._room(jobs, recompute)), longest(jobs))
 
     def least_bytes(self, jobs: Sequence[JobShape]) -> int:
         """Return the bytes needed with microbatches of the longest sample and maximal recomputation."""
@@ -353,13 +302,13 @@ class MemoryModel:
         if (host := self.host_bytes(jobs)) > self.host_budget:
             return (
                 f"needs {gib(host)} of the host's memory for master weights and moments with {len(jobs) - 1} "
-                f"other jobs aboard, but {gib(self.host_budget)} are available there"
+                f"other jobs running, but {gib(self.host_budget)} are available there"
             )
         need = self.least_bytes(jobs)
         if need <= self.budget:
             return None
         return (
-            f"needs {gib(need)} with {len(jobs) - 1} other jobs aboard and its longest sample of "
+            f"needs {gib(need)} with {len(jobs) - 1} other jobs running and its longest sample of "
             f"{longest(jobs)} tokens, but {gib(self.budget)} are available"
         )
 
@@ -390,21 +339,6 @@ class MemoryModel:
         head = int(self.fit.head * self.head_bytes(math.inf))
         free = self.budget - self.peak_bytes(jobs, 0, recompute) - self.fit.error - head
         return int(free / (self.fit.activations * self.bytes_per_token(recompute, jobs)))
-
-
-def present_layers(on: OnWorker) -> int:
-    """Return the number of layers with memory on a worker's device: resident layers and slots."""
-    sizes = [(on.stages[stage].count, on.stages[stage].resident) for stage in on.own]
-    streamed = [size for size, stays in sizes if not stays]
-    return sum(size for size, stays in sizes if stays) + min(on.slots, len(streamed)) * max(
-        streamed, default=0
-    )
-
-
-def matrix_bytes(shape: ModelShape, fused: bool) -> int:
-    """Return the bytes that quantised weights are dequantised into for one product at a time; fused layers
-    use one product for two sites that share their input."""
-    return shape.matrix_bytes * (2 if fused else 1)
 
 
 def longest(jobs: Iterable[JobShape]) -> int:

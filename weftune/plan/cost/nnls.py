@@ -11,17 +11,17 @@ SWEEPS = 10
 ENOUGH = 1e-12
 
 
-def non_negative(matrix: Array, wanted: Array) -> Array:
-    """Return the x ≥ 0 that minimises |matrix · x − wanted|."""
+def non_negative(matrix: Array, target: Array) -> Array:
+    """Return the x ≥ 0 that minimises |matrix · x − target|."""
     try:
         from scipy.optimize import nnls
     except ImportError:
-        return by_active_set(matrix, wanted)
-    found: Array = nnls(matrix, wanted)[0]
+        return by_active_set(matrix, target)
+    found: Array = nnls(matrix, target)[0]
     return found
 
 
-def by_active_set(matrix: Array, wanted: Array) -> Array:
+def by_active_set(matrix: Array, target: Array) -> Array:
     """Solve by Lawson and Hanson's active-set method: the column that helps most enters, and columns that
     would become negative leave.
 
@@ -32,19 +32,19 @@ def by_active_set(matrix: Array, wanted: Array) -> Array:
     columns = matrix / np.where(sizes > 0, sizes, 1.0)
     found, inside = np.zeros(len(sizes)), np.zeros(len(sizes), dtype=bool)
     for _ in range(SWEEPS * len(sizes)):
-        gain = np.where(inside, 0.0, columns.T @ (wanted - columns @ found))
-        if gain.max() <= ENOUGH * np.linalg.norm(wanted):
+        gain = np.where(inside, 0.0, columns.T @ (target - columns @ found))
+        if gain.max() <= ENOUGH * np.linalg.norm(target):
             break
         inside[gain.argmax()] = True
-        found = _settle(columns, wanted, found, inside)
+        found = _solve_inside(columns, target, found, inside)
     return found / np.where(sizes > 0, sizes, 1.0)
 
 
-def _settle(columns: Array, wanted: Array, found: Array, inside: NDArray[np.bool_]) -> Array:
+def _solve_inside(columns: Array, target: Array, found: Array, inside: NDArray[np.bool_]) -> Array:
     """Return the solution over the columns inside; columns that would become negative are moved outside."""
     while True:
         best = np.zeros(len(found))
-        best[inside] = np.linalg.lstsq(columns[:, inside], wanted, rcond=None)[0]
+        best[inside] = np.linalg.lstsq(columns[:, inside], target, rcond=None)[0]
         below = np.flatnonzero(inside & (best <= 0))
         if not len(below):
             return best

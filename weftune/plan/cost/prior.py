@@ -6,7 +6,7 @@ adapters, whose parameters already count all the layers that they touch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weftune.core.shapes import ModelShape
 from weftune.plan.cost.estimate import ADAPTER_BACKWARD, ATTENTION_BACKWARD, base_layers
@@ -79,7 +79,7 @@ def counted(shape: ModelShape) -> Directions:
 def arithmetic(shape: ModelShape) -> CostModel:
     """Return a model that knows only proportions; the first measured passes determine its scale."""
     model = counted(shape).whole(shape.layers, "counted, without a profile of the device")
-    return model.unmeasured()
+    return replace(model, measured=False)
 
 
 def _kinds(token: float, square: float, supervised: float, adapter: float) -> KindTerms:

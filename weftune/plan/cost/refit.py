@@ -34,14 +34,6 @@ OUTLIER = 3.0
 """Multiple of the typical error above which errors count less."""
 
 
-@dataclass(frozen=True, slots=True)
-class WindowTime:
-    """Time of a measured window outside its passes, Steps and Saves, and its number of actions."""
-
-    actions: int
-    rest: float
-
-
 @dataclass(slots=True)
 class Times:
     """Recent measurements of a run."""
@@ -49,11 +41,12 @@ class Times:
     passes: list[PassTime] = field(default_factory=list)
     steps: list[StateTime] = field(default_factory=list)
     saves: list[StateTime] = field(default_factory=list)
-    windows: list[WindowTime] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    """Seconds per action of each window outside its passes, Steps and Saves."""
 
     def forget(self) -> None:
         """Drop measurements that are too old to be fitted to."""
-        for kept in (self.passes, self.steps, self.saves, self.windows):
+        for kept in (self.passes, self.steps, self.saves, self.between):
             del kept[:-REMEMBERED]
 
 
@@ -74,7 +67,7 @@ def refit(known: CostModel, times: Times) -> CostModel:
         evaluation=fit_terms(start.evaluation, [(p.work, p.forward) for p in evaluations]),
         step=fit_rate(known.step, times.steps),
         save=fit_rate(known.save, times.saves),
-        between=_between(known.between, times.windows),
+        between=float(np.median(times.between[-20:])) if times.between else known.between,
         source=known.source if known.source.endswith(REFITTED) else known.source + REFITTED,
         measured=True,
     )
@@ -132,11 +125,6 @@ def fit_values(
         bound = OUTLIER * max(float(np.median(errors)), 0.2)
         trust = np.sqrt(weights * np.minimum(1.0, bound / np.maximum(errors, 1e-12)))
     return [float(value) for value in found]
-
-
-def _between(known: float, windows: Sequence[WindowTime]) -> float:
-    each = [max(0.0, one.rest) / max(1, one.actions) for one in windows[-20:]]
-    return float(np.median(each)) if each else known
 
 
 def _recent(count: int) -> Array:

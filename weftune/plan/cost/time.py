@@ -182,10 +182,6 @@ class CostModel:
         each = zip(self.forward.plus(self.backward).values(), whole, strict=False)
         return sum(term * count for term, count in each)
 
-    def unmeasured(self) -> CostModel:
-        """Return a model that knows these terms as proportions only, without a scale."""
-        return replace(self, measured=False)
-
     def times(self, factor: float) -> CostModel:
         """Return the same proportions scaled by `factor`."""
         return replace(

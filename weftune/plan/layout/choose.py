@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import cache
 
 from weftune.core.shapes import JobShape, LayerRange, ModelShape
 from weftune.errors import HostTooSmall, PlanError
@@ -22,19 +22,19 @@ from weftune.plan.cost.profile import Profile
 from weftune.plan.cost.profile_cost import cost_of, directions, memory_of, source_of, step_rate
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.plan.cost.time import NO_TIME, CostModel, JobShapes, Rate
-from weftune.plan.layout.cut import PartCosts, cut_layers, measured_costs, typical_work
 from weftune.plan.layout.foresee import StageTimes, taking_turns
-from weftune.plan.layout.need import StreamDevice
+from weftune.plan.layout.need import StreamDevice, emulated_device, in_files
 from weftune.plan.layout.offloaded import is_faster, is_worth, offloaded_round, offloading, would_gain
-from weftune.plan.layout.one_device import (
-    choose_for_jobs,
-    fits_whole,
-    in_files,
-    pretended_place,
-)
 from weftune.plan.layout.seats import in_order, most_that_fit, seat, too_large
-from weftune.plan.layout.stage_count import StageCount, choose_stages
-from weftune.plan.layout.stream_choice import StreamChoice, choose_for_workers
+from weftune.plan.layout.stages import (
+    PartCosts,
+    StageCount,
+    choose_stages,
+    cut_layers,
+    measured_costs,
+    typical_work,
+)
+from weftune.plan.layout.stream_choice import StreamChoice, choose_for_jobs, choose_for_workers, fits_whole
 from weftune.plan.program.layout import Layout, in_stages, one_device
 from weftune.plan.program.program import Program
 from weftune.plan.window.pace import LoadPace, WindowPace, first_pace
@@ -84,7 +84,7 @@ class Machine:
     gpu: Callable[[int, int, int], StreamDevice] = _no_link
     """Returns a GPU with these budgets (its own and the host's) for this number of workers, as measured or
     from its data sheet. Called only if a base has to be streamed."""
-    files: Callable[[StreamDevice, HostTooSmall], StreamDevice] = lambda place, _short: in_files(place)
+    files: Callable[[StreamDevice, HostTooSmall], StreamDevice] = lambda device, _short: in_files(device)
     """Returns the device for weights that stay in their files, or raises if they cannot."""
 
     @property
@@ -98,10 +98,10 @@ class Machine:
             return 0
         return self.worker_profile.first_only_bytes
 
-    def place(self, budget: int) -> StreamDevice:
+    def stream_device(self, budget: int) -> StreamDevice:
         """Return a device with `budget` bytes for a streamed run; without a GPU, an emulated one."""
         if not self.on_gpu:
-            return pretended_place(budget, self.host_budget)
+            return emulated_device(budget, self.host_budget)
         return self.gpu(budget, self.host_budget, self.workers)
 
     def shared_by(self, replicas: int) -> Machine:
@@ -116,8 +116,6 @@ class Machine:
 class Choice:
     machine: Machine
     """Machine that each share of the jobs runs on, with the chosen numbers of workers and shares."""
-    shape: ModelShape
-    """Shape of the whole base."""
     layout: Layout
     capacity: int
     """Maximum tokens per microbatch, unless a single sample has more."""
@@ -140,7 +138,7 @@ class Choice:
     """Sentence that a run reports about the choice. Empty if the base simply stays whole on one device."""
     mapped: bool = False
     """Whether streamed weights stay in their files and are read from there in every round."""
-    place: StreamDevice | None = None
+    stream_device: StreamDevice | None = None
     """Device that the base is streamed to. None unless the base is streamed."""
     rounds: int
     """Global batches of each job per window."""
@@ -156,8 +154,12 @@ class Choice:
     """Bytes of each stage and bandwidth from the host. None unless several workers stream the base."""
 
     @property
+    def shape(self) -> ModelShape:
+        return self.memory.shape
+
+    @property
     def streamed(self) -> bool:
-        return self.place is not None
+        return self.stream_device is not None
 
     @property
     def captured(self) -> bool:
@@ -236,7 +238,6 @@ def _whole(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Cho
     together = fitting(jobs, memory)
     choice = Choice(
         machine=machine,
-        shape=shape,
         layout=one_device(shape.layers),
         capacity=machine.max_tokens,
         memory=memory,
@@ -256,12 +257,16 @@ def _optimizer_offloaded(plain: Choice, jobs: Sequence[JobShape], machine: Machi
     if not machine.on_gpu:
         return None
     memory = offloading(plain.memory, machine.host_budget)
-    all_aboard = len(plain.aboard) == len(jobs)
-    found = (_all_faster if all_aboard else _more_aboard)(plain, memory, jobs, machine)
-    if found is None:
+    # The device is measured only if offloading may help, and once.
+    device = cache(lambda: machine.stream_device(machine.budget))
+    if len(plain.aboard) == len(jobs):
+        together, reason = plain.aboard, _why_faster(plain, memory, jobs, device)
+    else:
+        together = fitting(jobs, memory)
+        reason = _why_more(plain, memory, jobs, together, device)
+    if not reason:
         return None
-    together, place, reason = found
-    after = offloaded_round(memory, together, place, machine.max_tokens)
+    after = offloaded_round(memory, together, device(), machine.max_tokens)
     host_bytes, share = memory.host_bytes(together), after.unhidden / after.seconds
     why = (
         f"{plain.why}; master weights and moments of adapters live in host memory, {gib(host_bytes)} of it, "
@@ -284,55 +289,44 @@ def _optimizer_offloaded(plain: Choice, jobs: Sequence[JobShape], machine: Machi
     )
 
 
-class _Offload(NamedTuple):
-    together: tuple[JobShape, ...]
-    """Jobs that run together with the optimizer offloaded."""
-    place: StreamDevice
-    reason: str
-    """Reason, as the rest of a sentence after `since`."""
-
-
-def _more_aboard(
-    plain: Choice, memory: MemoryModel, jobs: Sequence[JobShape], machine: Machine
-) -> _Offload | None:
-    """Return an offload that admits more jobs. None if running fewer jobs is as good. `memory` is the memory
-    model with the optimizer offloaded."""
-    together = fitting(jobs, memory)
-    too_large = [job for job in jobs if plain.memory.why_not([job]) is not None]
-    only_so = any(memory.why_not([job]) is None for job in too_large)
+def _why_more(
+    plain: Choice,
+    memory: MemoryModel,
+    jobs: Sequence[JobShape],
+    together: Sequence[JobShape],
+    device: Callable[[], StreamDevice],
+) -> str:
+    """Return why offloading the optimizer admits more jobs, as the rest of a sentence after `since`. Empty if
+    running fewer jobs is as good. `memory` is the memory model with the optimizer offloaded."""
+    too_large = {job.name for job in jobs if plain.memory.why_not([job]) is not None}
+    only_so = any(memory.why_not([job]) is None for job in jobs if job.name in too_large)
     if not only_so and len(together) <= len(plain.aboard):
-        return None
-    place = machine.place(machine.budget)
+        return ""
     if not only_so:
-        names = {job.name for job in too_large}
-        others = [job for job in jobs if job.name not in names]
-        if not is_worth(memory, plain.memory, others, place, machine.max_tokens):
-            return None
-    reason = f"{len(together)} of {len(jobs)} jobs are aboard so and {len(plain.aboard)} otherwise"
-    return _Offload(together, place, reason)
+        others = [job for job in jobs if job.name not in too_large]
+        if not is_worth(memory, plain.memory, others, device(), plain.machine.max_tokens):
+            return ""
+    return f"{len(together)} of {len(jobs)} jobs are admitted with it and {len(plain.aboard)} without"
 
 
-def _all_faster(
-    plain: Choice, memory: MemoryModel, jobs: Sequence[JobShape], machine: Machine
-) -> _Offload | None:
-    """Return an offload for jobs that all run together either way. None unless it makes a step shorter."""
-    most = machine.max_tokens
-    if not would_gain(plain.memory, jobs, most) or memory.why_not(jobs) is not None:
-        return None
-    place = machine.place(machine.budget)
-    if not is_faster(memory, plain.memory, jobs, place, most):
-        return None
-    (now, again), (before, before_again) = (_passes(one, jobs, most) for one in (memory, plain.memory))
-    reason = f"microbatches have {now:,} tokens so and {before:,} otherwise"
-    if before_again:
-        reason += f", and {again} layers are recomputed instead of {before_again}"
-    return _Offload(plain.aboard, place, reason)
-
-
-def _passes(memory: MemoryModel, jobs: Sequence[JobShape], most: int) -> tuple[int, int]:
-    """Return the tokens of a microbatch and the number of recomputed layers."""
-    recompute = memory.recompute(jobs, most)
-    return memory.capacity(jobs, most, recompute), recompute.layers
+def _why_faster(
+    plain: Choice, memory: MemoryModel, jobs: Sequence[JobShape], device: Callable[[], StreamDevice]
+) -> str:
+    """Return why a step of jobs that all run together either way is shorter with the optimizer offloaded.
+    Empty if it is not."""
+    max_tokens = plain.machine.max_tokens
+    if not would_gain(plain.memory, jobs, max_tokens) or memory.why_not(jobs) is not None:
+        return ""
+    if not is_faster(memory, plain.memory, jobs, device(), max_tokens):
+        return ""
+    after, before = (one.recompute(jobs, max_tokens) for one in (memory, plain.memory))
+    reason = (
+        f"microbatches have {memory.capacity(jobs, max_tokens, after):,} tokens with it and "
+        f"{plain.memory.capacity(jobs, max_tokens, before):,} without"
+    )
+    if before.layers:
+        reason += f", and {after.layers} layers are recomputed instead of {before.layers}"
+    return reason
 
 
 def _streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice | None:
@@ -341,38 +335,37 @@ def _streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> 
     budget = machine.stream_budget
     if budget is None or (machine.on_gpu and fits_whole(shape, jobs, budget)):
         return None
-    place = machine.place(budget)
+    device = machine.stream_device(budget)
     try:
-        found = choose_for_jobs(shape, jobs, place, machine.max_tokens)
+        found = choose_for_jobs(shape, jobs, device, machine.max_tokens)
     except HostTooSmall as short:
-        place = machine.files(place, short)
-        found = choose_for_jobs(shape, jobs, place, machine.max_tokens)
-    if found.choice.whole:
+        device = machine.files(device, short)
+        found = choose_for_jobs(shape, jobs, device, machine.max_tokens)
+    if found.whole:
         return None
-    choice = _as_streamed(shape, machine, place, found.choice, found.aboard)
-    if machine.profile is None:
+    choice, profile = _as_streamed(shape, machine, device, found), machine.profile
+    if profile is None:
         return choice
-    cost = _streamed_cost(shape, machine.profile, choice.layout, choice.unhidden)
-    return replace(choice, cost=cost, first_seconds=machine.profile.first_seconds)
+    # The cost of a whole pass includes what is recomputed and the waits predicted by the search.
+    cost = taking_turns(cost_of(profile, shape), directions(profile, shape), choice.layout, shape.layers)
+    return replace(choice, cost=cost.times(1 / (1 - choice.unhidden)), first_seconds=profile.first_seconds)
 
 
-def _as_streamed(
-    shape: ModelShape,
-    machine: Machine,
-    place: StreamDevice,
-    choice: StreamChoice,
-    aboard: Sequence[JobShape],
-) -> Choice:
+def _as_streamed(shape: ModelShape, machine: Machine, device: StreamDevice, choice: StreamChoice) -> Choice:
     """Return the choice for one worker or several, without the times of a profile."""
-    beside = _beside(shape, machine, choice.host_bytes)
+    fit, beside = _fit(shape, machine), 0
+    if not machine.on_gpu:
+        # An emulated device is part of the host and is measured with the process and what lies in its memory.
+        beside = machine.taken + choice.host_bytes
+        beside += 0 if fit is UNFITTED else int(fit.slack * SLACK_BYTES)
     memory = MemoryModel(
         shape,
-        place.budget + beside,
+        device.budget + beside,
         beside,
         machine.on_gpu,
-        MemoryFit(head=_fit(shape, machine).head),
+        MemoryFit(head=fit.head),
         choice.cut,
-        place.slack,
+        device.slack,
         first_only=machine.first_only,
     )
     # An emulated device has the requested size in addition to what is counted with it in host memory.
@@ -380,11 +373,10 @@ def _as_streamed(
     rounds = TRAVEL_ROUNDS if choice.cut.travels else WINDOW_ROUNDS
     return Choice(
         machine=machine,
-        shape=shape,
         layout=choice.cut,
         capacity=choice.capacity,
         memory=replace(memory, budget=memory.budget + head),
-        aboard=tuple(aboard),
+        aboard=choice.aboard,
         seconds=choice.step_seconds,
         bytes=choice.device_bytes,
         host_bytes=choice.host_bytes,
@@ -392,24 +384,9 @@ def _as_streamed(
         why=choice.why,
         note=f"The base is {choice.why}.",
         mapped=choice.mapped,
-        place=place,
+        stream_device=device,
         rounds=rounds if machine.workers == 1 else PIPELINE_ROUNDS,
     )
-
-
-def _streamed_cost(shape: ModelShape, profile: Profile, layout: Layout, unhidden: float) -> CostModel:
-    """Return the cost of a whole pass, including what is recomputed and the waits predicted by the search."""
-    known = directions(profile, shape)
-    return taking_turns(cost_of(profile, shape), known, layout, shape.layers).times(1 / (1 - unhidden))
-
-
-def _beside(shape: ModelShape, machine: Machine, host_bytes: int) -> int:
-    """Return the bytes counted in addition to an emulated device, which is part of the host and is measured
-    with the process and what lies in its memory."""
-    if machine.on_gpu:
-        return 0
-    fit = _fit(shape, machine)
-    return machine.taken + host_bytes + (0 if fit is UNFITTED else int(fit.slack * SLACK_BYTES))
 
 
 def _fit(shape: ModelShape, machine: Machine) -> MemoryFit:
@@ -424,7 +401,13 @@ def _fit(shape: ModelShape, machine: Machine) -> MemoryFit:
 
 def _in_stages(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice:
     """Return a choice with one stage per worker. A replica of one worker holds the whole base."""
-    held, note = _layers(shape, machine)
+    held: Sequence[LayerRange] = (LayerRange(0, shape.layers, shape.layers),)
+    note = ""
+    if machine.workers > 1:
+        held = cut_layers(shape, machine.workers, part_costs(shape, machine))
+    counts = " + ".join(str(one.stop - one.start) for one in held)
+    if machine.workers > 1 and machine.profile is not None:
+        note = f"The stages hold {counts} layers, alike by times {source_of(machine.profile)}."
     layout = in_stages(held, machine.replicas)
     memory = MemoryModel(
         shape,
@@ -436,11 +419,8 @@ def _in_stages(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) ->
         first_only=machine.first_only,
     )
     together = fitting(jobs, memory)
-    counts = " + ".join(str(one.stop - one.start) for one in held)
-    times = _stage_times(shape, machine)
     return Choice(
         machine=machine,
-        shape=shape,
         layout=layout,
         capacity=machine.max_tokens,
         memory=memory,
@@ -449,19 +429,8 @@ def _in_stages(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) ->
         why=f"cut into {len(held)} stages of {counts} layers" if len(held) > 1 else "whole on each replica",
         note=note,
         rounds=PIPELINE_ROUNDS,
-        times=times,
+        times=_stage_times(shape, machine),
     )
-
-
-def _layers(shape: ModelShape, machine: Machine) -> tuple[tuple[LayerRange, ...], str]:
-    """Return the layers of every stage, and a sentence that says which times they are balanced by."""
-    if machine.workers == 1:
-        return (LayerRange(0, shape.layers, shape.layers),), ""
-    held = cut_layers(shape, machine.workers, part_costs(shape, machine))
-    if machine.profile is None:
-        return held, ""
-    counts = " + ".join(str(one.stop - one.start) for one in held)
-    return held, f"The stages hold {counts} layers, alike by times {source_of(machine.profile)}."
 
 
 def _streamed_by_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice | None:
@@ -470,50 +439,35 @@ def _streamed_by_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: M
     budget = machine.stream_budget
     if budget is None or machine.workers == 1:
         return None
-    need = _parted_bytes(shape, jobs, machine, budget)
+    # An emulated device holds nothing besides the worker's part of the base.
+    slack, layout = None if machine.on_gpu else 0, in_stages(cut_layers(shape, machine.workers))
+    resident = MemoryModel(shape, budget, fused=machine.on_gpu, layout=layout, slack=slack)
+    need = max(resident.least_bytes([job]) for job in jobs)
     if need <= budget:
         return None
-    place, ordered = machine.place(budget), in_order(jobs)
-
-    def attempt(count: int) -> StreamChoice:
-        together, later = ordered[:count], ordered[count:]
-        return choose_for_workers(shape, together, later, place, machine.workers, machine.max_tokens, need)
-
-    count, found = _for_most(attempt, len(jobs))
-    layer = layer_bytes(shape)
-    return replace(
-        _as_streamed(shape, machine, place, found, ordered[:count]),
-        times=_stage_times(shape, machine),
-        loads=LoadPace(tuple(stage.count * layer for stage in found.cut.stages), place.bandwidth),
-    )
-
-
-def _parted_bytes(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine, budget: int) -> int:
-    """Return the bytes that a worker needs if its part of the base stays resident. An emulated device holds
-    nothing else."""
-    layout = in_stages(cut_layers(shape, machine.workers))
-    slack = None if machine.on_gpu else 0
-    memory = MemoryModel(shape, budget, fused=machine.on_gpu, layout=layout, slack=slack)
-    return max(memory.least_bytes([job]) for job in jobs)
-
-
-def _for_most(attempt: Callable[[int], StreamChoice], count: int) -> tuple[int, StreamChoice]:
-    """Return the largest number of jobs that fit, and the choice for them. Raise the last PlanError if not
-    even one fits."""
+    device, ordered = machine.stream_device(budget), in_order(jobs)
     found: dict[int, StreamChoice] = {}
     errors: list[PlanError] = []
 
     def fits(count: int) -> bool:
+        together, later = ordered[:count], ordered[count:]
         try:
-            found[count] = attempt(count)
+            found[count] = choose_for_workers(
+                shape, together, later, device, machine.workers, machine.max_tokens, need
+            )
         except PlanError as error:
             errors.append(error)
         return count in found
 
-    most = most_that_fit(fits, count)
-    if not most:
+    count = most_that_fit(fits, len(jobs))
+    if not count:
         raise errors[-1]
-    return most, found[most]
+    layer = layer_bytes(shape)
+    return replace(
+        _as_streamed(shape, machine, device, found[count]),
+        times=_stage_times(shape, machine),
+        loads=LoadPace(tuple(one.count * layer for one in found[count].cut.stages), device.bandwidth),
+    )
 
 
 def _stage_times(shape: ModelShape, machine: Machine) -> StageTimes | None:
@@ -534,7 +488,7 @@ def fitting(jobs: Sequence[JobShape], memory: MemoryModel) -> tuple[JobShape, ..
     return seat([job for job in first if job.name not in never], (), memory.why_not).seated
 
 
-def full_bytes(memory: MemoryModel, together: Sequence[JobShape], most: int) -> int:
+def full_bytes(memory: MemoryModel, together: Sequence[JobShape], max_tokens: int) -> int:
     """Return the peak bytes with microbatches as large as memory allows."""
-    recompute = memory.recompute(together, most)
-    return memory.peak_bytes(together, memory.capacity(together, most, recompute), recompute)
+    recompute = memory.recompute(together, max_tokens)
+    return memory.peak_bytes(together, memory.capacity(together, max_tokens, recompute), recompute)

@@ -14,14 +14,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
+from typing import TypeVar
 
 from weftune.errors import PlanError
 from weftune.plan.cost.layers import LayerCost, StageCost, stage_cost
 from weftune.plan.cost.memory import gib
-from weftune.plan.layout.mobius_bound import Bounds, Prefix
-from weftune.plan.layout.mobius_step import Host, StreamPartition, free_bytes, stages_seconds
-from weftune.plan.program.layout import StageLayers
+from weftune.plan.layout.mobius_step import Host, StreamPartition, free_bytes, passing_bytes, stages_seconds
 
+T = TypeVar("T")
 PREFIXES = 200_000
 """Number of prefixes that a search may examine: no time limit, since a plan must not depend on the clock."""
 STARTS = 6
@@ -45,18 +45,6 @@ class StreamedPartition:
         return self.bound >= self.seconds
 
 
-@dataclass(frozen=True, slots=True)
-class _StageDraft:
-    """A partition during the search: layer boundaries, and a resident bit for each stage."""
-
-    cuts: tuple[int, ...]
-    resident: tuple[bool, ...]
-
-    def partition(self) -> StreamPartition:
-        bounds = zip(pairwise(self.cuts), self.resident, strict=True)
-        return StreamPartition(tuple(StageLayers(start, stop, stays) for (start, stop), stays in bounds))
-
-
 class _Problem:
     def __init__(self, layers: Sequence[LayerCost], host: Host, microbatches: int) -> None:
         self.layers = layers
@@ -69,13 +57,13 @@ class _Problem:
             self._stages[start, stop] = stage_cost(self.layers, start, stop)
         return self._stages[start, stop]
 
-    def stages(self, draft: _StageDraft) -> list[StageCost]:
+    def stages(self, draft: StreamPartition) -> list[StageCost]:
         return [self.stage(start, stop) for start, stop in pairwise(draft.cuts)]
 
-    def seconds(self, draft: _StageDraft) -> float:
+    def seconds(self, draft: StreamPartition) -> float:
         return stages_seconds(self.stages(draft), draft.resident, self.host, self.microbatches)
 
-    def excess(self, draft: _StageDraft) -> int:
+    def excess(self, draft: StreamPartition) -> int:
         """Return the bytes missing on the GPU that lacks most; at most 0 if everything fits."""
         return -min(free_bytes(self.stages(draft), draft.resident, self.host))
 
@@ -96,7 +84,7 @@ def stream(
 
 def largest_stages(layers: Sequence[LayerCost], host: Host) -> StreamPartition:
     """Return a partition with as many layers per stage as memory holds (Mobius's maximum-stage partition)."""
-    return _largest(_Problem(layers, host, 1)).partition()
+    return _largest(_Problem(layers, host, 1))
 
 
 def smallest_stages(layers: Sequence[LayerCost], host: Host) -> StreamPartition:
@@ -105,14 +93,14 @@ def smallest_stages(layers: Sequence[LayerCost], host: Host) -> StreamPartition:
     draft = _streamed(tuple(range(len(layers) + 1)))
     if problem.excess(draft) > 0:
         raise PlanError(_why_not(problem))
-    return draft.partition()
+    return draft
 
 
-def _streamed(cuts: tuple[int, ...]) -> _StageDraft:
-    return _StageDraft(cuts, (False,) * (len(cuts) - 1))
+def _streamed(cuts: tuple[int, ...]) -> StreamPartition:
+    return StreamPartition(cuts, (False,) * (len(cuts) - 1))
 
 
-def _largest(problem: _Problem) -> _StageDraft:
+def _largest(problem: _Problem) -> StreamPartition:
     """Fill stages up to a limit, which is lowered until adapter state fits beside them."""
     limit = problem.host.memory_bytes
     while True:
@@ -144,7 +132,7 @@ def _why_not(problem: _Problem) -> str:
     )
 
 
-def _locally_best(problem: _Problem, starts: int) -> _StageDraft | None:
+def _locally_best(problem: _Problem, starts: int) -> StreamPartition | None:
     """Return the best result of a few descents. None if none of them fits."""
     ranked = sorted(_starts(problem), key=problem.seconds)
     descents = [_descend(problem, draft) for draft in ranked[:starts]]
@@ -152,7 +140,7 @@ def _locally_best(problem: _Problem, starts: int) -> _StageDraft | None:
     return best if best and problem.seconds(best) < math.inf else None
 
 
-def _starts(problem: _Problem) -> Iterator[_StageDraft]:
+def _starts(problem: _Problem) -> Iterator[StreamPartition]:
     """Yield even partitions with every number of stages, and Mobius's two plain partitions."""
     count = len(problem.layers)
     for stages in range(1, count + 1):
@@ -165,7 +153,7 @@ def _starts(problem: _Problem) -> Iterator[_StageDraft]:
         return
 
 
-def _filled(problem: _Problem, cuts: tuple[int, ...]) -> _StageDraft:
+def _filled(problem: _Problem, cuts: tuple[int, ...]) -> StreamPartition:
     """Make as many stages resident as fit, from the first on."""
     draft = _streamed(cuts)
     for number in range(len(draft.resident)):
@@ -175,10 +163,10 @@ def _filled(problem: _Problem, cuts: tuple[int, ...]) -> _StageDraft:
     return draft
 
 
-def _descend(problem: _Problem, draft: _StageDraft) -> _StageDraft:
+def _descend(problem: _Problem, draft: StreamPartition) -> StreamPartition:
     """Take the first change that helps, until none does."""
     seconds, tried = problem.seconds(draft), 0
-    better: _StageDraft | None = draft
+    better: StreamPartition | None = draft
     while better:
         draft, better = better, None
         for change in islice(_changes(draft, problem.host.gpus), CHANGES - tried):
@@ -190,14 +178,14 @@ def _descend(problem: _Problem, draft: _StageDraft) -> _StageDraft:
     return draft
 
 
-def _changes(draft: _StageDraft, gpus: int) -> Iterator[_StageDraft]:
+def _changes(draft: StreamPartition, gpus: int) -> Iterator[StreamPartition]:
     """Yield drafts with one boundary moved, removed or added, one resident bit flipped, or a bit passed to
     another stage."""
     cuts, resident = draft.cuts, draft.resident
     for number in range(1, len(cuts) - 1):
         for cut in (cuts[number] - 1, cuts[number] + 1):
             if cuts[number - 1] < cut < cuts[number + 1]:
-                yield _StageDraft((*cuts[:number], cut, *cuts[number + 1 :]), resident)
+                yield StreamPartition((*cuts[:number], cut, *cuts[number + 1 :]), resident)
     for number in range(len(resident)):
         yield _toggled(draft, number)
     for number in range(len(resident)):
@@ -205,22 +193,22 @@ def _changes(draft: _StageDraft, gpus: int) -> Iterator[_StageDraft]:
             if resident[number] != resident[other]:
                 yield _toggled(_toggled(draft, number), other)
     for number in range(1, len(cuts) - 1):
-        yield _StageDraft(
+        yield StreamPartition(
             (*cuts[:number], *cuts[number + 1 :]), (*resident[: number - 1], *resident[number:])
         )
     for number, (start, stop) in enumerate(pairwise(cuts)):
         if stop - start > 1:
             middle = (start + stop) // 2
             both = (*resident[:number], resident[number], *resident[number:])
-            yield _StageDraft((*cuts[: number + 1], middle, *cuts[number + 1 :]), both)
+            yield StreamPartition((*cuts[: number + 1], middle, *cuts[number + 1 :]), both)
 
 
-def _toggled(draft: _StageDraft, number: int) -> _StageDraft:
+def _toggled(draft: StreamPartition, number: int) -> StreamPartition:
     resident = draft.resident
-    return _StageDraft(draft.cuts, (*resident[:number], not resident[number], *resident[number + 1 :]))
+    return StreamPartition(draft.cuts, (*resident[:number], not resident[number], *resident[number + 1 :]))
 
 
-def _branch_and_bound(problem: _Problem, best: _StageDraft | None, prefixes: int) -> StreamedPartition:
+def _branch_and_bound(problem: _Problem, best: StreamPartition | None, prefixes: int) -> StreamedPartition:
     bounds = Bounds(problem.layers, problem.host, problem.microbatches)
     count = len(problem.layers)
     seconds = problem.seconds(best) if best else math.inf
@@ -240,13 +228,13 @@ def _branch_and_bound(problem: _Problem, best: _StageDraft | None, prefixes: int
                 if child.layers < count:
                     levels[child.layers].append(child)
                     continue
-                draft = _StageDraft(child.cuts, child.resident)
+                draft = StreamPartition(child.cuts, child.resident)
                 exact = problem.seconds(draft)
                 if exact < seconds * CLOSE:
                     best, seconds = draft, exact
     if best is None:
         raise PlanError(_why_not(problem))
-    return StreamedPartition(best.partition(), seconds, min(dropped, seconds))
+    return StreamedPartition(best, seconds, min(dropped, seconds))
 
 
 def _children(problem: _Problem, bounds: Bounds, prefix: Prefix) -> Iterator[Prefix]:
@@ -259,3 +247,141 @@ def _children(problem: _Problem, bounds: Bounds, prefix: Prefix) -> Iterator[Pre
         kept = bounds.extend(prefix, stage, resident=True)
         if kept:
             yield kept
+
+
+# -- bounds ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PartialPlacement:
+    """A decided stage. Its times are lower bounds, since undecided stages can only take memory."""
+
+    stage: StageCost
+    resident: bool
+    first: float
+    last: float
+    """Start times of the forward of the first and the last microbatch."""
+    first_tail: float
+    last_tail: float
+    """Seconds from the start of the first and the last microbatch's backward to the end of the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    cuts: tuple[int, ...]
+    resident: tuple[bool, ...]
+    recent: tuple[PartialPlacement | None, ...]
+    """Latest stage on each GPU."""
+    fixed: tuple[int, ...]
+    """Bytes that each GPU holds all the time."""
+    passing: tuple[int, ...]
+    """Largest number of bytes that each GPU needs in addition."""
+    seconds: float
+    """Lower bound on the seconds of any partition that begins with this prefix."""
+
+    @property
+    def layers(self) -> int:
+        return self.cuts[-1]
+
+
+class Bounds:
+    """Lower bounds on the cost of partitions that are decided only up to some layer.
+
+    Times follow the recurrence of `mobius_step`: forward from the first stage on; backward as tails (the
+    longest path from a stage's start to the end of the step), which also grow from the first stage on.
+    """
+
+    def __init__(self, layers: Sequence[LayerCost], host: Host, microbatches: int) -> None:
+        self.host = host
+        self.microbatches = microbatches
+        self.rests = [LayerCost("rest", 0.0, 0.0, 0)]
+        """Totals over all layers from each one on."""
+        for layer in reversed(layers):
+            after = self.rests[-1]
+            forward, backward = layer.forward + after.forward, layer.backward + after.backward
+            self.rests.append(LayerCost("rest", forward, backward, layer.weight_bytes + after.weight_bytes))
+        self.rests.reverse()
+
+    def nothing(self) -> Prefix:
+        zeros, recent = (0,) * self.host.gpus, (None,) * self.host.gpus
+        return Prefix((0,), (), recent, zeros, zeros, self._least_seconds(self.rests[0], recent, zeros, None))
+
+    def extend(self, prefix: Prefix, stage: StageCost, resident: bool) -> Prefix | None:
+        """Return the prefix with one more stage, or None if that does not fit."""
+        number = len(prefix.resident)
+        gpu = number % self.host.gpus
+        held = self.host.stage_bytes + stage.state_bytes + (stage.weight_bytes if resident else 0)
+        fixed = _replaced(prefix.fixed, gpu, prefix.fixed[gpu] + held)
+        passing = _replaced(prefix.passing, gpu, max(prefix.passing[gpu], passing_bytes(stage, resident)))
+        room = self.host.memory_bytes - fixed[gpu]
+        if passing[gpu] > room:
+            return None
+        before = prefix.recent[(number - 1) % self.host.gpus]
+        placement = self._placement(stage, resident, before, prefix.recent[gpu], room)
+        recent = _replaced(prefix.recent, gpu, placement)
+        seconds = self._least_seconds(self.rests[stage.stop], recent, fixed, placement)
+        cuts, bits = (*prefix.cuts, stage.stop), (*prefix.resident, resident)
+        return Prefix(cuts, bits, recent, fixed, passing, seconds)
+
+    def _placement(
+        self,
+        stage: StageCost,
+        resident: bool,
+        before: PartialPlacement | None,
+        above: PartialPlacement | None,
+        room: int,
+    ) -> PartialPlacement:
+        """Return the placement of a stage. `before` is the stage before it, `above` the one before it on its
+        GPU."""
+        bandwidth, more = self.host.bandwidth, self.microbatches - 1
+        first = last = 0.0
+        last_tail = stage.backward
+        first_tail = 0.0
+        if before:
+            alone = self.host.gpus == 1
+            arrival = before.stage.forward + (0 if alone else before.stage.activation_bytes / bandwidth)
+            first, last = before.first + arrival, before.last + arrival
+            hop = stage.backward + (0 if alone else stage.gradient_bytes / bandwidth)
+            last_tail, first_tail = hop + before.last_tail, hop + before.first_tail
+        if above:
+            weights = 0 if resident else stage.weight_bytes
+            late = max(0, weights - room + passing_bytes(above.stage, above.resident))
+            freed = above.last + above.stage.forward
+            first = max(first, freed + late / bandwidth, above.first + weights / bandwidth)
+            again = 0 if above.resident else above.stage.weight_bytes
+            late = max(0, again - room + passing_bytes(stage, resident))
+            last_tail = max(last_tail, stage.backward + late / bandwidth + above.first_tail)
+            first_tail = max(first_tail, again / bandwidth + above.first_tail)
+        last = max(last, first + more * stage.forward)
+        first_tail = max(first_tail, more * stage.backward + last_tail)
+        return PartialPlacement(stage, resident, first, last, first_tail, last_tail)
+
+    def _least_seconds(
+        self,
+        rest: LayerCost,
+        recent: Sequence[PartialPlacement | None],
+        fixed: Sequence[int],
+        newest: PartialPlacement | None,
+    ) -> float:
+        """Return a lower bound from three bounds per direction: the GPUs' work, the links' bytes, and the
+        path of one microbatch."""
+        gpus, work = self.host.gpus, self.microbatches
+        placed = [one for one in recent if one]
+        freed = sum(one.last + one.stage.forward for one in placed)
+        begun = sum(one.first for one in placed)
+        tails = sum(one.first_tail for one in placed)
+        # A GPU's resident stages and the one it need not load again lie in its memory together.
+        rooms = gpus * self.host.memory_bytes - sum(fixed)
+        moved = max(0, rest.weight_bytes - rooms) / self.host.bandwidth
+        forward = max(freed + work * rest.forward, begun + moved) / gpus
+        backward = (tails + max(work * rest.backward, moved)) / gpus
+        if newest:
+            forward = max(forward, newest.last + newest.stage.forward + rest.forward)
+            backward = max(backward, rest.backward + newest.first_tail)
+        else:
+            forward, backward = max(forward, rest.forward), max(backward, rest.backward)
+        return forward + backward
+
+
+def _replaced(values: tuple[T, ...], index: int, value: T) -> tuple[T, ...]:
+    return (*values[:index], value, *values[index + 1 :])

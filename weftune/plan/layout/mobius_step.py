@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from weftune.plan.cost.layers import LayerCost, StageCost, stage_cost
-from weftune.plan.program.layout import StageLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,13 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class StreamPartition:
-    stages: tuple[StageLayers, ...]
+    cuts: tuple[int, ...]
+    """Boundaries of the stages, from 0 to the number of layers."""
+    resident: tuple[bool, ...]
+    """Whether each stage stays on its GPU."""
 
     def costs(self, layers: Sequence[LayerCost]) -> tuple[StageCost, ...]:
-        return tuple(stage_cost(layers, stage.start, stage.stop) for stage in self.stages)
-
-    @property
-    def resident(self) -> tuple[bool, ...]:
-        return tuple(stage.resident for stage in self.stages)
+        return tuple(stage_cost(layers, start, stop) for start, stop in pairwise(self.cuts))
 
 
 @dataclass(frozen=True, slots=True)

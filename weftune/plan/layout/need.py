@@ -1,9 +1,4 @@
-"""Memory that a cut for streaming needs on each device and on the host, and the time of a round.
-
-All layers are alike; norms and biases, which the shape does not list separately, are counted with embedding
-and head. If several workers stream a base, each holds what belongs to its own stages: layers, their adapters'
-state and their inputs.
-"""
+"""Memory that a cut for streaming needs on each device and on the host, and the time of a round."""
 
 from __future__ import annotations
 
@@ -15,19 +10,12 @@ from itertools import accumulate, pairwise
 from operator import ge
 
 from weftune.core.shapes import JobShape, ModelShape
-from weftune.plan.cost.estimate import GPU_LAUNCH, dequantised_bytes, layer_bytes, layer_flops
-from weftune.plan.cost.memory import ON_THE_WAY, MemoryModel, matrix_bytes
-from weftune.plan.cost.ring import TRAVEL_ROUNDS, back_bytes, ring_bytes, stage_parts, step_bytes
-from weftune.plan.layout.recurrence import Hops, StageRound, compute_seconds, round_seconds, slotted_seconds
-from weftune.plan.program.layout import (
-    BUFFERED,
-    OFFLOADED_MICROBATCHES,
-    OFFLOADED_ROUNDS,
-    Layout,
-    StageLayers,
-    offloaded_inputs,
-    padded_rows,
-)
+from weftune.plan.cost.estimate import GPU_LAUNCH, dequantised_bytes, layer_flops
+from weftune.plan.cost.memory import FUSED_SLACK_BYTES
+from weftune.plan.cost.ring import TRAVEL_ROUNDS, back_bytes, step_bytes
+from weftune.plan.cost.streamed_memory import StreamedMemory
+from weftune.plan.layout.recurrence import StageRound, compute_seconds, round_seconds, slotted_seconds
+from weftune.plan.program.layout import Layout, StageLayers
 from weftune.plan.program.program import Recompute
 
 STREAM_SLACK_BYTES = 2 << 30
@@ -41,6 +29,8 @@ GPU_BACKWARD = 1.35
 H200 with 16 jobs of rank 16 (docs/benchmarks.md)."""
 STAGING_BYTES = 128 << 20
 """Bytes of page-locked memory, on a host with a GPU, that weights pass through if they stay in files."""
+EMULATED_BANDWIDTH, EMULATED_FLOPS = 1e10, 1e11
+"""Bytes per second and FLOP/s of an emulated device, which shares host memory: nothing waits for copies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +66,45 @@ class StreamDevice:
     """Seconds that the host takes to launch one pass over one layer: no pass is faster."""
 
 
+def gpu_device(
+    budget: int,
+    host_budget: int,
+    bandwidth: float,
+    flops: float,
+    memory_bandwidth: float,
+    both_ways: float | None = None,
+) -> StreamDevice:
+    return StreamDevice(
+        budget=budget,
+        host_budget=host_budget,
+        bandwidth=bandwidth,
+        both_ways=both_ways,
+        flops=flops,
+        memory_bandwidth=memory_bandwidth,
+        backward=GPU_BACKWARD,
+        slack=STREAM_SLACK_BYTES,
+        whole_slack=FUSED_SLACK_BYTES,
+        asking=ASKING_SECONDS,
+    )
+
+
+def emulated_device(budget: int, host_budget: int) -> StreamDevice:
+    """Return a device that emulates a GPU with a part of the host's memory."""
+    return StreamDevice(
+        budget=budget,
+        host_budget=host_budget,
+        bandwidth=EMULATED_BANDWIDTH,
+        flops=EMULATED_FLOPS,
+        slack=0,
+        fused=False,
+    )
+
+
+def in_files(device: StreamDevice) -> StreamDevice:
+    """Return the device for a base whose weights stay in their files. An emulated device needs no staging."""
+    return replace(device, staging=STAGING_BYTES if device.fused else 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A cut during a search."""
@@ -85,6 +114,10 @@ class Draft:
     resident: tuple[bool, ...]
     slots: tuple[int, ...]
     """Number of slots of each worker. Slots beyond its streamed stages are useless and are not counted."""
+
+    @property
+    def streamed_layers(self) -> int:
+        return sum(size for size, stays in zip(self.sizes, self.resident, strict=True) if not stays)
 
     def cut(self, travels: bool, offloaded_rows: int = 0) -> Layout:
         ends = pairwise(accumulate(self.sizes, initial=0))
@@ -125,107 +158,17 @@ class StreamCase:
     # -- bytes -------------------------------------------------------------------------------------------
 
     @cached_property
-    def layer_bytes(self) -> int:
-        return layer_bytes(self.shape)
-
-    @cached_property
-    def ends_bytes(self) -> int:
-        """Bytes of embedding, final norm and head."""
-        return max(0, self.shape.base_bytes - self.shape.layers * self.layer_bytes)
-
-    @cached_property
-    def trainable(self) -> int:
-        return sum(job.trainable for job in self.jobs)
-
-    @cached_property
-    def _layer_parameters(self) -> int:
-        """Number of adapter parameters per layer."""
-        return math.ceil(self.trainable / self.shape.layers)
-
-    @cached_property
-    def copy_bytes(self) -> int:
-        """Bytes per layer of the adapter weights that passes read."""
-        return self._layer_parameters * self.shape.bytes_per_value
-
-    @cached_property
-    def gradient_bytes(self) -> int:
-        return self._layer_parameters * max(4, self.shape.bytes_per_value)
-
-    @cached_property
-    def present_bytes(self) -> int:
-        """Bytes of one layer while it is on the device."""
-        return self.layer_bytes + (self.copy_bytes + self.gradient_bytes if self.travels else 0)
-
-    @cached_property
-    def state_bytes(self) -> int:
-        """Bytes of everything that training the adapters needs, wherever it is held."""
-        return self._memory.state_bytes(self.jobs)
-
-    @cached_property
-    def input_bytes(self) -> int:
-        """Bytes of the inputs of one stage in a round."""
-        return self.round_rows * self._row_bytes
-
-    @cached_property
-    def round_rows(self) -> int:
-        """Largest number of rows of a round, including the padding of microbatches."""
-        return padded_rows(self.round_tokens, self.device.fused)
-
-    @cached_property
-    def stage_input_bytes(self) -> int:
-        """Device bytes of inputs that each additional stage adds."""
-        return 0 if self.offloads else self.input_bytes
-
-    @cached_property
-    def _row_bytes(self) -> int:
-        return self.shape.hidden * self.shape.bytes_per_value
-
-    @cached_property
-    def kept_bytes(self) -> int:
-        """Bytes per layer that a microbatch keeps between the recomputed forward and its backward."""
-        return math.ceil(self.capacity * self._memory.bytes_per_token() / self.shape.layers)
-
-    @cached_property
-    def fixed_bytes(self) -> int:
-        """Bytes on the device of a single worker that do not depend on the cut."""
-        state = 0 if self.travels else self.state_bytes
-        rows = BUFFERED * self.capacity if self.device.fused else 0
-        if self.offloads:
-            rows += OFFLOADED_ROUNDS * self.round_rows + OFFLOADED_MICROBATCHES * self.capacity
-        return self._device_bytes + self.ends_bytes + state + rows * self._row_bytes
-
-    def _fixed_on(self, worker: int, stages: int, layers: int) -> int:
-        """Return the fixed bytes of one of several workers that holds `layers` layers; `stages` counts those
-        of all workers."""
-        state = math.ceil(self.state_bytes * layers / self.shape.layers)
-        # In addition to what its stages keep, the output of one of them may still be in transit.
-        moving = self.input_bytes + ON_THE_WAY * self.capacity * self._row_bytes
-        return self._device_bytes + self._ends_on(worker, stages) + state + moving
-
-    @cached_property
-    def _device_bytes(self) -> int:
-        """Device bytes that are needed whatever is trained."""
-        return self.device.taken + self.device.slack + matrix_bytes(self.shape, self.device.fused)
-
-    def _ends_on(self, worker: int, stages: int) -> int:
-        """Return the bytes of embedding and head on the workers that hold them, and of norms and biases,
-        which may be on any worker."""
-        matrix = self.shape.hidden * self.shape.vocabulary * self.shape.bytes_per_value
-        tied = self.ends_bytes < 2 * matrix
-        beside = max(0, self.ends_bytes - (matrix if tied else 2 * matrix))
-        first, last = worker == 0, (stages - 1) % self.workers == worker
-        return beside + matrix * (1 if first and last and tied else first + last)
-
-    def ring_bytes(self, largest: int) -> int:
-        """Return the bytes that Steps of adapters that travel pass through if the largest stage has `largest`
-        layers."""
-        if not self.travels:
-            return 0
-        return ring_bytes(stage_parts(self.jobs, largest, self.shape.layers), self.shape.bytes_per_value)
-
-    @cached_property
-    def _memory(self) -> MemoryModel:
-        return MemoryModel(self.shape, self.device.budget, self.device.taken, self.device.fused)
+    def memory(self) -> StreamedMemory:
+        return StreamedMemory(
+            self.shape,
+            self.jobs,
+            self.device.fused,
+            self.round_tokens,
+            self.capacity,
+            self.travels,
+            self.offloads,
+            self.workers,
+        )
 
     def device_bytes(self, draft: Draft) -> int:
         """Return the peak bytes on the fullest device."""
@@ -236,30 +179,15 @@ class StreamCase:
     def worker_bytes(self, draft: Draft, worker: int) -> int:
         """Return the peak bytes on that worker's device."""
         sizes, resident = draft.sizes[worker :: self.workers], draft.resident[worker :: self.workers]
-        passing = [size for size, stays in zip(sizes, resident, strict=True) if not stays]
-        slots, own = min(draft.slots[worker], len(passing)), sum(sizes)
-        layers = own - sum(passing) + slots * max(passing, default=0)
-        one = self.workers == 1
-        return (
-            (self.fixed_bytes if one else self._fixed_on(worker, len(draft.sizes), own))
-            + self.ring_bytes(max(sizes))
-            + layers * self.present_bytes
-            + len(sizes) * self.stage_input_bytes
-            + max(sizes) * self.kept_bytes
-        )
+        parts = self.memory.parts(sizes, resident, draft.slots[worker], worker, len(draft.sizes))
+        return self.device.taken + self.device.slack + sum(parts)
 
     def streamed_bytes(self, draft: Draft) -> int:
         """Return the bytes of the streamed layers."""
-        sizes = zip(draft.sizes, draft.resident, strict=True)
-        return sum(size for size, stays in sizes if not stays) * self.layer_bytes
+        return draft.streamed_layers * self.memory.layer_bytes
 
     def host_bytes(self, draft: Draft) -> int:
-        """Return the host bytes of streamed layers or of their staging, of adapter state that is held there,
-        and of offloaded inputs."""
-        staging = self.device.staging
-        layers = self.streamed_bytes(draft) if staging is None else staging
-        inputs = offloaded_inputs(len(draft.sizes)) * self.input_bytes if self.offloads else 0
-        return layers + (self.state_bytes if self.travels else 0) + inputs
+        return self.memory.host_bytes(draft.streamed_layers, len(draft.sizes), self.device.staging)
 
     def fits(self, draft: Draft) -> bool:
         return not self.excess(draft)
@@ -315,9 +243,9 @@ class StreamCase:
     def _round_seconds(self, draft: Draft, bandwidth: float) -> float:
         """Return the seconds of a round over several workers whose host links have this bandwidth."""
         # Activations are priced as if sent through the host: between GPUs they are never slower.
-        hop = self.input_bytes / self._passes / self.device.bandwidth
+        hop = self.memory.input_bytes / self._passes / self.device.bandwidth
         cut = draft.cut(travels=False)
-        return round_seconds(self.rounds(draft.sizes), cut, self._passes, Hops(hop, bandwidth))
+        return round_seconds(self.rounds(draft.sizes), cut, self._passes, hop, bandwidth)
 
     def arithmetic_seconds(self, sizes: Sequence[int]) -> float:
         """Return the seconds of a round in stages of these sizes if nothing had to be transferred."""
@@ -335,7 +263,9 @@ class StreamCase:
         """Seconds per window of the Steps at its end, which no pass hides."""
         if not self.travels:
             return 0.0
-        return self.trainable * step_bytes(self.shape.bytes_per_value) / self.bandwidth
+        return (
+            sum(job.trainable for job in self.jobs) * step_bytes(self.shape.bytes_per_value) / self.bandwidth
+        )
 
     def unhidden(self, draft: Draft) -> float:
         """Return the share of a round in which the device waits for the host, for bytes or for launches. With
@@ -354,7 +284,7 @@ class StreamCase:
 
     @cached_property
     def _inner(self) -> list[StageRound]:
-        waiting = self.input_bytes if self.offloads else 0
+        waiting = self.memory.input_bytes if self.offloads else 0
         return [replace(one, input_bytes=waiting) for one in self._first]
 
     @cached_property
@@ -364,14 +294,14 @@ class StreamCase:
         return [self._stage(size, once + head, back * once + head) for size, once in enumerate(times)]
 
     def _stage(self, size: int, forward: float, backward: float) -> StageRound:
-        loaded = StageRound(forward, backward, load_bytes=size * self.layer_bytes)
+        loaded = StageRound(forward, backward, load_bytes=size * self.memory.layer_bytes)
         if not self.travels:
             return loaded
-        parameters = size * self._layer_parameters
+        parameters = size * self.memory.layer_parameters
         return replace(
             loaded,
-            gone_bytes=size * self.gradient_bytes,
-            copy_bytes=size * self.copy_bytes,
+            gone_bytes=size * self.memory.gradient_bytes,
+            copy_bytes=size * self.memory.copy_bytes,
             step_bytes=parameters * step_bytes(self.shape.bytes_per_value),
             back_bytes=parameters * back_bytes(self.shape.bytes_per_value),
         )

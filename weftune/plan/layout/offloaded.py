@@ -15,7 +15,7 @@ from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import MemoryModel, longest
 from weftune.plan.cost.ring import TRAVEL_ROUNDS, optimizer_bytes
 from weftune.plan.layout.need import StreamDevice, whole_seconds
-from weftune.plan.layout.one_device import in_order, most_that_fit
+from weftune.plan.layout.seats import in_order, most_that_fit
 from weftune.plan.window.rounds import even_groups
 
 SLOWER = 0.05
@@ -31,55 +31,49 @@ def offloading(memory: MemoryModel, host_budget: int) -> MemoryModel:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupRound:
-    """Times of a group of jobs in a round, in seconds."""
-
-    passes: float = 0.0
-    moved: float = 0.0
-    """Seconds of transfers over the link, in both directions at the same time."""
-
-
-@dataclass(frozen=True, slots=True)
 class OffloadedRound:
-    """A round whose Steps transfer state from host memory."""
+    """A round whose Steps transfer state from host memory: seconds of two groups of jobs. Without a second
+    group, no pass hides the Step of the only job."""
 
-    first: GroupRound
-    second: GroupRound
-    """Times of the second group; zero if there is only one job: then no pass hides its Step."""
+    passes: tuple[float, float]
+    moved: tuple[float, float]
+    """Seconds of transfers over the link, in both directions at the same time."""
 
     @property
     def seconds(self) -> float:
+        (first, second), (first_moved, second_moved) = self.passes, self.moved
         # No pass hides the Steps of a window's last group.
-        bare = self.second.moved / TRAVEL_ROUNDS
-        first, second = self.first, self.second
-        return max(first.passes, second.moved) + max(second.passes, first.moved) + bare
+        bare = second_moved / TRAVEL_ROUNDS
+        return max(first, second_moved) + max(second, first_moved) + bare
 
     @property
     def unhidden(self) -> float:
         """Seconds in which the device waits for Steps."""
-        return self.seconds - self.first.passes - self.second.passes
+        return self.seconds - self.passes[0] - self.passes[1]
 
 
 def offloaded_round(
-    memory: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, most: int
+    memory: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, max_tokens: int
 ) -> OffloadedRound:
-    recompute = memory.recompute(jobs, most)
-    capacity = memory.capacity(jobs, most, recompute)
+    recompute = memory.recompute(jobs, max_tokens)
+    capacity = memory.capacity(jobs, max_tokens, recompute)
     bandwidth = device.both_ways or device.bandwidth
     each = optimizer_bytes(memory.shape.bytes_per_value) / bandwidth
-    found = [GroupRound(), GroupRound()]
+    passes, moved = [0.0, 0.0], [0.0, 0.0]
     groups = even_groups({job.name: job.batch_tokens for job in jobs}, memory.layout.job_groups)
     for number, names in enumerate(groups):
         group = [job for job in jobs if job.name in names]
-        passes = whole_seconds(memory.shape, group, device, _tokens(group), capacity, recompute)
-        found[number] = GroupRound(passes, each * sum(job.trainable for job in group))
-    return OffloadedRound(*found)
+        passes[number] = whole_seconds(memory.shape, group, device, _tokens(group), capacity, recompute)
+        moved[number] = each * sum(job.trainable for job in group)
+    return OffloadedRound((passes[0], passes[1]), (moved[0], moved[1]))
 
 
-def resident_seconds(memory: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, most: int) -> float:
-    """Return the seconds of a round's passes, in microbatches as large as memory and `most` tokens allow."""
-    recompute = memory.recompute(jobs, most)
-    capacity = memory.capacity(jobs, most, recompute)
+def resident_seconds(
+    memory: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, max_tokens: int
+) -> float:
+    """Return the seconds of a round's passes, in microbatches as large as memory and `max_tokens` allow."""
+    recompute = memory.recompute(jobs, max_tokens)
+    capacity = memory.capacity(jobs, max_tokens, recompute)
     return whole_seconds(memory.shape, jobs, device, _tokens(jobs), capacity, recompute)
 
 
@@ -88,39 +82,40 @@ def _tokens(jobs: Sequence[JobShape]) -> int:
 
 
 def is_worth(
-    offloaded: MemoryModel, resident: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, most: int
+    memory: MemoryModel, resident: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, tokens: int
 ) -> bool:
     """Return whether a step of all these jobs, each of which fits alone either way, takes about as long as if
-    more of them waited for their turn."""
-    together = sum(offloaded_round(offloaded, turn, device, most).seconds for turn in turns(jobs, offloaded))
-    waiting = sum(resident_seconds(resident, turn, device, most) for turn in turns(jobs, resident))
+    more of them waited for their turn. `memory` has the optimizer offloaded; microbatches have up to `tokens`
+    tokens."""
+    together = sum(offloaded_round(memory, turn, device, tokens).seconds for turn in turns(jobs, memory))
+    waiting = sum(resident_seconds(resident, turn, device, tokens) for turn in turns(jobs, resident))
     return together <= (1 + SLOWER) * waiting
 
 
-def would_gain(resident: MemoryModel, jobs: Sequence[JobShape], most: int) -> bool:
+def would_gain(resident: MemoryModel, jobs: Sequence[JobShape], max_tokens: int) -> bool:
     """Return whether more memory could make passes of jobs that all run together cheaper: layers are
     recomputed, or weights are dequantised for small microbatches."""
-    recompute = resident.recompute(jobs, most)
-    small = resident.capacity(jobs, most, recompute) < min(most, _tokens(jobs))
+    recompute = resident.recompute(jobs, max_tokens)
+    small = resident.capacity(jobs, max_tokens, recompute) < min(max_tokens, _tokens(jobs))
     return recompute.layers > 0 or (resident.shape.matrix_bytes > 0 and small)
 
 
 def is_faster(
-    offloaded: MemoryModel, resident: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, most: int
+    memory: MemoryModel, resident: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, tokens: int
 ) -> bool:
     """Return whether a step of these jobs, which all run together either way, takes less time offloaded."""
-    before = resident_seconds(resident, jobs, device, most)
-    return offloaded_round(offloaded, jobs, device, most).seconds <= (1 - FASTER) * before
+    before = resident_seconds(resident, jobs, device, tokens)
+    return offloaded_round(memory, jobs, device, tokens).seconds <= (1 - FASTER) * before
 
 
 def turns(jobs: Sequence[JobShape], memory: MemoryModel) -> Iterator[Sequence[JobShape]]:
     """Yield the groups of jobs that run together, one after another. Each job fits alone."""
-    left = in_order(jobs)
-    while left:
+    rest = in_order(jobs)
+    while rest:
 
-        def fits(count: int, left: Sequence[JobShape] = left) -> bool:
-            return memory.why_not(left[:count]) is None
+        def fits(count: int, rest: Sequence[JobShape] = rest) -> bool:
+            return memory.why_not(rest[:count]) is None
 
-        count = most_that_fit(fits, len(left))
-        yield left[:count]
-        left = left[count:]
+        count = most_that_fit(fits, len(rest))
+        yield rest[:count]
+        rest = rest[count:]

@@ -26,6 +26,7 @@ determine the others. Adapters and inputs stay on their worker's device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -116,27 +117,29 @@ def compute_seconds(stages: Sequence[StageRound]) -> float:
 # -- several workers -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Hops:
-    """Transfer times of a microbatch between workers and of a stage from the host."""
-
-    hop: float = 0.0
-    """Seconds to send a microbatch to the next worker."""
-    bandwidth: float = float("inf")
-    """Bytes per second of each worker's link from the host."""
-
-
-def round_seconds(stages: Sequence[StageRound], cut: Layout, microbatches: int, hops: Hops) -> float:
-    """Return the seconds of one round among many."""
-    first, second = round_ends(stages, cut, microbatches, hops, 2)
+def round_seconds(
+    stages: Sequence[StageRound],
+    cut: Layout,
+    microbatches: int,
+    hop: float = 0.0,
+    bandwidth: float = math.inf,
+) -> float:
+    """Return the seconds of one round among many; see `round_ends`."""
+    first, second = round_ends(stages, cut, microbatches, 2, hop, bandwidth)
     return second - first
 
 
 def round_ends(
-    stages: Sequence[StageRound], cut: Layout, microbatches: int, hops: Hops, rounds: int
+    stages: Sequence[StageRound],
+    cut: Layout,
+    microbatches: int,
+    rounds: int,
+    hop: float = 0.0,
+    bandwidth: float = math.inf,
 ) -> list[float]:
-    """Return the time at which each of `rounds` rounds ends; the first begins at 0."""
-    run = _Recurrence(stages, cut, microbatches, hops, rounds)
+    """Return the time at which each of `rounds` rounds ends; the first begins at 0. `hop` are the seconds to
+    send a microbatch to the next worker, `bandwidth` is that of each worker's link from the host."""
+    run = _Recurrence(stages, cut, microbatches, rounds, hop, bandwidth)
     ends = []
     for _ in range(rounds):
         last = len(stages) - 1
@@ -151,9 +154,15 @@ def round_ends(
 
 class _Recurrence:
     def __init__(
-        self, stages: Sequence[StageRound], cut: Layout, microbatches: int, hops: Hops, rounds: int
+        self,
+        stages: Sequence[StageRound],
+        cut: Layout,
+        microbatches: int,
+        rounds: int,
+        hop: float,
+        bandwidth: float,
     ) -> None:
-        self.stages, self.cut, self.hops = stages, cut, hops
+        self.stages, self.cut, self.hop, self.bandwidth = stages, cut, hop, bandwidth
         self.more = microbatches - 1
         self.first = self.last = 0.0
         """Times at which the first and the last microbatch are ready for their next visit."""
@@ -167,11 +176,11 @@ class _Recurrence:
         worker = stage % self.cut.workers
         start = max(self.free[worker], self.there[stage], self.first)
         final = max(self.last, start + self.more * seconds)
-        self.first, self.last = (begin + seconds + self.hops.hop for begin in (start, final))
+        self.first, self.last = (begin + seconds + self.hop for begin in (start, final))
         self.free[worker] = final + seconds
         if (coming := next(self.loads[worker])) is not None:
             begins = max(self.link[worker], self.free[worker])
-            self.link[worker] = begins + self.stages[coming].load_bytes / self.hops.bandwidth
+            self.link[worker] = begins + self.stages[coming].load_bytes / self.bandwidth
             self.there[coming] = self.link[worker]
 
     def rest(self) -> float:

@@ -180,7 +180,7 @@ def _spread(case: StreamCase, sizes: tuple[int, ...], slots: int) -> Iterator[Dr
             draft = Draft(sizes, (*_bits(others, most, phase), *ending), (slots,))
             while most and (excess := case.device_bytes(draft) - case.device.budget) > 0:
                 # No stage takes more than the largest: at least this many cannot stay.
-                most = max(0, most - math.ceil(excess / (max(sizes) * case.present_bytes)))
+                most = max(0, most - math.ceil(excess / (max(sizes) * case.memory.present_bytes)))
                 draft = Draft(sizes, (*_bits(others, most, phase), *ending), (slots,))
             yield draft
             most = min(others, most + 1)
@@ -218,7 +218,7 @@ def _partitioned(case: StreamCase) -> Iterator[Draft]:
 
 
 def _drafts(partition: StreamPartition) -> Iterator[Draft]:
-    sizes = tuple(stage.stop - stage.start for stage in partition.stages)
+    sizes = tuple(stop - start for start, stop in pairwise(partition.cuts))
     for slots in SLOTS:
         yield Draft(sizes, partition.resident, (slots,))
 
@@ -234,20 +234,25 @@ def _thinned(case: StreamCase, draft: Draft) -> Draft:
 def _costs(case: StreamCase) -> list[LayerCost]:
     microbatches = math.ceil(case.round_tokens / case.capacity)
     once = case.layer_seconds / microbatches
-    kept = case.kept_bytes + _layer_ring(case)
-    layer = LayerCost("layer", once, (1.0 + case.device.backward) * once, case.present_bytes, kept_bytes=kept)
+    kept = case.memory.kept_bytes + _layer_ring(case)
+    layer = LayerCost(
+        "layer", once, (1.0 + case.device.backward) * once, case.memory.present_bytes, kept_bytes=kept
+    )
     return [layer] * case.shape.layers
 
 
 def _host(case: StreamCase) -> Host:
-    ring = case.ring_bytes(1) - _layer_ring(case)
-    room = max(0, case.device.budget - case.fixed_bytes - ring)
-    return Host(1, room, case.bandwidth, case.stage_input_bytes)
+    ring = case.memory.ring_bytes(1) - _layer_ring(case)
+    memory, device = case.memory, case.device
+    state = 0 if case.travels else memory.state_bytes
+    fixed = device.taken + device.slack + memory.weight_bytes(0, 0, 1) + state + memory.moving_bytes
+    room = max(0, device.budget - fixed - ring)
+    return Host(1, room, case.bandwidth, memory.stage_input_bytes)
 
 
 def _layer_ring(case: StreamCase) -> int:
     """Return the bytes that each layer of a stage adds, at most, to what Steps pass through."""
-    return case.ring_bytes(2) - case.ring_bytes(1)
+    return case.memory.ring_bytes(2) - case.memory.ring_bytes(1)
 
 
 # -- starting points over several workers ------------------------------------------------------------------

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.plan.cost.cluster import this_cpu
 from weftune.plan.cost.estimate import Speed, sheet_speed
-from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.prior import counted
 from weftune.plan.cost.time import CostModel, work_of
 from weftune.plan.layout.balanced import level, longest_first
@@ -102,10 +101,3 @@ def _first_of(name: str, seconds: Mapping[str, float], sources: Mapping[str, str
     while sources.get(name, "") in seconds:
         name = sources[name]
     return name
-
-
-def too_large(jobs: Sequence[JobShape], memory: MemoryModel) -> dict[str, str]:
-    """Return name → why the job does not fit beside the base even alone. Jobs that fit alone can take
-    turns."""
-    alone = ((job.name, memory.why_not([job])) for job in jobs)
-    return {name: sentence for name, sentence in alone if sentence is not None}

@@ -1,17 +1,19 @@
 """The choice of how a base is streamed, with the reason as a sentence. On one device it is not streamed if it
-fits; otherwise, and over several workers, the fastest way is chosen."""
+fits; otherwise, and over several workers, the fastest cut is chosen. Errors say what does not fit before
+anything is loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from weftune.core.shapes import JobShape, ModelShape
-from weftune.errors import PlanError
+from weftune.errors import HostTooSmall, Mistake, PlanError
 from weftune.plan.cost.memory import MemoryModel, gib, longest
 from weftune.plan.layout.need import StreamCase, StreamDevice, leaving_room, whole_seconds
-from weftune.plan.layout.refuse import fits_devices, refuse_jobs, why_not, why_not_on_workers
-from weftune.plan.layout.search import Found, fits_any, search
+from weftune.plan.layout.search import Found, even_drafts, filled_drafts, fits_any, frugal_drafts, search
+from weftune.plan.layout.seats import in_order, most_that_fit
 from weftune.plan.program.layout import Layout, one_device
 
 SMALLEST = 256
@@ -22,7 +24,7 @@ assumes that the link always reaches its best speed."""
 
 
 @dataclass(frozen=True, slots=True)
-class StreamWay:
+class HostState:
     """State, other than layers, that is held in host memory."""
 
     travels: bool
@@ -31,8 +33,9 @@ class StreamWay:
     """Whether inputs of stages are held there between their forward and their backward."""
 
 
-WAYS = (StreamWay(False, False), StreamWay(False, True), StreamWay(True, False), StreamWay(True, True))
-"""Ways to stream, the simplest first. Inputs are offloaded before adapters: no Step waits for inputs."""
+HOST_STATES = tuple(HostState(travels, offloads) for travels, offloads in product((False, True), repeat=2))
+"""Choices of what host memory holds, the simplest first. Inputs are offloaded before adapters: no Step waits
+for inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,8 @@ class StreamChoice:
     cut: Layout
     capacity: int
     """Maximum tokens per microbatch."""
+    aboard: tuple[JobShape, ...]
+    """Jobs that the choice was made for, which run from the start."""
     device_bytes: int
     """Predicted peak bytes on the fullest device."""
     host_bytes: int
@@ -56,41 +61,71 @@ class StreamChoice:
     """Whether the base fits without streaming; `cut` is then one resident stage."""
 
 
+def fits_whole(shape: ModelShape, jobs: Sequence[JobShape], budget: int) -> bool:
+    """Return whether every job can train alone with the whole base on a GPU; then nothing is streamed."""
+    memory = MemoryModel(shape, budget, fused=True)
+    return all(memory.why_not([job]) is None for job in jobs)
+
+
+def choose_for_jobs(
+    shape: ModelShape, jobs: Sequence[JobShape], device: StreamDevice, max_tokens: int
+) -> StreamChoice:
+    """Choose for as many of the jobs as fit at once, in the order of admission, such that each of the others
+    can train by itself later, if possible. PlanError says what does not fit."""
+    ordered = in_order(jobs)
+
+    def tokens(count: int) -> int:
+        return sum(job.batch_tokens for job in ordered[:count])
+
+    def fit(count: int, waiting: Sequence[JobShape]) -> bool:
+        return fits_streamed(shape, ordered[:count], device, max_tokens, tokens(count), waiting)
+
+    waiting: Sequence[JobShape] = ()
+    if count := most_that_fit(lambda count: fit(count, ordered[count:]), len(ordered)):
+        waiting = ordered[count:]
+    else:
+        # If not even one of them fits, the choice raises the error that says why.
+        count = most_that_fit(lambda count: fit(count, ()), len(ordered)) or 1
+    return choose_stream(shape, ordered[:count], device, max_tokens, tokens(count), waiting=waiting)
+
+
 def choose_stream(
     shape: ModelShape,
     jobs: Sequence[JobShape],
     device: StreamDevice,
-    most: int,
+    max_tokens: int,
     round_tokens: int,
-    ways: Sequence[StreamWay] = WAYS,
+    states: Sequence[HostState] = HOST_STATES,
     waiting: Sequence[JobShape] = (),
 ) -> StreamChoice:
-    """Choose how to stream on one device. Microbatches have at most `most` tokens, a round of all jobs
+    """Choose how to stream on one device. Microbatches have at most `max_tokens` tokens, a round of all jobs
     `round_tokens`. The `waiting` jobs are admitted later, and each must fit by itself.
 
-    The base stays whole if it fits. Otherwise the result is the fastest cut and capacity of the first way,
-    unless another way is clearly faster or is the first that fits. PlanError says what does not fit.
+    The base stays whole if it fits. Otherwise the result is the fastest cut and capacity with the first of
+    the `states`, unless another is clearly faster or is the first that fits. PlanError says what does not
+    fit.
     """
     assert jobs, "there is nothing to train"
     round_tokens = max(round_tokens, longest(jobs))
-    if choice := _whole(shape, jobs, device, most, round_tokens, waiting):
+    if choice := _whole(shape, jobs, device, max_tokens, round_tokens, waiting):
         return choice
-    refuse_jobs(shape, jobs, device, round_tokens)
-    by_way = [
-        [
-            _on_one(shape, jobs, device, round_tokens, capacity, way, waiting)
-            for capacity in capacities(longest(jobs), most, round_tokens)
-        ]
-        for way in ways
+    _refuse_jobs(shape, jobs, device, round_tokens)
+    tried = capacities(longest(jobs), max_tokens, round_tokens)
+    by_state = [
+        [_on_one(shape, jobs, device, round_tokens, capacity, state, waiting) for capacity in tried]
+        for state in states
     ]
-    found = _plainest([best for cases in by_way if (best := search(cases))])
-    if found is None and waiting:
+    # The first draft for which no other is clearly faster is the simplest.
+    best = [found for cases in by_state if (found := search(cases))]
+    least = min((found.seconds for found in best), default=0.0)
+    chosen = next((found for found in best if (1 - WORTH) * found.seconds <= least), None)
+    if chosen is None and waiting:
         raise PlanError(
             "no way of streaming serves these jobs together and each of the waiting ones by itself"
         )
-    if found is None:
-        raise why_not([case for cases in by_way for case in cases])
-    return _chosen(found, _why(found))
+    if chosen is None:
+        raise _why_not([case for cases in by_state for case in cases])
+    return _chosen(chosen, _why(chosen))
 
 
 def _on_one(
@@ -99,18 +134,19 @@ def _on_one(
     device: StreamDevice,
     round_tokens: int,
     capacity: int,
-    way: StreamWay,
+    state: HostState,
     waiting: Sequence[JobShape],
 ) -> StreamCase:
-    case = StreamCase(shape, tuple(jobs), device, round_tokens, capacity, way.travels, way.offloads)
+    case = StreamCase(shape, tuple(jobs), device, round_tokens, capacity, state.travels, state.offloads)
     return leaving_room(case, waiting)
 
 
 def _chosen(found: Found, why: str) -> StreamChoice:
     case, draft = found.case, found.draft
     return StreamChoice(
-        cut=draft.cut(case.travels, case.round_rows if case.offloads else 0),
+        cut=draft.cut(case.travels, case.memory.round_rows if case.offloads else 0),
         capacity=case.capacity,
+        aboard=case.jobs,
         device_bytes=case.device_bytes(draft),
         host_bytes=case.host_bytes(draft),
         step_seconds=found.seconds,
@@ -124,33 +160,29 @@ def fits_streamed(
     shape: ModelShape,
     jobs: Sequence[JobShape],
     device: StreamDevice,
-    most: int,
+    max_tokens: int,
     round_tokens: int,
     waiting: Sequence[JobShape] = (),
 ) -> bool:
-    """Return whether `choose_stream` finds a way, without searching: the smallest microbatches need least."""
+    """Return whether `choose_stream` succeeds, without searching: the smallest microbatches need least."""
     round_tokens = max(round_tokens, longest(jobs))
-    if _whole(shape, jobs, device, most, round_tokens, waiting):
+    if _whole(shape, jobs, device, max_tokens, round_tokens, waiting):
         return True
     try:
-        refuse_jobs(shape, jobs, device, round_tokens)
+        _refuse_jobs(shape, jobs, device, round_tokens)
     except PlanError:
         return False
-    least = capacities(longest(jobs), most, round_tokens)[-1]
-    cases = (_on_one(shape, jobs, device, round_tokens, least, way, waiting) for way in reversed(WAYS))
-    return any(map(fits_any, cases))
+    least = capacities(longest(jobs), max_tokens, round_tokens)[-1]
+    return any(
+        fits_any(_on_one(shape, jobs, device, round_tokens, least, state, waiting))
+        for state in reversed(HOST_STATES)
+    )
 
 
-def _plainest(by_way: Sequence[Found]) -> Found | None:
-    """Return the first draft for which no other is clearly faster."""
-    least = min((found.seconds for found in by_way), default=0.0)
-    return next((found for found in by_way if (1 - WORTH) * found.seconds <= least), None)
-
-
-def capacities(least: int, most: int, round_tokens: int) -> list[int]:
-    """Return the capacities worth trying, largest first: halves of `most` down to the longest sample, and its
-    length."""
-    halves = (most >> power for power in range(most.bit_length()))
+def capacities(least: int, max_tokens: int, round_tokens: int) -> list[int]:
+    """Return the capacities worth trying, largest first: halves of `max_tokens` down to the longest sample,
+    and its length."""
+    halves = (max_tokens >> power for power in range(max_tokens.bit_length()))
     fit = [one for one in halves if one >= max(least, min(SMALLEST, round_tokens))]
     # A capacity beyond the tokens of a round is useless, whatever memory it takes.
     useful = [one for one in fit if one // 2 < round_tokens]
@@ -161,22 +193,23 @@ def _whole(
     shape: ModelShape,
     jobs: Sequence[JobShape],
     device: StreamDevice,
-    most: int,
+    max_tokens: int,
     round_tokens: int,
     waiting: Sequence[JobShape],
 ) -> StreamChoice | None:
     memory = _resident(shape, device)
     if any(memory.least_bytes(together) > device.budget for together in (jobs, *([job] for job in waiting))):
         return None
-    recompute = memory.recompute(jobs, most)
-    capacity = memory.capacity(jobs, most, recompute)
+    recompute = memory.recompute(jobs, max_tokens)
+    capacity = memory.capacity(jobs, max_tokens, recompute)
     need = memory.peak_bytes(jobs, capacity, recompute)
     seconds = whole_seconds(shape, jobs, device, round_tokens, capacity, recompute)
     why = (
         f"nothing is streamed, since the base, the adapters and their passes need {gib(need)} and the GPU "
         f"has {gib(device.budget)} for a run"
     )
-    return StreamChoice(one_device(shape.layers), capacity, need, 0, seconds, 0.0, why, whole=True)
+    cut = one_device(shape.layers)
+    return StreamChoice(cut, capacity, tuple(jobs), need, 0, seconds, 0.0, why, whole=True)
 
 
 def _resident(shape: ModelShape, device: StreamDevice) -> MemoryModel:
@@ -186,34 +219,31 @@ def _resident(shape: ModelShape, device: StreamDevice) -> MemoryModel:
 
 
 def _why(found: Found) -> str:
-    case, draft = found.case, found.draft
+    case, draft, device = found.case, found.draft, found.case.device
     sizes, stays = draft.sizes, sum(draft.resident)
-    whole = _resident(case.shape, case.device).least_bytes(case.jobs)
+    whole = _resident(case.shape, device).least_bytes(case.jobs)
     adapters = "travel with their stage" if case.travels else "stay on the GPU"
     inputs = ", inputs of stages wait in host memory for the way back" if case.offloads else ""
     slots = min(draft.slots[0], len(sizes) - stays)
+    files = ""
+    if device.staging is not None:
+        files = (
+            f"; weights are read from their files in every step, since the host has {gib(device.host_budget)}"
+            f" for a run and they would take {gib(case.streamed_bytes(draft))}"
+        )
     return (
         f"streamed in {len(sizes)} stages of {_range(sizes, 'layer')}, {stays} of them resident, the others "
         f"in {_range([slots], 'slot')}, since the base, its adapters and their passes need "
-        f"{gib(whole)} and the GPU has {gib(case.device.budget)} for a run; adapters {adapters}{inputs}, a "
+        f"{gib(whole)} and the GPU has {gib(device.budget)} for a run; adapters {adapters}{inputs}, a "
         f"microbatch has up to {case.capacity:,} tokens, and the GPU waits for the host in "
-        f"{case.unhidden(draft):.0%} of a step{_files(found)}"
-    )
-
-
-def _files(found: Found) -> str:
-    case, device = found.case, found.case.device
-    if device.staging is None:
-        return ""
-    return (
-        "; weights are read from their files in every step, since the host has "
-        f"{gib(device.host_budget)} for a run and they would take {gib(case.streamed_bytes(found.draft))}"
+        f"{case.unhidden(draft):.0%} of a step{files}"
     )
 
 
 def _range(counts: Sequence[int], noun: str) -> str:
-    least, most = min(counts), max(counts)
-    return f"{least} to {most} {noun}s" if least < most else f"{most} {noun}{'' if most == 1 else 's'}"
+    least, largest = min(counts), max(counts)
+    plural = f"{largest} {noun}{'' if largest == 1 else 's'}"
+    return f"{least} to {largest} {noun}s" if least < largest else plural
 
 
 # -- several workers -------------------------------------------------------------------------------------
@@ -225,44 +255,138 @@ def choose_for_workers(
     later: Sequence[JobShape],
     device: StreamDevice,
     workers: int,
-    most: int,
+    max_tokens: int,
     parted: int,
 ) -> StreamChoice:
     """Return the fastest cut and capacity found for these jobs together; the `later` jobs fit too, one by
     one. `device` is that of every worker, with the host that all of them share. Microbatches have at most
-    `most` tokens. `parted` is the number of bytes that each device would need if nothing were streamed, for
-    the sentence that says why.
+    `max_tokens` tokens. `parted` is the number of bytes that each device would need if nothing were streamed,
+    for the sentence that says why.
 
     PlanError says what does not fit.
     """
     assert jobs, "there is nothing to train"
 
-    def made(together: Sequence[JobShape], capacity: int) -> StreamCase:
+    def case(together: Sequence[JobShape], capacity: int) -> StreamCase:
         tokens = max(sum(job.batch_tokens for job in together), longest(together))
         return StreamCase(shape, tuple(together), device, tokens, capacity, travels=False, workers=workers)
 
     tokens = max(sum(job.batch_tokens for job in jobs), longest(jobs))
-    cases = [made(jobs, capacity) for capacity in capacities(longest(jobs), most, tokens)]
-    found = search(leaving_room(case, later) for case in cases)
+    cases = [case(jobs, capacity) for capacity in capacities(longest(jobs), max_tokens, tokens)]
+    found = search(leaving_room(one, later) for one in cases)
     if found is None:
         least = cases[-1]
-        tried = (least, *(made([job], job.longest) for job in later))
-        too_large = (one for one in tried if not fits_devices(one))
-        raise why_not_on_workers(next(too_large, leaving_room(least, later)))
+        tried = (least, *(case([job], job.longest) for job in later))
+        too_large = (one for one in tried if _least_bytes(one) > device.budget)
+        raise _why_not_on_workers(next(too_large, leaving_room(least, later)))
     return _chosen(found, _why_on_workers(found, parted))
 
 
 def _why_on_workers(found: Found, parted: int) -> str:
     case, cut = found.case, found.draft.cut(travels=False)
     sizes, stay = found.draft.sizes, sum(found.draft.resident)
-    slots = _range([count for count in cut.slots if count], "slot") if stay < len(sizes) else ""
-    places = (
-        f"{stay} of them resident, the others in {slots} of their worker" if slots else "all of them resident"
-    )
+    held = "all of them resident"
+    if stay < len(sizes):
+        slots = _range([count for count in cut.slots if count], "slot")
+        held = f"{stay} of them resident, the others in {slots} of their worker"
     return (
-        f"streamed over {case.workers} workers in {len(sizes)} stages of {_range(sizes, 'layer')}, {places}, "
+        f"streamed over {case.workers} workers in {len(sizes)} stages of {_range(sizes, 'layer')}, {held}, "
         f"since a worker's part of the base, an adapter and the passes of a pipeline would need "
         f"{gib(parted)} of a device that has {gib(case.device.budget)} for a run; adapters and inputs of "
         f"stages stay on their worker's device, a microbatch has up to {case.capacity:,} tokens, and "
         f"Loads take {case.unhidden(found.draft):.0%} of a step"
     )
+
+
+# -- errors ----------------------------------------------------------------------------------------------
+
+
+def _refuse_jobs(
+    shape: ModelShape, jobs: Sequence[JobShape], device: StreamDevice, round_tokens: int
+) -> None:
+    """Raise PlanError if not even one layer fits, or for every job that does not fit even alone."""
+    nobody = StreamCase(shape, (), device, round_tokens=1, capacity=1, travels=False)
+    if _least_bytes(nobody) > device.budget:
+        beside = f"{gib(nobody.memory.ends_bytes)} of embedding and head, {gib(device.slack)} of slack"
+        if device.taken:
+            beside += f" and {gib(device.taken)} that are taken"
+        raise PlanError(
+            f"one layer of the base needs {gib(nobody.memory.layer_bytes)} and beside it there must be "
+            f"{beside}, but the GPU has {gib(device.budget)} for a run; use a larger GPU or a smaller base"
+        )
+    mistakes = []
+    for job in jobs:
+        # The job's part of a round is not known, but it is at least one sample.
+        tokens = round_tokens if len(jobs) == 1 else job.longest
+        alone = [_on_one(shape, [job], device, tokens, job.longest, state, ()) for state in HOST_STATES]
+        if lack := _too_large(alone):
+            mistakes.append(Mistake(f"job {job.name}", f"even alone, with the base streamed, it {lack}"))
+    if mistakes:
+        raise PlanError(mistakes)
+
+
+def _why_not(cases: Sequence[StreamCase]) -> PlanError:
+    """Return the error if no cut fits in any of these cases: the device or the host is too small for the
+    jobs."""
+    least = min(case.capacity for case in cases)
+    smallest = [case for case in cases if case.capacity == least]
+    if lack := _too_large(smallest):
+        return PlanError(f"the jobs do not fit together: the run {lack}; train fewer at once")
+    needs = [(host, case) for case in smallest if (host := _least_host_bytes(case)) is not None]
+    need, case = min(needs, key=lambda pair: pair[0])
+    layers = "the layers that find no room on the GPU"
+    purpose = layers if case.device.staging is None else f"reading {layers} from their files"
+    adapters = " and for the adapters" if case.travels else ""
+    inputs = " and for inputs of stages" if case.offloads else ""
+    return HostTooSmall(
+        f"the host needs {gib(need)} for {purpose}{adapters}{inputs}, but {gib(case.device.host_budget)} of "
+        "its memory are available; use a host with more memory, a larger GPU or a smaller base"
+    )
+
+
+def _why_not_on_workers(case: StreamCase) -> PlanError:
+    """Return the error for when no cut over several workers fits: a device is too small for the last of the
+    jobs, or the host is too small."""
+    device, need = case.device, _least_bytes(case)
+    if need > device.budget:
+        others = len(case.jobs) - 1
+        beside = f"with {others} other job{'s' if others > 1 else ''} running, " if others else ""
+        return PlanError(
+            f"job {case.jobs[-1].name} does not fit: {beside}streamed over {case.workers} workers with "
+            f"{case.capacity} tokens in a microbatch, a worker needs {gib(need)} of its device at the least, "
+            f"where adapters and inputs of stages stay, but {gib(device.budget)} are available; use more "
+            "or larger GPUs, or a smaller base"
+        )
+    host = _least_host_bytes(case)
+    assert host is not None, "a cut fits the devices"
+    return HostTooSmall(
+        f"the host needs {gib(host)} for the layers that find no room on the {case.workers} devices, but "
+        f"{gib(device.host_budget)} of its memory are available, and weights that stay in their files are "
+        "streamed to one device only; use a host with more memory, larger GPUs or a smaller base"
+    )
+
+
+def _too_large(cases: Sequence[StreamCase]) -> str | None:
+    """Return what the most frugal case lacks on the device, as the rest of a sentence. None if it fits."""
+    case = min(cases, key=_least_bytes)
+    need = _least_bytes(case)
+    if need <= case.device.budget:
+        return None
+    where = "in host memory" if case.travels else "on the GPU"
+    inputs = ", inputs of stages in host memory" if case.offloads else ""
+    return (
+        f"needs {gib(need)} on the GPU with adapters {where}{inputs} and {case.capacity} tokens in a "
+        f"microbatch, but {gib(case.device.budget)} are available"
+    )
+
+
+def _least_bytes(case: StreamCase) -> int:
+    return min(map(case.most_bytes, frugal_drafts(case)))
+
+
+def _least_host_bytes(case: StreamCase) -> int | None:
+    """Return the host bytes with as many layers on the device as it holds. None if nothing fits there."""
+    full = filled_drafts(case) if case.workers > 1 else even_drafts(case)
+    drafts = (*full, *frugal_drafts(case))
+    fitting = (draft for draft in drafts if case.most_bytes(draft) <= case.device.budget)
+    return min(map(case.host_bytes, fitting), default=None)

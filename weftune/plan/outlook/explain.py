@@ -50,9 +50,9 @@ def _groups(found: Prediction) -> str:
 def _optimizer(found: Prediction) -> str:
     choice = found.choice
     return (
-        f"Master weights and moments live in host memory, which needs {gib(choice.host_bytes)}: they come to "
-        "the device for Steps and go back, beside passes of other jobs; what passes read of adapters and "
-        "their gradients stay there."
+        f"Master weights and moments live in host memory, which needs {gib(choice.host_bytes)}: they are "
+        "copied to the device for Steps and back, beside passes of other jobs; the adapter weights that "
+        "passes read and their gradients stay on the device."
     )
 
 
@@ -66,13 +66,13 @@ def explain_streams(found: StreamOutlook, source: str) -> list[str]:
     mapping = f" Stage j is on device j mod {found.workers}." if found.workers > 1 else ""
     return [
         f"Times are {source}.",
-        "Streamed, since the base does not fit with a job aboard. `weftune train` finds the same cut for the "
+        "Streamed, since the base does not fit with a job. `weftune train` finds the same cut for the "
         f"same {len(choice.aboard)} of the jobs by the same search; others would take: {others}.{mapping}",
         f"Token capacity {choice.capacity:,}: the fullest device then needs {gib(choice.bytes)} of the "
         f"{gib(found.case.device.budget)} that may be taken, the host {gib(choice.host_bytes)}.",
         "Every layer is recomputed in the backward, save those of the last stage: of a microbatch a stage "
         "keeps its input only.",
         f"Adapters {adapters}. Inputs of stages {inputs}.",
-        f"Uploads: {gib(found.uploaded_bytes)} of layers a round; devices wait for the host in "
+        f"Uploads: {gib(found.uploaded_bytes)} of layers per round; devices wait for the host in "
         f"{choice.unhidden:.1%} of it.",
     ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weftune.core.shapes import JobShape
 from weftune.plan.layout.choose import Choice
 from weftune.plan.layout.foresee import StageTimes
+from weftune.plan.layout.split import DeviceShare, share_jobs
 from weftune.plan.outlook.promise import FirstWindow, first_window
 from weftune.plan.program.program import Evaluate, Program
 from weftune.plan.program.simulate import Timeline
@@ -178,5 +179,33 @@ def shared_groups(program: Program) -> tuple[tuple[str, ...], ...]:
         apart = [group for group in groups if not group & met]
         joined = [group for group in groups if group & met]
         groups = [*apart, met.union(*joined)]
-    order = {job: place for place, job in enumerate(program.jobs)}
+    order = {job: index for index, job in enumerate(program.jobs)}
     return tuple(tuple(sorted(group, key=order.__getitem__)) for group in groups)
+
+
+@dataclass(frozen=True, slots=True)
+class ShareOutlook:
+    """Forecast for a cluster whose devices can each hold the base: each device runs a share of the jobs."""
+
+    shares: tuple[DeviceShare, ...]
+    parts: tuple[Prediction, ...]
+    """Predicted first window of each share's device."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second while all devices are running."""
+        return sum(part.forecast.tokens_per_second for part in self.parts)
+
+
+def share_outlook(
+    jobs: Sequence[JobShape],
+    seconds: Mapping[str, float],
+    devices: int,
+    alone: Callable[[Sequence[JobShape]], Prediction],
+) -> ShareOutlook:
+    """Return the forecast of jobs divided by the `seconds` of their whole runs; `alone` predicts one device
+    with a share."""
+    sources = {job.name: job.starts_from for job in jobs}
+    shares = [share for share in share_jobs(seconds, devices, sources) if share.jobs]
+    parts = [alone([job for job in jobs if job.name in share.jobs]) for share in shares]
+    return ShareOutlook(tuple(shares), tuple(parts))

@@ -42,26 +42,26 @@ class StreamOutlook:
             sizes = [layout.stages[stage].count for stage in own.streamed]
             still_there = sum(sizes[: own.slots]) + sum(sizes[len(sizes) - own.slots :])
             layers += 2 * sum(sizes) - still_there
-        return layers * self.case.layer_bytes
+        return layers * self.case.memory.layer_bytes
 
 
 def stream_outlook(choice: Choice) -> StreamOutlook:
     case = case_of(choice, choice.aboard)
     forecast = _round(case, choice.layout)
     alone = [_round(case_of(choice, [job]), choice.layout) for job in choice.aboard]
-    plain = [replace(_round(case, one.layout), name=one.instead) for one in _plain(case, choice.layout)]
+    plain = [replace(_round(case, cut), name=name) for name, cut in _plain(case, choice.layout)]
     return StreamOutlook(choice, case, forecast, (replace(in_turn(alone), name=ALONE), *plain))
 
 
 def case_of(choice: Choice, together: Sequence[JobShape]) -> StreamCase:
     """Return the streaming case of the choice for these jobs."""
-    assert choice.place is not None, "it is streamed"
+    assert choice.stream_device is not None, "it is streamed"
     tokens = max(sum(job.batch_tokens for job in together), longest(together))
     layout = choice.layout
     return StreamCase(
         choice.shape,
         tuple(together),
-        choice.place,
+        choice.stream_device,
         tokens,
         choice.capacity,
         layout.travels,
@@ -88,42 +88,36 @@ def _round(case: StreamCase, layout: Layout) -> Forecast:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Other:
-    mechanism: str
-    instead: str
-    layout: Layout
-
-
-def _plain(case: StreamCase, layout: Layout) -> Iterator[_Other]:
-    """Yield Mobius's two simple cuts on one device, each with its best number of slots, if they fit."""
+def _plain(case: StreamCase, layout: Layout) -> Iterator[tuple[str, Layout]]:
+    """Yield the names and layouts of Mobius's two simple cuts on one device, each with its best number of
+    slots, if they fit."""
     if layout.workers > 1:
         return
     for name, drafts in (("largest stages", largest_drafts), ("smallest stages", smallest_drafts)):
         fitting = [draft for draft in drafts(case) if case.fits(draft)]
         if fitting:
             best = min(fitting, key=case.seconds)
-            yield _Other("streamed stages", name, best.cut(layout.travels, layout.offloaded_rows))
+            yield name, best.cut(layout.travels, layout.offloaded_rows)
 
 
 def ablate_streams(found: StreamOutlook) -> tuple[Ablation, ...]:
     """Return the cost of other cuts, of no prefetch and of no resident stages; all else stays as chosen, and
     layouts that do not fit are omitted."""
     layout = found.choice.layout
-    others = list(_plain(found.case, layout))
+    others = [("streamed stages", name, cut) for name, cut in _plain(found.case, layout)]
     if max(layout.slots) > 1:
-        ahead = "one slot: a stage comes when the one before is given up"
+        ahead = "one slot: a stage is loaded once the previous one is evicted"
         slots = tuple(min(1, count) for count in layout.slots)
-        others.append(_Other("prefetch", ahead, replace(layout, slots=slots)))
+        others.append(("prefetch", ahead, replace(layout, slots=slots)))
     if any(stage.resident for stage in layout.stages):
         passing = tuple(replace(stage, resident=False) for stage in layout.stages)
         slots = tuple(max(1, count) for count in layout.slots)
         streamed = replace(layout, stages=passing, slots=slots)
-        others.append(_Other("resident stages", "every stage comes and goes", streamed))
-    rows = [(one, _round(found.case, one.layout)) for one in others]
+        others.append(("resident stages", "every stage is streamed", streamed))
+    rows = [(mechanism, instead, _round(found.case, cut)) for mechanism, instead, cut in others]
     return tuple(
-        Ablation(one.mechanism, one.instead, forecast, forecast.seconds / found.forecast.seconds - 1.0)
-        for one, forecast in rows
+        Ablation(mechanism, instead, forecast, forecast.seconds / found.forecast.seconds - 1.0)
+        for mechanism, instead, forecast in rows
         if forecast.fits and forecast.seconds < math.inf
     )
 
@@ -135,7 +129,7 @@ def round_timeline(case: StreamCase, layout: Layout, program: Program) -> Timeli
     by_rows = {rows: _passes(case, sizes, rows) for rows in {one.rows for one in program.microbatches}}
     prices = Prices(
         tuple(by_rows[one.rows] for one in program.microbatches),
-        weight_bytes=tuple(size * case.layer_bytes for size in sizes),
+        weight_bytes=tuple(size * case.memory.layer_bytes for size in sizes),
     )
     return simulate(program, prices, PricedCluster(layout.workers, host=Link(case.bandwidth)))
 

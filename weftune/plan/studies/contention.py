@@ -1,6 +1,6 @@
 """Event simulation of a streamed step in which uploads under one root complex share its bandwidth.
 
-If every GPU has its own root complex, it agrees with the recurrence of stream_step.
+If every GPU has its own root complex, it agrees with the recurrence of `mobius_step.step_seconds`.
 """
 
 from __future__ import annotations
@@ -18,22 +18,12 @@ class _Upload:
     """Bytes in transit for one visit."""
 
     visit: int
-    left: float
+    remaining_bytes: float
     """Bytes that have room from `ready` on."""
-    late: float
+    late_bytes: float
     """Bytes that have no room before `freed`."""
     ready: float
     freed: float
-
-    def advance(self, now: float) -> None:
-        if now >= self.freed:
-            self.left, self.late = self.left + self.late, 0.0
-
-    def moves(self, now: float) -> bool:
-        return now >= self.ready and self.left > 0
-
-    def done(self) -> bool:
-        return self.left == self.late == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +41,39 @@ class _Pass:
     def __init__(
         self, visits: Sequence[MobiusVisit], roots: Sequence[int], host: Host, microbatches: int
     ) -> None:
-        self.visits = visits
-        self.roots = roots
-        self.host = host
+        self.visits, self.roots, self.host = visits, roots, host
         self.more = microbatches - 1
         self.arrived = [0.0 if not visit.upload_bytes else math.inf for visit in visits]
         self.first: list[float] = []
         self.last: list[float] = []
         self.uploads: list[_Upload] = []
-        self._settle()
+        self._start_visits()
 
-    def finished(self) -> bool:
-        return len(self.first) == len(self.visits)
-
-    def end(self) -> float:
+    def seconds(self, root: Root) -> float:
+        now = 0.0
+        while len(self.first) < len(self.visits):
+            for upload in self.uploads:
+                if now >= upload.freed:
+                    upload.remaining_bytes += upload.late_bytes
+                    upload.late_bytes = 0.0
+            flows = self._flows(root, now)
+            ends = [now + upload.remaining_bytes / rate for upload, rate in flows]
+            changes = [time for one in self.uploads for time in (one.ready, one.freed) if time > now]
+            after = min(changes + ends)
+            for (upload, rate), end in zip(flows, ends, strict=True):
+                # Set to 0, not subtracted: a rounding remainder would never end.
+                moved = upload.remaining_bytes if end <= after else rate * (after - now)
+                upload.remaining_bytes -= moved
+            now = after
+            for upload in [one for one in self.uploads if one.remaining_bytes == one.late_bytes == 0]:
+                self.uploads.remove(upload)
+                self.arrived[upload.visit] = now
+                self._start_visits()
         return self.last[-1] + self.visits[-1].seconds
 
-    def arrive(self, upload: _Upload, now: float) -> None:
-        self.uploads.remove(upload)
-        self.arrived[upload.visit] = now
-        self._settle()
-
-    def _settle(self) -> None:
-        while not self.finished() and self.arrived[len(self.first)] < math.inf:
+    def _start_visits(self) -> None:
+        """Start every visit up to the first whose upload has not arrived."""
+        while len(self.first) < len(self.visits) and self.arrived[len(self.first)] < math.inf:
             self._start(len(self.first))
 
     def _start(self, number: int) -> None:
@@ -94,6 +94,19 @@ class _Pass:
             early = after.upload_bytes - after.late_bytes
             self.uploads.append(_Upload(below, early, after.late_bytes, start, freed))
 
+    def _flows(self, root: Root, now: float) -> list[tuple[_Upload, float]]:
+        """Return the uploads that currently progress, with their bytes per second."""
+        moving: dict[int, list[_Upload]] = {}
+        for upload in sorted(self.uploads, key=lambda one: one.visit):
+            if now >= upload.ready and upload.remaining_bytes > 0:
+                moving.setdefault(self.roots[upload.visit], []).append(upload)
+        flows: list[tuple[_Upload, float]] = []
+        for uploads in moving.values():
+            chosen = uploads[:1] if root.ordered else uploads
+            rate = min(self.host.bandwidth, root.bandwidth / len(chosen))
+            flows += [(upload, rate) for upload in chosen]
+        return flows
+
 
 def contended_seconds(
     visits: MobiusVisits, order: Sequence[int], topology: Topology, host: Host, microbatches: int, root: Root
@@ -101,11 +114,9 @@ def contended_seconds(
     """Return the seconds of one step of `visits` with the GPUs in this order."""
     assert topology.gpus == host.gpus == len(order), "the order is not one of this host's GPUs"
     root_of = topology.root_of
-    places = [root_of[gpu] for gpu in order]
-    count = len(visits.forward)
-    forward = [places[stage % host.gpus] for stage in range(count)]
+    forward = [root_of[order[stage % host.gpus]] for stage in range(len(visits.forward))]
     return sum(
-        _pass_seconds(_Pass(direction, roots, host, microbatches), root)
+        _Pass(direction, roots, host, microbatches).seconds(root)
         for direction, roots in ((visits.forward, forward), (visits.backward, forward[::-1]))
     )
 
@@ -121,44 +132,3 @@ def fastest_order(
     if topology.gpus <= EXACT_GPUS:
         orders += every_order(topology)
     return min(orders, key=lambda order: contended_seconds(visits, order, topology, host, microbatches, root))
-
-
-def _pass_seconds(run: _Pass, root: Root) -> float:
-    now = 0.0
-    while not run.finished():
-        for upload in run.uploads:
-            upload.advance(now)
-        flows = _flows(run, root, now)
-        changes = [time for one in run.uploads for time in (one.ready, one.freed) if time > now]
-        after = min(changes + [flow.end(now) for flow in flows])
-        for flow in flows:
-            # Set to 0, not subtracted: a rounding remainder would never end.
-            ended = flow.end(now) <= after
-            flow.upload.left = 0.0 if ended else flow.upload.left - flow.rate * (after - now)
-        now = after
-        for upload in [one for one in run.uploads if one.done()]:
-            run.arrive(upload, now)
-    return run.end()
-
-
-@dataclass(frozen=True, slots=True)
-class _ContendedFlow:
-    upload: _Upload
-    rate: float
-
-    def end(self, now: float) -> float:
-        return now + self.upload.left / self.rate
-
-
-def _flows(run: _Pass, root: Root, now: float) -> list[_ContendedFlow]:
-    """Return the uploads that currently progress, with their rates."""
-    moving: dict[int, list[_Upload]] = {}
-    for upload in sorted(run.uploads, key=lambda one: one.visit):
-        if upload.moves(now):
-            moving.setdefault(run.roots[upload.visit], []).append(upload)
-    flows: list[_ContendedFlow] = []
-    for uploads in moving.values():
-        chosen = uploads[:1] if root.ordered else uploads
-        rate = min(run.host.bandwidth, root.bandwidth / len(chosen))
-        flows += [_ContendedFlow(upload, rate) for upload in chosen]
-    return flows

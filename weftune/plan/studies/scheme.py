@@ -1,11 +1,49 @@
-"""Ways of running the jobs: which jobs share microbatches, how they are packed, and the order of passes."""
+"""Schemes of running the jobs: their batches laid out as microbatches, priced on every stage, ordered, and
+simulated."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from weftune.plan.cost.estimate import (
+    ADAPTER_BACKWARD,
+    ATTENTION_BACKWARD,
+    BaseLayer,
+    JobOutline,
+    RowCounts,
+    adapter_seconds,
+    base_line,
+    square_seconds,
+)
+from weftune.plan.cost.streamed_memory import ON_THE_WAY
+from weftune.plan.cost.time import Line
+from weftune.plan.outlook.forecast import Forecast
 from weftune.plan.pack.best import Limits
+from weftune.plan.pack.merge import BatchSample, Merged, MergeRules, merge
+from weftune.plan.program.prices import Link, PassPrice, Prices
+from weftune.plan.program.program import (
+    Action,
+    Backward,
+    Forward,
+    GlobalBatch,
+    MicrobatchPlan,
+    PlacedSample,
+    Program,
+    SegmentPlan,
+)
+from weftune.plan.program.simulate import Timeline, simulate
+from weftune.plan.studies.placement import ClusterCase, Placement
+from weftune.plan.window.orders import (
+    Passes,
+    Work,
+    alternating_passes,
+    assemble,
+    eager_passes,
+    gpipe_passes,
+    multi_job_passes,
+)
 
 Groups = tuple[tuple[str, ...], ...]
 GREEDY = Limits(tries=0, kicks=0, solver_cells=0, room_cells=0)
@@ -23,7 +61,7 @@ class SchemeOrder(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A way of running the jobs."""
+    """How the jobs share microbatches, how these are packed, and the order of their passes."""
 
     name: str
     groups: Groups
@@ -32,3 +70,265 @@ class Scheme:
     limits: Limits = SEARCHED
     shift: bool = True
     """Whether samples may fill the preceding round."""
+
+
+def alone(jobs: Sequence[JobOutline]) -> Groups:
+    return tuple((job.name,) for job in jobs)
+
+
+# -- layout and prices -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PricedWork:
+    """A scheme's microbatches before they are ordered: any order can be made from it."""
+
+    work: Work
+    prices: Prices
+
+
+def lay(scheme: Scheme, jobs: Sequence[JobOutline], placement: Placement) -> PricedWork:
+    """Lay out the jobs' next global batches as microbatches, with the cost of each on every stage."""
+    by_name = {job.name: job for job in jobs}
+    rounds = []
+    for step in range(max(len(job.batches) for job in jobs)):
+        for group in scheme.groups:
+            samples = [
+                BatchSample(name, step + 1, number, length)
+                for name in group
+                if step < len(by_name[name].batches)
+                for number, length in enumerate(by_name[name].batches[step])
+            ]
+            rounds += [samples] if samples else []
+    rules = MergeRules(placement.capacity, len(placement.stages), limits=scheme.limits)
+    work = _work(merge(rounds, rules, shift=scheme.shift), jobs, placement.capacity)
+    return PricedWork(work, price_rows([_rows(one) for one in work.microbatches], jobs, placement))
+
+
+def _work(merged: Merged, jobs: Sequence[JobOutline], capacity: int) -> Work:
+    batches = [
+        make_batch(job.name, step, lengths)
+        for job in jobs
+        for step, lengths in enumerate(job.batches, start=1)
+    ]
+    placed = {(batch.job, batch.step): batch.samples for batch in batches}
+    microbatches = []
+    for microbatch in merged.microbatches:
+        held: dict[tuple[str, int], list[PlacedSample]] = {}
+        for one in microbatch:
+            held.setdefault((one.job, one.batch), []).append(placed[one.job, one.batch][one.sample])
+        segments = (SegmentPlan(job, step, tuple(samples)) for (job, step), samples in held.items())
+        microbatches.append(MicrobatchPlan(tuple(segments)))
+    return Work(capacity, tuple(microbatches), tuple(batches))
+
+
+def make_batch(job: str, step: int, lengths: Sequence[int]) -> GlobalBatch:
+    samples, offset = [], 0
+    for number, length in enumerate(lengths):
+        samples.append(PlacedSample(number, length, offset))
+        offset += length
+    return GlobalBatch(job, step, tuple(samples), supervised=offset)
+
+
+def slowest_first(laid: PricedWork, groups: Groups) -> Groups:
+    """Return the groups as the pipeline template takes them: sorted by the time of their microbatches on
+    stage 0, slowest first."""
+    home = {job: number for number, group in enumerate(groups) for job in group}
+    seconds: list[list[float]] = [[] for _ in groups]
+    for number in laid.work.filled:
+        first = laid.prices.passes[number][0]
+        # Samples moved into a microbatch from the next round come after its own samples.
+        job = laid.work.microbatches[number].segments[0].job
+        seconds[home[job]].append(first.forward + first.backward)
+    paces = [sum(each) / len(each) if each else 0.0 for each in seconds]
+    return tuple(groups[number] for number in sorted(range(len(groups)), key=lambda one: -paces[one]))
+
+
+@dataclass(frozen=True, slots=True)
+class StageRates:
+    """Costs of a stage on its device: sums over its layers, computed once for all microbatches."""
+
+    line: Line
+    square: float
+    adapters: Mapping[str, float]
+    """Job → seconds of a forward per token of the job."""
+    kept_bytes: int
+    handed_bytes: int
+    again: float
+    """Share of a forward that the backward recomputes."""
+
+    def price(self, rows: RowCounts) -> PassPrice:
+        line, square = self.line(rows.tokens), self.square * rows.squares
+        added = sum(self.adapters[job] * tokens for job, tokens in rows.by_job.items())
+        forward = line + square + added
+        backward = line + ATTENTION_BACKWARD * square + ADAPTER_BACKWARD * added
+        return PassPrice(
+            forward=forward,
+            backward=backward + self.again * forward,
+            activation_bytes=self.handed_bytes * rows.tokens,
+            gradient_bytes=self.handed_bytes * rows.tokens,
+            kept_bytes=self.kept_bytes * rows.tokens,
+        )
+
+
+def price_rows(rows: Sequence[RowCounts], jobs: Sequence[JobOutline], placement: Placement) -> Prices:
+    """Return the cost of passes with these counts on every stage."""
+    rates = []
+    for number, speed in zip(range(len(placement.stages)), placement.case.speeds, strict=False):
+        layers = placement.layers(number)
+        rates.append(
+            StageRates(
+                base_line(layers, speed),
+                square_seconds(layers, speed),
+                {job.name: adapter_seconds(layers, job, speed) for job in jobs},
+                sum(layer.kept_bytes for layer in layers),
+                layers[0].handed_bytes,
+                recomputed_share(layers, placement.case),
+            )
+        )
+    passes = tuple(tuple(rate.price(one) for rate in rates) for one in rows)
+    return Prices(passes, weight_bytes=tuple(stage.weight_bytes for stage in placement.stages))
+
+
+def recomputed_share(layers: Sequence[BaseLayer], case: ClusterCase) -> float:
+    """Return the share of a forward that is recomputed; the head's forward never is."""
+    if not case.recompute.layers:
+        return 0.0
+    flops = sum(layer.flops for layer in layers)
+    return sum(layer.flops for layer in layers if layer.kind == "layer") / max(1, flops)
+
+
+def _rows(microbatch: MicrobatchPlan) -> RowCounts:
+    squares = sum(placed.length**2 for segment in microbatch.segments for placed in segment.samples)
+    by_job: dict[str, int] = {}
+    for segment in microbatch.segments:
+        by_job[segment.job] = by_job.get(segment.job, 0) + segment.tokens
+    return RowCounts(sum(by_job.values()), squares, by_job)
+
+
+# -- order --------------------------------------------------------------------------------------------------
+
+
+def passes_in(order: SchemeOrder, laid: PricedWork, placement: Placement) -> Passes:
+    work, stages = laid.work, len(placement.stages)
+    match order:
+        case SchemeOrder.gpipe:
+            return gpipe_passes(work, stages)
+        case SchemeOrder.alternating:
+            return alternating_passes(work, stages)
+        case SchemeOrder.multi_job:
+            return multi_job_passes(work, stages, laid.prices)
+        case SchemeOrder.template:
+            # Microbatches in flight may keep all bytes that weights, adapters and transport do not need.
+            rooms = (
+                max(
+                    stage.kept_bytes,
+                    budget
+                    - (stage.resident_bytes(0) + placement.beside_bytes)
+                    - ON_THE_WAY * stage.activation_bytes,
+                )
+                for stage, budget in zip(placement.stages, placement.budgets, strict=True)
+            )
+            return eager_passes(work, laid.prices, tuple(rooms))
+
+
+def least_seconds(passes: Passes, prices: Prices, link: Link) -> float:
+    """Return a lower bound of a simulation's seconds, exact if no transfer waits for another.
+
+    Stage s is on device s. This is a fast way to find the orders that are worth simulating.
+    """
+    clock = _Clock(prices, link, len(passes))
+    reached = [0] * len(passes)
+    sweep, moved = list(range(len(passes))), True
+    while moved:
+        before = list(reached)
+        for stage in sweep:
+            reached[stage] = clock.run(stage, passes[stage], reached[stage])
+        moved = reached != before
+        # Forward times propagate down the stages, backward times up.
+        sweep.reverse()
+    assert reached == [len(actions) for actions in passes], "an order whose devices wait for each other"
+    return max(clock.free)
+
+
+class _Clock:
+    """Arrival times of each pass's result, computed as soon as those of its inputs are known."""
+
+    def __init__(self, prices: Prices, link: Link, stages: int) -> None:
+        self.prices, self.link, self.last = prices, link, stages - 1
+        self.free = [0.0] * stages
+        self.forwards: list[dict[int, float]] = [{} for _ in range(stages)]
+        """Microbatch → arrival time, for each receiving stage; the last stage receives its own results."""
+        self.back: list[dict[int, float]] = [{} for _ in range(stages)]
+
+    def run(self, stage: int, actions: Sequence[Action], start: int) -> int:
+        """Advance from `start` to the first action whose input time is unknown; return its index."""
+        forwards, back, free = self.forwards[stage], self.back[stage], self.free[stage]
+        prices, link = self.prices.passes, self.link
+        for index in range(start, len(actions)):
+            action = actions[index]
+            assert isinstance(action, Forward | Backward)
+            number, price = action.microbatch, prices[action.microbatch][stage]
+            goes_forward = isinstance(action, Forward)
+            came = 0.0 if goes_forward and not stage else (forwards if goes_forward else back).get(number)
+            if came is None:
+                self.free[stage] = free
+                return index
+            free = max(free, came) + (price.forward if goes_forward else price.backward)
+            if not goes_forward:
+                if stage:
+                    self.back[stage - 1][number] = free + link.seconds(price.gradient_bytes)
+            elif stage == self.last:
+                back[number] = free
+            else:
+                self.forwards[stage + 1][number] = free + link.seconds(price.activation_bytes)
+        self.free[stage] = free
+        return len(actions)
+
+
+# -- simulation ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastRun:
+    """A forecast with the program and timeline that it was read from."""
+
+    forecast: Forecast
+    program: Program
+    timeline: Timeline
+
+
+def run_scheme(scheme: Scheme, jobs: Sequence[JobOutline], placement: Placement) -> ForecastRun:
+    """Lay out the jobs' batches as `scheme` says, order them, and simulate the Program."""
+    laid = lay(scheme, jobs, placement)
+    return run_passes(scheme.name, passes_in(scheme.order, laid, placement), laid, jobs, placement)
+
+
+def run_passes(
+    name: str, passes: Passes, laid: PricedWork, jobs: Sequence[JobOutline], placement: Placement
+) -> ForecastRun:
+    """Simulate passes that are already ordered."""
+    return simulated(name, assemble(laid.work, passes), laid.prices, jobs, placement)
+
+
+def simulated(
+    name: str, program: Program, prices: Prices, jobs: Sequence[JobOutline], placement: Placement
+) -> ForecastRun:
+    timeline = simulate(program, prices, placement.case.cluster.priced())
+    # The timeline does not include adapter state.
+    states = (stage.state_bytes for stage in placement.stages)
+    peaks = tuple(peak + state for peak, state in zip(timeline.peaks, states, strict=True))
+    rooms = zip(peaks, placement.budgets, strict=True)
+    forecast = Forecast(
+        name=name,
+        seconds=timeline.makespan,
+        steps=max(len(job.batches) for job in jobs),
+        tokens=sum(map(sum, (batch for job in jobs for batch in job.batches))),
+        microbatches=sum(bool(one.segments) for one in program.microbatches),
+        busy=sum(timeline.busy()) * timeline.makespan,
+        devices=timeline.devices,
+        peaks=peaks,
+        fits=all(peak + placement.beside_bytes <= budget for peak, budget in rooms),
+        capacity=placement.capacity,
+    )
+    return ForecastRun(forecast, program, timeline)

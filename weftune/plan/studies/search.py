@@ -1,138 +1,254 @@
-"""Search over every grouping in every order at one place; only those that may still win are simulated."""
+"""Forecast for a cluster: every grouping in every order at every placement, of which only those that may
+still win are simulated; and rivals, the schemes by which other systems would run the same jobs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from weftune.errors import Mistake, PlanError
 from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.studies.candidates import Candidate, alone, candidates
-from weftune.plan.studies.forecast import ForecastRun, run_passes
-from weftune.plan.studies.ordering import least_seconds, passes_in
-from weftune.plan.studies.places import ALIKE, CapacityPlace
-from weftune.plan.studies.priced import PricedWork, lay, slowest_first
-from weftune.plan.studies.scheme import GREEDY, SEARCHED, Scheme, SchemeOrder
+from weftune.plan.cost.memory import gib
+from weftune.plan.outlook.forecast import Forecast, in_turn
+from weftune.plan.pack.merge import JobLengths, group
+from weftune.plan.studies.placement import ALIKE, ClusterCase, Placement, descend, placements, why_not
+from weftune.plan.studies.scheme import (
+    GREEDY,
+    SEARCHED,
+    ForecastRun,
+    Groups,
+    PricedWork,
+    Scheme,
+    SchemeOrder,
+    alone,
+    lay,
+    least_seconds,
+    passes_in,
+    run_passes,
+    slowest_first,
+)
 from weftune.plan.window.orders import Passes
 
 PIPELINE_ORDERS = (SchemeOrder.alternating, SchemeOrder.multi_job, SchemeOrder.template)
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """A way that was simulated; ways whose lower bound could not win were not."""
+class Outlook:
+    """A scheme that was simulated at a placement."""
 
-    candidate: Candidate
+    placement: Placement
+    jobs: tuple[JobOutline, ...]
+    mechanism: str
+    """Mechanism that proposed the groups."""
     scheme: Scheme
     run: ForecastRun
+    tried: tuple[Outlook, ...] = ()
+    """Schemes that were simulated at the chosen capacity."""
 
     @property
-    def seconds(self) -> float:
-        return self.run.forecast.seconds
+    def forecast(self) -> Forecast:
+        return self.run.forecast
+
+    @property
+    def source(self) -> str:
+        """Origin of the times."""
+        return self.placement.case.speeds[0].source
 
 
-def fastest(tried: Sequence[Tried]) -> Tried:
-    """Return the first of the fastest ways, up to `ALIKE`; ways that do not fit count only if none fits."""
-    fitting = [one for one in tried if one.run.forecast.fits] or tried
-    least = min(one.seconds for one in fitting)
-    return next(one for one in fitting if one.seconds <= least * (1 + ALIKE))
+def outlook(case: ClusterCase, jobs: Sequence[JobOutline]) -> Outlook:
+    """Return the best plan found for these jobs together; raise PlanError if they do not fit."""
+    _refuse(case, jobs)
+    if together := why_not(case, jobs):
+        raise PlanError(f"the jobs do not fit together: the run {together}")
+    best: Outlook | None = None
+
+    def seconds(placement: Placement) -> float:
+        """Return the seconds of the jobs there, or a lower bound that cannot beat the best."""
+        nonlocal best
+        search = Search(placement, jobs)
+        proposals = search.proposals()
+        least = min(one.least for one in proposals)
+        if best is not None and least >= best.forecast.seconds:
+            return least
+        tried = search.simulate(proposals)
+        found = replace(fastest(tried), tried=tuple(tried))
+        # Among equals the first is kept, which has the largest capacity and recomputes least.
+        if best is None or found.forecast.seconds < best.forecast.seconds:
+            best = found
+        return found.forecast.seconds
+
+    descend(placements(case, jobs), seconds)
+    assert best is not None, "the first placement is planned for"
+    return replace(Search(best.placement, jobs).polished(best), tried=best.tried)
 
 
-def orders_of(place: CapacityPlace) -> tuple[SchemeOrder, ...]:
-    return PIPELINE_ORDERS if len(place.layout.stages) > 1 else (SchemeOrder.alternating,)
+def _refuse(case: ClusterCase, jobs: Sequence[JobOutline]) -> None:
+    """Raise PlanError for every job that has no samples or does not fit even alone, and for devices without
+    memory for anything."""
+    assert jobs, "there is a job to plan for"
+    empty = [job.name for job in jobs if not any(job.batches)]
+    if empty:
+        raise PlanError(Mistake(f"job {name}", "it has 0 samples to train on") for name in empty)
+    if max(case.budgets) <= case.memory.slack_bytes:
+        raise PlanError(
+            f"--cluster {case.cluster.name}: {gib(max(case.budgets))} may be taken of a device, but "
+            f"{gib(case.memory.slack_bytes)} are needed before anything of the base is loaded"
+        )
+    too_large = [(job.name, sentence) for job in jobs if (sentence := why_not(case, [job]))]
+    if too_large:
+        raise PlanError(Mistake(f"job {name}", f"even alone it {sentence}") for name, sentence in too_large)
+
+
+def candidates(jobs: Sequence[JobOutline], placement: Placement) -> dict[str, Groups]:
+    """Return mechanism → the groups of jobs that it proposes."""
+    lengths = [JobLengths(job.name, mean_length(job), round_tokens(job)) for job in jobs]
+    return {
+        "head-tail grouping": group(lengths, placement.capacity, len(placement.stages)).groups,
+        "one group": (tuple(job.name for job in jobs),),
+        "single jobs": alone(jobs),
+    }
+
+
+def round_tokens(job: JobOutline) -> int:
+    """Return the average number of tokens of a global batch."""
+    return -(-sum(map(sum, job.batches)) // len(job.batches))
+
+
+def mean_length(job: JobOutline) -> float:
+    return sum(map(sum, job.batches)) / max(1, sum(map(len, job.batches)))
+
+
+def fastest(tried: Sequence[Outlook]) -> Outlook:
+    """Return the first of the fastest schemes, up to `ALIKE`; those that do not fit count only if none
+    fits."""
+    fitting = [one for one in tried if one.forecast.fits] or tried
+    least = min(one.forecast.seconds for one in fitting)
+    return next(one for one in fitting if one.forecast.seconds <= least * (1 + ALIKE))
 
 
 @dataclass(frozen=True, slots=True)
-class _Proposal:
-    """A way before it is simulated."""
+class Proposal:
+    """A scheme at a placement before it is simulated."""
 
-    candidate: Candidate
+    placement: Placement
+    jobs: tuple[JobOutline, ...]
+    mechanism: str
     scheme: Scheme
     laid: PricedWork
     passes: Passes
     least: float
     """Lower bound in seconds: no simulation of it is shorter."""
 
+    def simulate(self) -> Outlook:
+        run = run_passes(self.scheme.name, self.passes, self.laid, self.jobs, self.placement)
+        return Outlook(self.placement, self.jobs, self.mechanism, self.scheme, run)
+
 
 class Search:
-    def __init__(self, place: CapacityPlace, jobs: Sequence[JobOutline]) -> None:
-        self.place, self.jobs = place, jobs
-        self.desk = _Desk(place, jobs)
-        self.proposals: list[_Proposal] = []
-        for candidate in candidates(jobs, place.layout):
-            for order in orders_of(place):
-                scheme = self.desk.sorted_for(Scheme("weftune", candidate.groups, order))
-                if all(one.scheme != scheme for one in self.proposals):
-                    self.proposals.append(self.desk.propose(candidate, scheme))
+    """Proposes and simulates schemes at one placement, and caches their layouts."""
 
-    @property
-    def least(self) -> float:
-        """Lower bound in seconds over all proposals."""
-        return min(one.least for one in self.proposals)
-
-    def tried(self) -> list[Tried]:
-        return self.desk.simulate(self.proposals)
-
-
-def polished(best: Tried, place: CapacityPlace, jobs: Sequence[JobOutline]) -> Tried:
-    """Return the best way found by changing one property at a time: merging, packing, order, or no
-    sharing."""
-    desk = _Desk(place, jobs)
-    while True:
-        proposals = [desk.propose(best.candidate, scheme) for scheme in _neighbours(best.scheme, desk, jobs)]
-        better = [one for one in proposals if one.least * (1 + ALIKE) < best.seconds]
-        found = [one for one in desk.simulate(better) if one.run.forecast.fits]
-        after = fastest([best, *found])
-        if after.seconds * (1 + ALIKE) >= best.seconds:
-            return best
-        best = after
-
-
-def _neighbours(scheme: Scheme, desk: _Desk, jobs: Sequence[JobOutline]) -> list[Scheme]:
-    schemes = [
-        replace(scheme, shift=not scheme.shift),
-        replace(scheme, limits=SEARCHED if scheme.limits == GREEDY else GREEDY),
-        replace(scheme, groups=alone(jobs), shift=False),
-        *(replace(scheme, order=order) for order in orders_of(desk.place)),
-    ]
-    return [one for one in map(desk.sorted_for, schemes) if one != scheme]
-
-
-class _Desk:
-    """Lays out and orders ways at one place, and caches the layouts."""
-
-    def __init__(self, place: CapacityPlace, jobs: Sequence[JobOutline]) -> None:
-        self.place, self.jobs = place, jobs
+    def __init__(self, placement: Placement, jobs: Sequence[JobOutline]) -> None:
+        self.placement, self.jobs = placement, tuple(jobs)
+        self.orders = PIPELINE_ORDERS if len(placement.stages) > 1 else (SchemeOrder.alternating,)
         self.laid: dict[Scheme, PricedWork] = {}
+
+    def proposals(self) -> list[Proposal]:
+        """Return every candidate grouping in every order."""
+        found: list[Proposal] = []
+        for mechanism, groups in candidates(self.jobs, self.placement).items():
+            for order in self.orders:
+                scheme = self.sorted_for(Scheme("weftune", groups, order))
+                if all(one.scheme != scheme for one in found):
+                    found.append(self.propose(mechanism, scheme))
+        return found
 
     def sorted_for(self, scheme: Scheme) -> Scheme:
         """Return the scheme with its groups in order: the template takes the slowest group first."""
         if scheme.order is not SchemeOrder.template:
             return scheme
-        return replace(scheme, groups=slowest_first(self.lay(scheme), scheme.groups))
+        return replace(scheme, groups=slowest_first(self._lay(scheme), scheme.groups))
 
-    def lay(self, scheme: Scheme) -> PricedWork:
+    def _lay(self, scheme: Scheme) -> PricedWork:
         same = replace(scheme, order=SchemeOrder.alternating)
         if same not in self.laid:
-            self.laid[same] = lay(same, self.jobs, self.place.ground, self.place.layout)
+            self.laid[same] = lay(same, self.jobs, self.placement)
         return self.laid[same]
 
-    def propose(self, candidate: Candidate, scheme: Scheme) -> _Proposal:
-        laid, link = self.lay(scheme), self.place.ground.cluster.link
-        passes = passes_in(scheme.order, laid, self.place.layout)
-        return _Proposal(candidate, scheme, laid, passes, least_seconds(passes, laid.prices, link))
+    def propose(self, mechanism: str, scheme: Scheme) -> Proposal:
+        laid = self._lay(scheme)
+        passes = passes_in(scheme.order, laid, self.placement)
+        least = least_seconds(passes, laid.prices, self.placement.case.cluster.link)
+        return Proposal(self.placement, self.jobs, mechanism, scheme, laid, passes, least)
 
-    def simulate(self, proposals: Sequence[_Proposal]) -> list[Tried]:
+    def simulate(self, proposals: Sequence[Proposal]) -> list[Outlook]:
         """Simulate the most promising proposals first, until no other can be faster; return them in the order
         of the proposals."""
-        ground, layout = self.place.ground, self.place.layout
-        found: dict[int, Tried] = {}
+        found: dict[int, Outlook] = {}
         least = float("inf")
         for number in sorted(range(len(proposals)), key=lambda one: proposals[one].least):
-            one = proposals[number]
-            if one.least > least * (1 + ALIKE):
+            if proposals[number].least > least * (1 + ALIKE):
                 break
-            run = run_passes(one.passes, one.laid, one.scheme, self.jobs, ground, layout)
-            found[number] = Tried(one.candidate, one.scheme, run)
-            if run.forecast.fits:
-                least = min(least, run.forecast.seconds)
+            found[number] = proposals[number].simulate()
+            if found[number].forecast.fits:
+                least = min(least, found[number].forecast.seconds)
         return [found[number] for number in sorted(found)]
+
+    def polished(self, best: Outlook) -> Outlook:
+        """Return the best scheme found by changing one property at a time: merging, packing, order, or no
+        sharing."""
+        while True:
+            seconds = best.forecast.seconds
+            proposals = (self.propose(best.mechanism, scheme) for scheme in self._neighbours(best.scheme))
+            better = [one for one in proposals if one.least * (1 + ALIKE) < seconds]
+            found = [one for one in self.simulate(better) if one.forecast.fits]
+            after = fastest([best, *found])
+            if after.forecast.seconds * (1 + ALIKE) >= seconds:
+                return best
+            best = after
+
+    def _neighbours(self, scheme: Scheme) -> list[Scheme]:
+        schemes = [
+            replace(scheme, shift=not scheme.shift),
+            replace(scheme, limits=SEARCHED if scheme.limits == GREEDY else GREEDY),
+            replace(scheme, groups=alone(self.jobs), shift=False),
+            *(replace(scheme, order=order) for order in self.orders),
+        ]
+        return [one for one in map(self.sorted_for, schemes) if one != scheme]
+
+
+# -- rivals -------------------------------------------------------------------------------------------------
+
+
+def one_piped_after_another(jobs: Sequence[JobOutline]) -> list[Scheme]:
+    return [Scheme("1F1B per job", (names,), limits=GREEDY, shift=False) for names in alone(jobs)]
+
+
+def greedily_packed(jobs: Sequence[JobOutline]) -> list[Scheme]:
+    together = tuple(job.name for job in jobs)
+    return [Scheme("greedy packing only", (together,), limits=GREEDY, shift=False)]
+
+
+def at_its_best(
+    schemes: Sequence[Scheme], tried: Sequence[Placement], jobs: Sequence[JobOutline]
+) -> Forecast:
+    """Return a simulation of schemes that run one after another, each with its own jobs, at the capacity at
+    which they should be fastest, of those where they fit."""
+    ordered: list[tuple[float, list[Proposal]]] = []
+
+    def seconds(placement: Placement) -> float:
+        parts = [
+            Search(placement, [job for job in jobs if any(job.name in names for names in scheme.groups)])
+            for scheme in schemes
+        ]
+        found = [part.propose("", scheme) for part, scheme in zip(parts, schemes, strict=True)]
+        least = sum(one.least for one in found)
+        ordered.append((least, found))
+        return least
+
+    descend(tried, seconds)
+    runs: list[Forecast] = []
+    for _, found in sorted(ordered, key=lambda one: one[0]):
+        runs.append(in_turn([one.simulate().forecast for one in found]))
+        if runs[-1].fits:
+            return runs[-1]
+    return runs[0]

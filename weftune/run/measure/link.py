@@ -12,7 +12,7 @@ import torch
 
 from weftune.base.host.pinned import host_bytes
 from weftune.base.host.source import CHUNK_BYTES, MappedFile
-from weftune.plan.layout.one_device import PRETENDED_BANDWIDTH, PRETENDED_FLOPS
+from weftune.plan.layout.need import EMULATED_BANDWIDTH, EMULATED_FLOPS
 from weftune.run.measure.memory import release
 from weftune.run.measure.timers import Stopwatch
 
@@ -35,7 +35,7 @@ class HostLink:
     """Bytes per second that the device reads from and writes to its own memory."""
 
 
-PRETENDED = HostLink(PRETENDED_BANDWIDTH, PRETENDED_BANDWIDTH, PRETENDED_FLOPS)
+PRETENDED = HostLink(EMULATED_BANDWIDTH, EMULATED_BANDWIDTH, EMULATED_FLOPS)
 
 
 def measure_link(device: torch.device, dtype: torch.dtype) -> HostLink:

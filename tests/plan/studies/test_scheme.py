@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.plan.works import work
 from weftune.plan.program.prices import Link, PassPrice, PricedCluster, Prices
 from weftune.plan.program.simulate import simulate
-from weftune.plan.studies.ordering import least_seconds
+from weftune.plan.studies.scheme import least_seconds
 from weftune.plan.window.orders import alternating_passes, assemble, gpipe_passes, multi_job_passes
 
 TIMES = st.floats(0.1, 5.0)

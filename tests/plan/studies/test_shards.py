@@ -1,13 +1,29 @@
-"""The launch order is legal, hides communication, and its timeline keeps to the two lanes."""
+"""The launch order is legal, hides communication, and its timeline keeps to the two lanes; devices that share
+layers pay for their collectives, and another group hides a part of it."""
+
+from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weftune.plan.studies.overlap import Operator, OperatorKind, overlap, subgraphs
+from tests.plan.outlooks import SHAPE, outlines
+from weftune.plan.cost.cluster import parse_cluster
+from weftune.plan.program.prices import Link
+from weftune.plan.studies.placement import ClusterCase, cluster_case
+from weftune.plan.studies.scheme import Scheme
+from weftune.plan.studies.shards import (
+    Operator,
+    OperatorKind,
+    overlap,
+    sharded_forecast,
+    sharded_placement,
+    subgraphs,
+)
 
 COMPUTE, COMMUNICATION, ADAPTER = OperatorKind.compute, OperatorKind.communication, OperatorKind.adapter
 
@@ -148,3 +164,44 @@ def test_eight_groups_of_32_layers_are_ordered_in_under_two_seconds():
 def test_an_operator_before_what_it_needs_is_a_bug_of_the_caller():
     with pytest.raises(AssertionError, match="comes before"):
         subgraphs((Operator("a", COMPUTE, 1.0, ("b",)), Operator("b", COMPUTE, 1.0)))
+
+
+JOBS = outlines(4)
+SCHEME = Scheme("weftune", (tuple(job.name for job in JOBS),))
+
+
+def pipe(bandwidth: float) -> ClusterCase:
+    return cluster_case(SHAPE, replace(parse_cluster("4xA100-80G"), link=Link(bandwidth)))
+
+
+def seconds(bandwidth: float, hidden: bool) -> float:
+    shards = sharded_placement(pipe(bandwidth), JOBS, 4096)
+    return sharded_forecast(shards, 2, SCHEME, JOBS, hidden).seconds
+
+
+def test_two_devices_as_one_have_both_s_memory_and_speed():
+    shards = sharded_placement(pipe(1e12), JOBS, 4096)
+    assert len(shards.stages) == 2
+    one, two = pipe(1e12).cluster.devices[0], shards.case.cluster.devices[0]
+    assert (two.memory_bytes, two.peak) == (2 * one.memory_bytes, 2 * one.peak)
+    assert shards.case.speeds[0].flops == 2 * pipe(1e12).speeds[0].flops
+
+
+def test_collectives_take_time_in_proportion_to_the_link():
+    free, fast, slow = (seconds(bandwidth, hidden=False) for bandwidth in (1e18, 100e9, 50e9))
+    assert free < fast < slow
+    # Hops between stages grow as well, but are hidden save in the fill and the drain.
+    assert (slow - free) / (fast - free) == pytest.approx(2, rel=0.1)
+
+
+def test_another_group_s_compute_hides_collectives_that_are_shorter_than_it():
+    plain, hidden, free = seconds(100e9, False), seconds(100e9, True), seconds(1e18, True)
+    assert hidden < plain
+    assert hidden < 1.1 * free
+
+
+def test_all_devices_of_a_stage_count():
+    shards = sharded_placement(pipe(1e12), JOBS, 4096)
+    found = sharded_forecast(shards, 2, SCHEME, JOBS, hidden=False)
+    assert found.devices == 4
+    assert 0 <= found.bubbles < 1

@@ -1,15 +1,130 @@
-"""Launch order of the operators of the fusion groups of one bucket on a stage (MuxTune's algorithm 1).
+"""Tensor parallelism: devices that share every layer, and how much of it MuxTune's order of subgraphs hides.
 
-Each group's operators form a graph, cut into subgraphs; the subgraphs of all graphs are launched so that one
-group computes while another communicates. Launching by depth, as published, keeps all groups in step, so that
-a communication that follows little compute is not hidden; a second rule lets the groups drift apart.
+Each layer then has two collectives per pass, during which the stage could compute for another fusion group.
+Two groups are interleaved; the saving is computed for microbatches of the average size.
+
+Launch order of the operators (MuxTune's algorithm 1): each group's operators form a graph, cut into
+subgraphs; the subgraphs of all graphs are launched so that one group computes while another communicates.
+Launching by depth, as published, keeps all groups in step, so that a communication that follows little
+compute is not hidden; a second rule lets the groups drift apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+
+from weftune.plan.cost.cluster import Cluster
+from weftune.plan.cost.estimate import JobOutline
+from weftune.plan.outlook.forecast import Forecast
+from weftune.plan.program.prices import PassPrice
+from weftune.plan.studies.placement import ClusterCase, Placement, cluster_case, lay_out
+from weftune.plan.studies.scheme import PricedWork, Scheme, lay, passes_in, run_passes
+
+COLLECTIVES = 2
+"""Collectives per layer and pass: after attention and after the feed-forward part."""
+ADAPTERS = 0.1
+"""Share of a layer's compute that its adapters take, if they are separate operators."""
+
+
+def sharded_placement(
+    case: ClusterCase, jobs: Sequence[JobOutline], capacity: int, count: int = 2
+) -> Placement:
+    """Combine every `count` consecutive devices into one; raise PlanError if that does not fit."""
+    cluster = case.cluster
+    firsts = range(0, len(cluster.devices), count)
+    devices = (cluster.devices[number] for number in firsts)
+    wide = (
+        replace(
+            device,
+            memory_bytes=count * device.memory_bytes,
+            peak=count * device.peak,
+            bandwidth=count * device.bandwidth,
+        )
+        for device in devices
+    )
+    speeds = (case.speeds[number] for number in firsts)
+    faster = [
+        replace(
+            speed,
+            flops=count * speed.flops,
+            adapter_flops=count * speed.adapter_flops,
+            bandwidth=count * speed.bandwidth,
+        )
+        for speed in speeds
+    ]
+    together = Cluster(tuple(wide), cluster.link, cluster.link_name, (len(firsts),))
+    return lay_out(cluster_case(case.shape, together, faster, case.recompute), jobs, capacity)
+
+
+def sharded_forecast(
+    shards: Placement, count: int, scheme: Scheme, jobs: Sequence[JobOutline], hidden: bool
+) -> Forecast:
+    """Predict a run with `count` devices per stage. `hidden` interleaves the groups' passes in pairs, each at
+    half the capacity."""
+    placement = shards
+    if hidden:
+        half = max(shards.capacity // 2, max(job.shape.longest for job in jobs))
+        placement = replace(shards, capacity=half)
+    laid = _with_collectives(lay(scheme, jobs, placement), shards, count, hidden)
+    passes = passes_in(scheme.order, laid, placement)
+    forecast = run_passes(scheme.name, passes, laid, jobs, placement).forecast
+    # Each stage stands for `count` devices, all equally busy.
+    return replace(forecast, busy=forecast.busy * count, devices=forecast.devices * count)
+
+
+def _with_collectives(laid: PricedWork, shards: Placement, count: int, hidden: bool) -> PricedWork:
+    """Return the work priced with its collectives; those of a recomputed forward are repeated."""
+    filled, stages = laid.work.filled, range(len(shards.stages))
+    again = 2 if shards.case.recompute.layers else 1
+    layers = [sum(layer.kind == "layer" for layer in shards.layers(stage)) for stage in stages]
+    saved = [1.0] * len(stages)
+    if hidden:
+        tokens = sum(laid.work.microbatches[number].tokens for number in filled) / len(filled)
+        size = int(tokens) * shards.case.layers[0].handed_bytes
+        for stage in stages:
+            typical = sum(laid.prices.passes[number][stage].forward for number in filled) / len(filled)
+            saved[stage] = _saved(layers[stage], typical, _all_reduce(size, shards, count))
+
+    def dearer(price: PassPrice, stage: int) -> PassPrice:
+        collectives = layers[stage] * COLLECTIVES * _all_reduce(price.activation_bytes, shards, count)
+        return replace(
+            price,
+            forward=saved[stage] * (price.forward + collectives),
+            backward=saved[stage] * (price.backward + again * collectives),
+        )
+
+    passes = tuple(
+        tuple(dearer(price, stage) for stage, price in enumerate(one)) for one in laid.prices.passes
+    )
+    return replace(laid, prices=replace(laid.prices, passes=passes))
+
+
+def _all_reduce(size: int, shards: Placement, count: int) -> float:
+    """Return the seconds of a ring all-reduce: every device sends all but its own part twice."""
+    return 2 * (count - 1) * shards.case.cluster.link.seconds(size // count)
+
+
+def _saved(layers: int, forward: float, collective: float) -> float:
+    """Return the time of two interleaved passes relative to running them one after another. A pass has two
+    halves per layer, each with products, an adapter in parallel, and a collective."""
+    if not layers:
+        return 1.0
+    share = forward / layers / COLLECTIVES
+    graph: list[Operator] = []
+    before: tuple[str, ...] = ()
+    for number in range(layers * COLLECTIVES):
+        base, adapter, sent = f"base{number}", f"adapter{number}", f"reduce{number}"
+        graph.append(Operator(base, OperatorKind.compute, (1 - ADAPTERS) * share, before))
+        graph.append(Operator(adapter, OperatorKind.adapter, ADAPTERS * share, before))
+        graph.append(Operator(sent, OperatorKind.communication, collective, (base, adapter)))
+        before = (sent,)
+    found = overlap([tuple(graph)] * 2)
+    return found.best.seconds / found.one_by_one.seconds
+
+
+# -- launch order of operators ------------------------------------------------------------------------------
 
 
 class OperatorKind(Enum):

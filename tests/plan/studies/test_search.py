@@ -13,14 +13,24 @@ from weftune.plan.cost.estimate import sheet_speed
 from weftune.plan.program.check import check
 from weftune.plan.program.program import NOTHING
 from weftune.plan.studies.ablate import ablate
-from weftune.plan.studies.candidates import candidates
-from weftune.plan.studies.fit import frugal, full_rows, lay_out, make_ground, why_not
-from weftune.plan.studies.forecast import run_scheme
-from weftune.plan.studies.places import ALIKE, places
-from weftune.plan.studies.rivals import at_its_best, greedily_packed, one_piped_after_another
-from weftune.plan.studies.scheme import SchemeOrder
-from weftune.plan.studies.search import PIPELINE_ORDERS
-from weftune.plan.studies.simulated import outlook
+from weftune.plan.studies.placement import (
+    ALIKE,
+    cluster_case,
+    full_rows,
+    lay_out,
+    placements,
+    recomputing,
+    why_not,
+)
+from weftune.plan.studies.scheme import SchemeOrder, run_scheme
+from weftune.plan.studies.search import (
+    PIPELINE_ORDERS,
+    at_its_best,
+    candidates,
+    greedily_packed,
+    one_piped_after_another,
+    outlook,
+)
 
 FOUR = "4xA100-80G:pcie"
 RIVALS = (one_piped_after_another, greedily_packed)
@@ -32,8 +42,8 @@ def four():
 
 
 def rivals(found):
-    where = places(found.ground, found.jobs)
-    return [at_its_best(way, where, found.jobs) for way in RIVALS]
+    where = placements(found.placement.case, found.jobs)
+    return [at_its_best(way(found.jobs), where, found.jobs) for way in RIVALS]
 
 
 def test_the_weights_of_all_layers_are_those_of_the_base():
@@ -42,10 +52,10 @@ def test_the_weights_of_all_layers_are_those_of_the_base():
     assert sum(layer.weight_bytes for layer in layers) == SHAPE.base_bytes
     tied = replace(SHAPE, parameters=PARAMETERS - SHAPE.vocabulary * SHAPE.hidden)
     assert (
-        sum(layer.weight_bytes for layer in make_ground(tied, parse_cluster("H200")).layers)
+        sum(layer.weight_bytes for layer in cluster_case(tied, parse_cluster("H200")).layers)
         == tied.base_bytes
     )
-    apart = make_ground(tied, parse_cluster("2xH200")).layers
+    apart = cluster_case(tied, parse_cluster("2xH200")).layers
     assert sum(layer.weight_bytes for layer in apart) == SHAPE.base_bytes, "both ends hold the tied matrix"
 
 
@@ -66,7 +76,7 @@ def test_the_time_on_one_device_is_its_flops_over_the_stated_share():
 
 
 def test_a_pipeline_beats_every_alternative_and_each_device_has_room(four):
-    assert len(four.layout.stages) == 4
+    assert len(four.placement.stages) == 4
     others = rivals(four)
     assert [one.name for one in others] == ["1F1B per job", "greedy packing only"]
     assert all(one.seconds >= four.forecast.seconds for one in others)
@@ -74,14 +84,14 @@ def test_a_pipeline_beats_every_alternative_and_each_device_has_room(four):
     assert four.forecast.bubbles < 0.25 < slowest
     assert four.forecast.fits
     scheme = replace(four.scheme, order=SchemeOrder.alternating)
-    alternating = run_scheme(scheme, four.jobs, four.ground, four.layout).forecast
-    needs = zip(alternating.peaks, four.layout.need_bytes, strict=True)
-    assert all(peak + four.layout.beside_bytes <= need * 1.01 for peak, need in needs)
+    alternating = run_scheme(scheme, four.jobs, four.placement).forecast
+    needs = zip(alternating.peaks, four.placement.need_bytes, strict=True)
+    assert all(peak + four.placement.beside_bytes <= need * 1.01 for peak, need in needs)
 
 
 def test_the_head_is_counted_when_the_base_is_cut(four):
-    counted = four.layout.stages
-    blind = lay_out(four.ground, four.jobs, four.layout.capacity, ends=False).stages
+    counted = four.placement.stages
+    blind = lay_out(four.placement.case, four.jobs, four.placement.capacity, ends=False).stages
     assert counted[-1].stop - counted[-1].start < blind[-1].stop - blind[-1].start
     assert max(stage.seconds for stage in counted) < max(stage.seconds for stage in blind)
 
@@ -108,14 +118,14 @@ def test_what_is_made_again_is_what_memory_asks_for():
     """24 GiB hold the base and little else; 80 hold every activation of a full microbatch."""
     jobs = [outline(f"job{number}", 400, batch=16) for number in range(4)]
     tight, roomy = outlook(ground("RTX4090"), jobs), outlook(ground("A100-80G"), jobs)
-    assert roomy.layout.capacity == 8192
-    assert roomy.ground.recompute == NOTHING
-    assert tight.ground.recompute.outputs
-    assert max(tight.layout.need_bytes) <= min(tight.layout.budgets)
+    assert roomy.placement.capacity == 8192
+    assert roomy.placement.case.recompute == NOTHING
+    assert tight.placement.case.recompute.outputs
+    assert max(tight.placement.need_bytes) <= min(tight.placement.budgets)
 
 
 def test_layers_made_again_hold_less_and_take_a_forward_more():
-    keeping, _, making = frugal(ground("A100-80G"))
+    keeping, _, making = recomputing(ground("A100-80G"))
     jobs = outlines(2)
     rows = full_rows(jobs, 2048)
     kept, made = keeping.costs(jobs, rows)[1], making.costs(jobs, rows)[1]
@@ -129,8 +139,8 @@ def test_measured_speeds_take_the_place_of_the_data_sheet():
     sheet = sheet_speed(cluster.devices[0])
     slow = replace(sheet, flops=sheet.flops / 2, adapter_flops=sheet.adapter_flops / 2, source="measured")
     jobs = outlines(2)
-    fast_run = outlook(make_ground(SHAPE, cluster), jobs)
-    slow_run = outlook(make_ground(SHAPE, cluster, [slow]), jobs)
+    fast_run = outlook(cluster_case(SHAPE, cluster), jobs)
+    slow_run = outlook(cluster_case(SHAPE, cluster, [slow]), jobs)
     assert slow_run.source == "measured"
     assert 1.8 < slow_run.forecast.seconds / fast_run.forecast.seconds <= 2.0
 
@@ -155,14 +165,14 @@ def test_a_device_without_room_for_anything_is_named():
     small = parse_cluster("T4")
     device = replace(small.devices[0], memory_bytes=2 << 30)
     with pytest.raises(PlanError, match=r"1xT4: 1\.84 GiB may be taken of a device, but 3\.00 GiB"):
-        outlook(make_ground(SHAPE, replace(small, devices=(device,))), outlines(1))
+        outlook(cluster_case(SHAPE, replace(small, devices=(device,))), outlines(1))
 
 
 def test_too_many_jobs_are_refused_as_a_whole():
     place = ground("RTX4090")
     many = [outline(f"job{number}", 100, rank=16) for number in range(8)]
     assert why_not(place, many[:1]) is None
-    assert "with 7 other jobs aboard" in (why_not(place, many) or "")
+    assert "with 7 other jobs running" in (why_not(place, many) or "")
     with pytest.raises(PlanError, match="do not fit together"):
         outlook(place, many)
 
@@ -171,15 +181,15 @@ def test_of_many_ways_few_are_simulated():
     """What keeps 32 jobs on 8 devices within seconds: an order that cannot win is not simulated."""
     jobs = [outline(f"job{number}", 100 + 10 * number, batch=4, rounds=2) for number in range(32)]
     found = outlook(ground("8xA100-80G:pcie"), jobs)
-    proposals = {(one.mechanism, one.groups) for one in candidates(jobs, found.layout)}
+    proposals = set(candidates(jobs, found.placement).items())
     assert len(proposals) * len(PIPELINE_ORDERS) >= 6
     assert 1 <= len(found.tried) <= 4
 
 
 def test_each_rival_has_the_capacity_that_suits_it_best(four):
-    where = places(four.ground, four.jobs)
+    where = placements(four.placement.case, four.jobs)
     for way, one in zip(RIVALS, rivals(four), strict=True):
-        everywhere = [at_its_best(way, [place], four.jobs) for place in where]
+        everywhere = [at_its_best(way(four.jobs), [place], four.jobs) for place in where]
         same = [other for other in everywhere if other.fits]
         assert len(same) >= 3
         assert one.seconds <= min(other.seconds for other in same) * 1.01

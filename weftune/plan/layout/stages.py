@@ -1,0 +1,239 @@
+"""Partition of the base's layers into stages: how many there are, and which layers each holds.
+
+Consecutive layers are partitioned by dynamic programming over (stage, layers placed), which is exact;
+embedding and head count as layers. Stages of a pipeline are cut by the times of a profile if there is one,
+otherwise by arithmetic. If the planner may choose their number, the whole base is on each device if it fits
+there, otherwise there are as few stages as fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weftune.core.shapes import JobShape, LayerRange, ModelShape
+from weftune.errors import PlanError
+from weftune.plan.cost.layers import LayerCost, StageCost, stage_cost
+from weftune.plan.cost.memory import MemoryModel, gib
+from weftune.plan.cost.profile import Profile
+from weftune.plan.cost.profile_cost import directions
+from weftune.plan.cost.time import PassWork
+from weftune.plan.program.layout import in_stages, one_device
+
+ANY = 1 << 62
+ROUNDING = 1e-9
+RANK, LENGTH = 16, 256
+"""Adapter rank and sample length that stages are balanced for, before any job is known."""
+LEAST = JobShape("", 0, 0, trainable=0, longest=1024)
+"""Smallest job that must fit beside the base, for passes of 1024 tokens: adapters are small, jobs can
+wait."""
+
+Costs = NDArray[np.float64]
+"""Cost of each possible stage, [stage, first layer, layer after the last]; infinite if it is not allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageLimit:
+    """Limits of the device of one stage."""
+
+    memory_bytes: int
+    in_flight: int = 1
+    """Number of microbatches that hold activations there at once."""
+    pace: float = 1.0
+    """Time for the same work relative to the device that the layers were measured on."""
+
+
+def balance(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> tuple[StageCost, ...]:
+    """Return one stage per limit, in order, with the smallest maximum time and, among those, the smallest
+    maximum memory."""
+    if len(layers) < len(limits):
+        raise PlanError(f"{len(limits)} stages need as many layers, but the base has {len(layers)}")
+    memory = _memory(layers, limits)
+    rooms = np.array([limit.memory_bytes for limit in limits], dtype=float)[:, None, None]
+    fits = memory <= rooms
+    seconds = np.where(fits, _seconds(layers, limits), np.inf)
+    slowest, _ = least_largest(seconds)
+    if np.isinf(slowest):
+        _, cuts = least_largest(memory - rooms)
+        raise PlanError(_why_not(layers, limits, cuts))
+    _, cuts = least_largest(np.where(seconds <= slowest, memory, np.inf))
+    return tuple(stage_cost(layers, start, stop) for start, stop in pairwise(cuts))
+
+
+def least_largest(costs: Costs) -> tuple[float, list[int]]:
+    """Return the smallest possible maximum of the stage costs, and the cuts [0, …, layers] that reach it."""
+    return _least(costs, np.maximum, nothing=-np.inf)
+
+
+def least_sum(costs: Costs) -> tuple[float, list[int]]:
+    """Return the smallest possible sum of the stage costs, and the cuts [0, …, layers] that reach it."""
+    return _least(costs, np.add, nothing=0.0)
+
+
+def _least(costs: Costs, joined: np.ufunc, nothing: float) -> tuple[float, list[int]]:
+    """Return the least cost and its cuts. `joined` combines the cost of the stages so far, at first
+    `nothing`, with that of the next one."""
+    stages, size, _ = costs.shape
+    best = np.full(size, np.inf)
+    best[0] = nothing
+    starts = np.empty((stages, size), dtype=int)
+    for stage in range(stages):
+        together = joined(best[:, None], costs[stage])
+        starts[stage] = together.argmin(axis=0)
+        best = together.min(axis=0)
+    cuts = [size - 1]
+    for stage in reversed(range(stages)):
+        cuts.append(int(starts[stage, cuts[-1]]))
+    return float(best[-1]), cuts[::-1]
+
+
+def layer_sums(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> Costs:
+    """Return sums over ranges of layers, [first layer, layer after the last]; infinite if a range is
+    empty."""
+    ends = np.concatenate([[0.0], np.cumsum([value(layer) for layer in layers])])
+    between = ends[None, :] - ends[:, None]
+    empty = np.tri(len(ends), dtype=bool)
+    return np.where(empty, np.inf, between)
+
+
+def _seconds(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> Costs:
+    one = layer_sums(layers, lambda layer: layer.forward + layer.backward)
+    return np.stack([limit.pace * one for limit in limits])
+
+
+def _memory(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> Costs:
+    fixed = layer_sums(layers, lambda layer: layer.weight_bytes + layer.state_bytes)
+    kept = layer_sums(layers, lambda layer: layer.kept_bytes)
+    return np.stack([fixed + limit.in_flight * kept for limit in limits])
+
+
+def _why_not(layers: Sequence[LayerCost], limits: Sequence[StageLimit], cuts: Sequence[int]) -> str:
+    """Describe the stage with the largest excess, in the cut whose largest excess is smallest."""
+
+    def excess(number: int) -> int:
+        stage = stage_cost(layers, cuts[number], cuts[number + 1])
+        return stage.resident_bytes(limits[number].in_flight) - limits[number].memory_bytes
+
+    worst = max(range(len(limits)), key=excess)
+    limit = limits[worst]
+    need = excess(worst) + limit.memory_bytes
+    return (
+        f"no cut of {len(layers)} layers into {len(limits)} stages fits: in the closest, stage {worst} needs "
+        f"{gib(need)} with {limit.in_flight} microbatches in flight, but its device has "
+        f"{gib(limit.memory_bytes)}"
+    )
+
+
+# -- stages of a pipeline ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PartCosts:
+    """Costs of the parts of a base for one microbatch, forward and backward together. `layer` is the cost of
+    a single layer."""
+
+    embedding: float
+    layer: float
+    head: float
+
+    def of(self, held: LayerRange) -> float:
+        """Return the cost of a stage."""
+        ends = held.first * self.embedding + held.last * self.head
+        return (held.stop - held.start) * self.layer + ends
+
+
+def cut_layers(shape: ModelShape, stages: int, costs: PartCosts | None = None) -> tuple[LayerRange, ...]:
+    """Return one range per stage: the slowest is as fast as possible, and the others are as even as that
+    allows. Without `costs`, arithmetic is counted."""
+    if stages < 2:
+        raise PlanError(f"--pipeline {stages}: a pipeline has at least 2 stages")
+    if stages > shape.layers:
+        raise PlanError(f"--pipeline {stages}: the base has {shape.layers} layers, and each stage needs one")
+    known = counted_costs(shape) if costs is None else costs
+    each = [known.of(LayerRange(number, number + 1, shape.layers)) for number in range(shape.layers)]
+    layers = [LayerCost("layer", forward=cost / 2, backward=cost / 2, weight_bytes=0) for cost in each]
+    slowest = max(one.seconds for one in balance(layers, [StageLimit(ANY)] * stages))
+    taken = layer_sums(layers, lambda layer: layer.forward + layer.backward)
+    squares = np.where(taken > slowest * (1 + ROUNDING), np.inf, taken**2)
+    _, cuts = least_sum(np.broadcast_to(squares, (stages, *squares.shape)))
+    return tuple(LayerRange(start, stop, shape.layers) for start, stop in pairwise(cuts))
+
+
+def counted_costs(shape: ModelShape) -> PartCosts:
+    """Return multiplications per token: a frozen matrix is applied once in each direction, and the head's
+    forward does both."""
+    inside = sum(site.active_weights for site in shape.sites)
+    return PartCosts(0.0, 2 * inside / shape.layers, 2 * shape.hidden * shape.vocabulary)
+
+
+def measured_costs(profile: Profile, shape: ModelShape, work: PassWork) -> PartCosts:
+    """Return the seconds of a microbatch like `work`, whose adapters are spread evenly over the layers."""
+    found = directions(profile, shape)
+    both = found.forward, found.backward
+    return PartCosts(
+        embedding=sum(one.embedding(work) for one in both),
+        layer=sum(one.layer(work) + one.adapter(work) / shape.layers for one in both),
+        head=sum(one.head(work) for one in both),
+    )
+
+
+def typical_work(shape: ModelShape, tokens: int) -> PassWork:
+    """Return a microbatch of one job with `tokens` tokens. All rows are supervised: a head that turns out
+    cheaper leaves one stage idle for a while, whereas a more expensive one would make all the others wait."""
+    length = min(LENGTH, shape.context, tokens)
+    per_row = sum(RANK * site.widths for site in shape.sites if not site.experts)
+    return PassWork(
+        tokens=tokens,
+        squares=tokens * length,
+        samples=max(1, tokens // length),
+        supervised=tokens,
+        adapted=tokens * per_row,
+        segments=1,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StageCount:
+    stages: int
+    why: str
+    """Reason, as a sentence for the user."""
+    shares: int = 1
+    """Number of devices that each hold the whole base and train a share of the jobs."""
+
+
+def choose_stages(
+    memory: MemoryModel, devices: int, kind: str, jobs: int = 1, costs: PartCosts | None = None
+) -> StageCount:
+    """Choose the number of stages. `memory` is the model of one device, `kind` its name for the user, and
+    `costs` are those that the run will cut by.
+
+    If the base fits on one device, several devices share the jobs: they exchange nothing and never wait.
+    """
+    layers = memory.shape.layers
+    max_stages = min(devices, layers)
+    named = f"the {kind} has" if devices == 1 else f"each of {devices} {kind}s has"
+    room = f"{named} {gib(memory.budget)} for a run"
+    needs = []
+    for stages in range(1, max_stages + 1):
+        layout = one_device(layers) if stages == 1 else in_stages(cut_layers(memory.shape, stages, costs))
+        needs.append(replace(memory, layout=layout).least_bytes([LEAST]))
+        if needs[-1] > memory.budget:
+            continue
+        if stages == 1:
+            shares = min(devices, jobs)
+            processes = "one process" if shares == 1 else f"not cut, {shares} shares of the {jobs} jobs"
+            why = f"the base and its passes need {gib(needs[0])} and {room}"
+            return StageCount(1, f"--pipeline auto: {processes}, since {why}", shares)
+        why = f"the base and its passes need {gib(needs[0])}, its largest stage {gib(needs[-1])}, and {room}"
+        return StageCount(stages, f"--pipeline auto: {stages} stages, since {why}")
+    lacking = f"even in {max_stages} stages the largest needs {gib(needs[-1])}"
+    if max_stages == 1:
+        lacking = f"the base and its passes need {gib(needs[0])}"
+    raise PlanError(
+        f"--pipeline auto: {lacking}, and {room}; use more or larger devices, start it on several machines "
+        "with torchrun, or choose a smaller base"
+    )

@@ -1,0 +1,532 @@
+"""Fusion groups and buckets (MuxTune): which jobs share a pass, and which groups interleave in a stage.
+
+The cost of a group in a pipeline follows equations 3 to 5. Communication is kept separate from the compute
+seconds: whether it can be hidden is decided by which groups share a bucket.
+
+Fusion (equation 6) is dynamic programming over the jobs sorted by tokens: F(m, n) is the least time of the
+first m jobs in n groups. The first group counts end to end, each further one by what it adds to a full
+pipeline, so F(m, n) = min over k of F(k, n−1) + added(jobs k+1 … m). Groups that do not fit in memory are
+never formed. The result is exact among groupings that are contiguous in the sorted order.
+
+Groups of one bucket (equation 7) interleave within a stage, where one computes while another communicates;
+buckets follow one another through the pipeline. For each number of buckets the groups are spread as evenly as
+possible, and the number with the least modelled end-to-end time wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import accumulate, pairwise, takewhile
+from operator import add
+
+from weftune.errors import Mistake, PlanError
+from weftune.plan.cost.estimate import (
+    ADAPTER_BACKWARD,
+    ATTENTION_BACKWARD,
+    JobOutline,
+    adapter_seconds,
+    base_line,
+    square_seconds,
+)
+from weftune.plan.cost.memory import gib
+from weftune.plan.cost.time import Line
+from weftune.plan.layout.balanced import balance
+from weftune.plan.studies.placement import Placement
+from weftune.plan.studies.scheme import Groups, recomputed_share
+from weftune.plan.studies.search import mean_length, round_tokens
+
+NO_TIME = Line(0.0, 0.0)
+ADAPTER_SHARE = 0.5
+"""Share of the device that one adapter's products keep busy: fused adapters overlap to that extent."""
+EVERY = 16
+"""Number of groups or buckets up to which each is tried; above it, only its multiples and the largest."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTime:
+    """Time of adapters that run fused in one pass over a stage; one adapter is the simplest case."""
+
+    shared: float
+    """Sum of each adapter's seconds times the share of the device that it keeps busy."""
+    longest: float
+    """Seconds of the slowest adapter alone."""
+
+    @property
+    def seconds(self) -> float:
+        return max(self.shared, self.longest)
+
+    def __add__(self, other: AdapterTime) -> AdapterTime:
+        return AdapterTime(self.shared + other.shared, max(self.longest, other.longest))
+
+
+@dataclass(frozen=True, slots=True)
+class StageAdapters:
+    """Adapter times of a job, or of a fusion group, on one stage."""
+
+    forward: AdapterTime
+    backward: AdapterTime
+
+    def __add__(self, other: StageAdapters) -> StageAdapters:
+        return StageAdapters(self.forward + other.forward, self.backward + other.backward)
+
+
+def one_adapter(forward: float, backward: float, share: float) -> StageAdapters:
+    """Return the times of one job's adapter on a stage, given its seconds and the share of the device that it
+    keeps busy."""
+    return StageAdapters(AdapterTime(share * forward, forward), AdapterTime(share * backward, backward))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLoad:
+    """Load that a job adds to every microbatch; the sum over jobs is the load of their fusion group."""
+
+    jobs: tuple[str, ...]
+    tokens: int
+    squares: int
+    """Sum of squared sample lengths, to which the cost of attention is proportional."""
+    adapters: tuple[StageAdapters, ...]
+    """Adapter times on each stage."""
+
+    def __add__(self, other: GroupLoad) -> GroupLoad:
+        return GroupLoad(
+            self.jobs + other.jobs,
+            self.tokens + other.tokens,
+            self.squares + other.squares,
+            tuple(mine + theirs for mine, theirs in zip(self.adapters, other.adapters, strict=True)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StagePass:
+    """Fitted time of one pass, forward or backward, of the base's operators in a stage."""
+
+    line: Line
+    per_square: float = 0.0
+    communication: Line = NO_TIME
+    """Collectives inside the stage, during which it could compute for another fusion group."""
+
+    def seconds(self, load: GroupLoad) -> float:
+        return self.line(load.tokens) + self.per_square * load.squares
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    forward: StagePass
+    backward: StagePass
+    resident_bytes: int
+    """Bytes of its part of the base and of the state of all attached adapters, of this fusion group or
+    not."""
+    activation_bytes: int
+    """Bytes per token that a microbatch in flight keeps for its backward."""
+    gradient_bytes: int
+    """Bytes per token of the input gradients while the backward runs."""
+    budget: int
+    shards: int = 1
+    """Number of devices that share each operator of the base; the passes are one device's time."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassSeconds:
+    """Seconds of one microbatch's pass over one stage."""
+
+    base: float
+    adapters: AdapterTime
+    communication: float
+
+    @property
+    def compute(self) -> float:
+        return self.base + self.adapters.seconds
+
+    @property
+    def alone(self) -> float:
+        """Seconds if no other work overlaps its communication."""
+        return self.compute + self.communication
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """The first stage on which a load does not fit."""
+
+    stage: int
+    need: int
+    budget: int
+
+    def __str__(self) -> str:
+        return f"needs {gib(self.need)} on stage {self.stage}, but {gib(self.budget)} are available"
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineCost:
+    """Stages in order, and the number of microbatches that every fusion group sends through per round."""
+
+    stages: tuple[Stage, ...]
+    microbatches: int
+
+    @property
+    def communicates(self) -> bool:
+        """Whether any pass has collectives within its stage."""
+        return any(
+            stage.forward.communication != NO_TIME or stage.backward.communication != NO_TIME
+            for stage in self.stages
+        )
+
+    def times(self, load: GroupLoad) -> list[tuple[PassSeconds, PassSeconds]]:
+        """Return the seconds of the forward and of the backward on each stage."""
+        return [
+            (
+                _pass_seconds(stage.forward, stage.shards, load, adapters.forward),
+                _pass_seconds(stage.backward, stage.shards, load, adapters.backward),
+            )
+            for stage, adapters in zip(self.stages, load.adapters, strict=True)
+        ]
+
+    def paces(self, load: GroupLoad) -> list[float]:
+        """Return the compute seconds of both passes on every stage: `times` without records, for frequent
+        calls."""
+        return [
+            (stage.forward.seconds(load) + stage.backward.seconds(load)) / stage.shards
+            + adapters.forward.seconds
+            + adapters.backward.seconds
+            for stage, adapters in zip(self.stages, load.adapters, strict=True)
+        ]
+
+    def first_seconds(self, load: GroupLoad) -> float:
+        """Return the seconds of a round of this group alone: it fills the pipeline, runs at the pace of the
+        slowest stage, and drains."""
+        each = self.paces(load)
+        return sum(each) + (self.microbatches - 1) * max(each)
+
+    def added_seconds(self, load: GroupLoad) -> float:
+        """Return the seconds that this group adds to a full pipeline: microbatches at the stages' average
+        pace."""
+        each = self.paces(load)
+        return self.microbatches * sum(each) / len(each)
+
+    def peak_bytes(self, load: GroupLoad) -> tuple[int, ...]:
+        """Return the peak bytes of each stage with as many microbatches in flight as 1F1B allows: one per
+        stage from this one to the last, if all are of this group."""
+        flights = range(len(self.stages), 0, -1)
+        return tuple(
+            stage.resident_bytes + load.tokens * (stage.gradient_bytes + in_flight * stage.activation_bytes)
+            for stage, in_flight in zip(self.stages, flights, strict=True)
+        )
+
+    def shortage(self, load: GroupLoad) -> Shortage | None:
+        for index, (stage, need) in enumerate(zip(self.stages, self.peak_bytes(load), strict=True)):
+            if need > stage.budget:
+                return Shortage(index, need, stage.budget)
+        return None
+
+
+def _pass_seconds(one: StagePass, shards: int, load: GroupLoad, adapters: AdapterTime) -> PassSeconds:
+    return PassSeconds(one.seconds(load) / shards, adapters, one.communication(load.tokens))
+
+
+# -- fusion -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FusionGroup:
+    load: GroupLoad
+    seconds: float
+    """Its part of the predicted seconds: end to end for the first group, the added time for the others."""
+    reason: str
+    """Reason why the next job did not join."""
+
+    @property
+    def jobs(self) -> tuple[str, ...]:
+        return self.load.jobs
+
+
+@dataclass(frozen=True, slots=True)
+class FusionGroups:
+    groups: tuple[GroupLoad, ...]
+    seconds: float
+    """Predicted seconds of one round: every group's microbatches once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    groups: tuple[FusionGroup, ...]
+    seconds: float
+    """Predicted seconds of the best grouping."""
+    by_count: dict[int, FusionGroups]
+    """Number of groups → best grouping, for the numbers that memory allows."""
+
+
+_Row = dict[int, tuple[float, int]]
+"""Number of jobs → least seconds of these first jobs, and the start of their last group."""
+_Added = Sequence[Sequence[float]]
+"""Seconds that the groups starting with each job add, from the shortest to the longest that fits."""
+
+
+def fuse(loads: Sequence[GroupLoad], pipeline: PipelineCost) -> Fusion:
+    """Return the grouping of least predicted time; PlanError names every job that does not fit even alone."""
+    ordered = sorted(loads, key=lambda load: (load.tokens, load.jobs))
+    misfits = [(load, sentence) for load in ordered if (sentence := why_not(load, pipeline))]
+    if misfits:
+        raise PlanError(Mistake(", ".join(load.jobs), sentence) for load, sentence in misfits)
+    if not ordered:
+        return Fusion((), 0.0, {})
+    # The loads are not kept: with many jobs there are so many that garbage collection would dominate.
+    added = [
+        [pipeline.added_seconds(load) for load in _growing(ordered[start:], pipeline)]
+        for start in range(len(ordered))
+    ]
+    rows = _rows(ordered, added, pipeline)
+    edges = {count: _edges(rows[:count], len(ordered)) for count in range(1, len(rows) + 1)}
+    by_count = {
+        count: FusionGroups(
+            tuple(reduce(add, ordered[start:stop]) for start, stop in pairwise(cut)),
+            rows[count - 1][len(ordered)][0],
+        )
+        for count, cut in edges.items()
+        if cut
+    }
+    count = min(by_count, key=lambda groups: (by_count[groups].seconds, groups))
+    reasons = _Reasons(ordered, pipeline, added, rows)
+    return Fusion(reasons.groups(edges[count]), by_count[count].seconds, by_count)
+
+
+def why_not(load: GroupLoad, pipeline: PipelineCost) -> str | None:
+    """Return a sentence that says why this job cannot run even alone, or None if it can."""
+    if load.tokens < 1:
+        return "has no tokens to train on"
+    shortage = pipeline.shortage(load)
+    return f"alone, with {load.tokens} tokens per microbatch, it {shortage}" if shortage else None
+
+
+def price(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> float:
+    """Return the predicted time of any grouping; the first of `groups` fills the pipeline."""
+    return pipeline.first_seconds(groups[0]) + sum(pipeline.added_seconds(load) for load in groups[1:])
+
+
+def _growing(ordered: Sequence[GroupLoad], pipeline: PipelineCost) -> Iterator[GroupLoad]:
+    """Return the fitting groups that start with the first of these jobs; a longer one never needs less
+    memory."""
+    return takewhile(lambda load: pipeline.shortage(load) is None, accumulate(ordered, add))
+
+
+def _rows(ordered: Sequence[GroupLoad], added: _Added, pipeline: PipelineCost) -> list[_Row]:
+    """Return one row per number of groups, with an entry for each number of jobs that they can hold."""
+    first = [pipeline.first_seconds(load) for load in _growing(ordered, pipeline)]
+    rows: list[_Row] = [{stop: (seconds, 0) for stop, seconds in enumerate(first, 1)}]
+    for _ in ordered[1:]:
+        row: _Row = {}
+        for start, (before, _) in rows[-1].items():
+            longer = added[start] if start < len(added) else ()
+            for stop, more in enumerate(longer, start + 1):
+                if stop not in row or before + more < row[stop][0]:
+                    row[stop] = (before + more, start)
+        rows.append(row)
+    return rows
+
+
+def _edges(rows: Sequence[_Row], jobs: int) -> list[int]:
+    """Return the start of each group in the best grouping of `jobs` jobs, with one group per row, and the
+    end; empty if so many groups cannot hold them."""
+    if jobs not in rows[-1]:
+        return []
+    edges = [jobs]
+    for row in reversed(rows):
+        edges.append(row[edges[-1]][1])
+    return edges[::-1]
+
+
+class _Reasons:
+    """Computes the cost of a plan in which one group is longer by one job and all else is optimal."""
+
+    def __init__(
+        self, ordered: Sequence[GroupLoad], pipeline: PipelineCost, added: _Added, rows: Sequence[_Row]
+    ) -> None:
+        self.ordered, self.pipeline, self.added = ordered, pipeline, added
+        self.before = [
+            min((row[jobs][0] for row in rows if jobs in row), default=0.0)
+            for jobs in range(len(ordered) + 1)
+        ]
+        self.after = [0.0] * (len(ordered) + 1)
+        for start in reversed(range(len(ordered))):
+            tails = enumerate(added[start], start + 1)
+            self.after[start] = min(more + self.after[stop] for stop, more in tails)
+
+    def groups(self, edges: Sequence[int]) -> tuple[FusionGroup, ...]:
+        """Return the groups of the best plan, cut at `edges`, each with its time and reason."""
+        total = self.before[edges[-1]]
+        found = []
+        for start, stop in pairwise(edges):
+            load = reduce(add, self.ordered[start:stop])
+            found.append(FusionGroup(load, self._cost(start, stop), self.why_not_next(start, stop, total)))
+        return tuple(found)
+
+    def why_not_next(self, start: int, stop: int, total: float) -> str:
+        """Return why the group of jobs `start` to `stop` is not longer, in a plan of `total` seconds."""
+        if stop == len(self.ordered):
+            return "no job is left to join"
+        name = ", ".join(self.ordered[stop].jobs)
+        if len(self.added[start]) == stop - start:
+            shortage = self.pipeline.shortage(reduce(add, self.ordered[start : stop + 1]))
+            return f"with {name} the group {shortage}"
+        more = self.before[start] + self._cost(start, stop + 1) + self.after[stop + 1] - total
+        if more <= 1e-9 * total:
+            return f"with {name} in the group the best plan takes no less than {total:.3g} s"
+        return f"with {name} in the group the best plan takes {more:.2g} s more than {total:.3g} s"
+
+    def _cost(self, start: int, stop: int) -> float:
+        if start:
+            return self.added[start][stop - start - 1]
+        return self.pipeline.first_seconds(reduce(add, self.ordered[:stop]))
+
+
+# -- buckets ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    groups: tuple[GroupLoad, ...]
+    forward: tuple[float, ...]
+    """Seconds on each stage, with its groups interleaved."""
+    backward: tuple[float, ...]
+
+    @property
+    def paces(self) -> list[float]:
+        return [forward + backward for forward, backward in zip(self.forward, self.backward, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucketing:
+    buckets: tuple[Bucket, ...]
+    """Buckets from the longest to the shortest, as the pipeline template takes them."""
+    seconds: float
+    """Seconds of one round end to end."""
+    trials: Mapping[int, float | None]
+    """Number of buckets → seconds of one round. None if a bucket does not fit in memory with all its groups
+    in flight."""
+    reason: str = ""
+    """Reason for the number of fusion groups."""
+
+
+def bucket(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> Bucketing:
+    """Return the best buckets for `groups`, each of which fits in memory alone."""
+    assert groups, "no fusion group to put into a bucket"
+    latencies = [pipeline.paces(load)[0] for load in groups]
+    trials: dict[int, float | None] = {}
+    best: Bucketing | None = None
+    for count in _tried(len(groups)):
+        spread = [[groups[index] for index in sorted(indices)] for indices in balance(latencies, count)]
+        trials[count] = None
+        if any(pipeline.shortage(reduce(add, together)) for together in spread):
+            continue
+        found = [make_bucket(together, pipeline) for together in spread]
+        found.sort(key=lambda one: (-one.paces[0], one.groups[0].jobs))
+        trials[count] = seconds = end_to_end(found, pipeline.microbatches)
+        if best is None or seconds < best.seconds:
+            best = Bucketing(tuple(found), seconds, trials)
+    assert best is not None, "a fusion group does not fit even in a bucket of its own"
+    return best
+
+
+def arrange(fusion: Fusion, pipeline: PipelineCost) -> Bucketing:
+    """Return buckets for the number of fusion groups that suits them best.
+
+    Fusion assumes that communication is hidden, but a few large groups leave little to hide it behind. If
+    there is any communication, the best groupings for other numbers of groups are tried as well.
+    """
+    own = len(fusion.groups)
+    tried = {own: bucket([group.load for group in fusion.groups], pipeline)}
+    if not pipeline.communicates:
+        return replace(
+            tried[own], reason=f"as many groups as fused, {own}: there is no communication to hide"
+        )
+    for count in {*_tried(max(fusion.by_count))} & fusion.by_count.keys() - {own}:
+        tried[count] = bucket(fusion.by_count[count].groups, pipeline)
+    chosen = min(tried, key=lambda count: (tried[count].seconds, count))
+    reason = (
+        f"{chosen} groups, not {own} as fused: communication hides behind other groups' compute, and a round "
+        f"takes {tried[chosen].seconds:.3g} s end to end, not {tried[own].seconds:.3g} s"
+    )
+    if chosen == own:
+        reason = f"as many groups as fused, {own}: no other number of them takes less time"
+    return replace(tried[chosen], reason=reason)
+
+
+def make_bucket(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> Bucket:
+    stages = list(zip(*(pipeline.times(load) for load in groups), strict=True))
+    # Adapters of different groups may run fused only if no group holds several jobs.
+    fused = all(len(load.jobs) == 1 for load in groups)
+    return Bucket(
+        tuple(groups),
+        tuple(_interleaved([forward for forward, _ in times], fused) for times in stages),
+        tuple(_interleaved([backward for _, backward in times], fused) for times in stages),
+    )
+
+
+def _interleaved(passes: Sequence[PassSeconds], fused: bool) -> float:
+    """Return a stage's seconds for passes of several groups: those of its busier lane, at least those of any
+    group alone.
+
+    This is a lower bound: the two-lane timeline of `shards.overlap` comes close to it if operators are many
+    and small.
+    """
+    adapters = [one.adapters for one in passes]
+    together = reduce(add, adapters).seconds if fused else sum(each.seconds for each in adapters)
+    compute = sum(one.base for one in passes) + together
+    return max(compute, sum(one.communication for one in passes), *(one.alone for one in passes))
+
+
+def end_to_end(buckets: Sequence[Bucket], microbatches: int) -> float:
+    """Return the seconds of one round: the first bucket fills the pipeline, all pass its slowest stage, the
+    last one drains it."""
+    busy = [sum(paces) for paces in zip(*(one.paces for one in buckets), strict=True)]
+    slowest = busy.index(max(busy))
+    others = [stage for stage in range(len(busy)) if stage != slowest]
+    filling = sum(buckets[0].forward[stage] for stage in others)
+    draining = sum(buckets[-1].backward[stage] for stage in others)
+    return filling + microbatches * busy[slowest] + draining
+
+
+def _tried(largest: int) -> list[int]:
+    counts = range(1, largest + 1)
+    return [count for count in counts if count <= EVERY or count % EVERY == 0 or count == largest]
+
+
+# -- groups of jobs on a cluster ----------------------------------------------------------------------------
+
+
+def fused_groups(jobs: Sequence[JobOutline], placement: Placement) -> dict[str, Groups]:
+    """Return mechanism → groups, for the groupings that never won if there are no collectives to hide
+    (`benchmarks/plan_mechanisms.py`). Jobs are fused over the minimum number of microbatches of a round, each
+    with every job's share."""
+    stages = range(len(placement.stages))
+    count = max(1, -(-sum(map(round_tokens, jobs)) // placement.capacity))
+    pipeline = PipelineCost(tuple(_stage(placement, number) for number in stages), count)
+    loads = []
+    for job in jobs:
+        tokens = -(-round_tokens(job) // count)
+        adapters = []
+        for number in stages:
+            speed = placement.case.speeds[number]
+            seconds = tokens * adapter_seconds(placement.layers(number), job, speed)
+            adapters.append(one_adapter(seconds, ADAPTER_BACKWARD * seconds, ADAPTER_SHARE))
+        loads.append(GroupLoad((job.name,), tokens, int(tokens * mean_length(job)), tuple(adapters)))
+    fusion = fuse(loads, pipeline)
+    return {
+        "fusion": tuple(one.jobs for one in fusion.groups),
+        "buckets": tuple(load.jobs for one in arrange(fusion, pipeline).buckets for load in one.groups),
+    }
+
+
+def _stage(placement: Placement, number: int) -> Stage:
+    case, cut, layers = placement.case, placement.stages[number], placement.layers(number)
+    line, square = base_line(layers, case.speeds[number]), square_seconds(layers, case.speeds[number])
+    again = recomputed_share(layers, case)
+    twice = Line((1 + again) * line.fixed, (1 + again) * line.per_token)
+    return Stage(
+        forward=StagePass(line, square),
+        backward=StagePass(twice, (ATTENTION_BACKWARD + again) * square),
+        resident_bytes=cut.resident_bytes(0) + case.memory.slack_bytes,
+        activation_bytes=cut.kept_bytes // placement.capacity,
+        gradient_bytes=case.held_bytes,
+        budget=placement.budgets[number],
+    )

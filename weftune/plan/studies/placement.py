@@ -1,0 +1,230 @@
+"""Placement of jobs on a cluster: the base cut into stages, the token capacity, and bytes on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from weftune.core.shapes import ModelShape
+from weftune.errors import PlanError
+from weftune.plan.cost.cluster import Cluster
+from weftune.plan.cost.estimate import (
+    BaseLayer,
+    JobOutline,
+    RowCounts,
+    Speed,
+    base_layers,
+    layer_costs,
+    sheet_speed,
+)
+from weftune.plan.cost.layers import LayerCost, StageCost, stage_cost
+from weftune.plan.cost.memory import MemoryModel, gib, longest
+from weftune.plan.layout.choose import MAX_TOKENS
+from weftune.plan.layout.stages import StageLimit, balance
+from weftune.plan.program.program import NOTHING, Recompute
+
+ALIKE = 1e-3
+"""Relative difference below which times are considered equal; the scheme proposed first is then chosen."""
+PATIENCE = 2
+"""Number of consecutive smaller capacities without improvement after which the search stops."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterCase:
+    """A base on a cluster."""
+
+    shape: ModelShape
+    cluster: Cluster
+    speeds: tuple[Speed, ...]
+    """Speed of each device."""
+    layers: tuple[BaseLayer, ...]
+    recompute: Recompute = NOTHING
+    """Recomputation in the backward; either no whole layer is recomputed or all are."""
+    held_bytes: int = 0
+    """Bytes per token of one microbatch for the layer that is being recomputed."""
+
+    @property
+    def stages(self) -> int:
+        """Number of stages: one per device, unless the base has fewer layers."""
+        return min(len(self.cluster.devices), self.shape.layers + 2)
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.cluster.devices[0].is_gpu
+
+    @property
+    def max_tokens(self) -> int:
+        return MAX_TOKENS[self.is_gpu]
+
+    @property
+    def memory(self) -> MemoryModel:
+        """Memory model of the first device with the whole base."""
+        return MemoryModel(self.shape, self.budgets[0], fused=self.is_gpu)
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Bytes that the run may use on each device."""
+        return tuple(device.budget for device in self.cluster.devices)
+
+    def costs(self, jobs: Sequence[JobOutline], rows: RowCounts) -> tuple[LayerCost, ...]:
+        """Return the cost of each layer for a microbatch on the first device."""
+        costs = layer_costs(self.layers, jobs, rows, self.speeds[0], self.memory.bytes_per_parameter)
+        if not self.recompute.layers:
+            return costs
+        return tuple(
+            replace(cost, backward=cost.backward + cost.forward) if cost.kind == "layer" else cost
+            for cost in costs
+        )
+
+
+def cluster_case(
+    shape: ModelShape, cluster: Cluster, speeds: Sequence[Speed] = (), recompute: Recompute = NOTHING
+) -> ClusterCase:
+    """Return a base on a cluster. `speeds` may be measured; the default is those of the data sheets."""
+    speeds = speeds or [sheet_speed(device) for device in cluster.devices]
+    first = cluster.devices[0]
+    memory = MemoryModel(shape, first.memory_bytes, fused=first.is_gpu)
+    whole = memory.bytes_per_token(replace(recompute, layers=0)) // shape.layers
+    kept = shape.hidden * shape.bytes_per_value if recompute.layers else whole
+    layers = base_layers(shape, kept, apart=len(cluster.devices) > 1)
+    return ClusterCase(shape, cluster, tuple(speeds), layers, recompute, whole if recompute.layers else 0)
+
+
+def recomputing(case: ClusterCase) -> list[ClusterCase]:
+    """Return the case with increasing recomputation in the backward; only fused layers (GPU) support it."""
+    if not case.is_gpu:
+        return [case]
+    everything = Recompute(outputs=True, layers=case.shape.layers)
+    return [
+        cluster_case(case.shape, case.cluster, case.speeds, one)
+        for one in (NOTHING, Recompute(outputs=True), everything)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The base of a case cut into stages for a token capacity."""
+
+    case: ClusterCase
+    capacity: int
+    stages: tuple[StageCost, ...]
+    need_bytes: tuple[int, ...]
+    """Bytes needed on each device, slack included, with as many full microbatches in flight as in 1F1B."""
+    beside_bytes: int
+    """Bytes on each device besides weights, adapters and kept activations: part of its need."""
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        return self.case.budgets[: len(self.stages)]
+
+    def layers(self, stage: int) -> tuple[BaseLayer, ...]:
+        return self.case.layers[self.stages[stage].start : self.stages[stage].stop]
+
+
+def capacities(case: ClusterCase, jobs: Sequence[JobOutline]) -> list[int]:
+    """Return the capacities worth trying, the largest first: halves of the largest, never below the longest
+    sample. One device goes down to the longest sample, like a run."""
+    largest, least = case.max_tokens, longest(job.shape for job in jobs)
+    halves = [largest >> power for power in range(6) if largest >> power >= max(least, 256)]
+    least = max(1, least)
+    if not halves:
+        return [least]
+    return halves if case.stages > 1 or least in halves else [*halves, least]
+
+
+def lay_out(case: ClusterCase, jobs: Sequence[JobOutline], capacity: int, ends: bool = True) -> Placement:
+    """Return the cut whose slowest stage is fastest; without `ends`, embedding and head are not counted."""
+    costs = case.costs(jobs, full_rows(jobs, capacity))
+    counted = costs
+    if not ends:
+        counted = tuple(
+            one if one.kind == "layer" else replace(one, forward=0.0, backward=0.0) for one in costs
+        )
+    beside = case.memory.slack_bytes + case.held_bytes * capacity
+    limits = [
+        StageLimit(
+            memory_bytes=max(0, case.budgets[number] - beside),
+            in_flight=case.stages - number,
+            pace=case.speeds[0].flops / case.speeds[number].flops,
+        )
+        for number in range(case.stages)
+    ]
+    stages = tuple(stage_cost(costs, stage.start, stage.stop) for stage in balance(counted, limits))
+    needs = (
+        stage.resident_bytes(limit.in_flight) + beside for stage, limit in zip(stages, limits, strict=True)
+    )
+    return Placement(case, capacity, stages, tuple(needs), beside)
+
+
+def full_rows(jobs: Sequence[JobOutline], capacity: int) -> RowCounts:
+    """Return the counts of a full microbatch in which every job has its share of the tokens."""
+    lengths = {job.name: [length for batch in job.batches for length in batch] for job in jobs}
+    total = sum(map(sum, lengths.values()))
+    squares = sum(length * length for each in lengths.values() for length in each)
+    by_job = {name: capacity * sum(each) // total for name, each in lengths.items()} if total else {}
+    return RowCounts(capacity, squares * capacity // max(1, total), by_job)
+
+
+def why_not(case: ClusterCase, jobs: Sequence[JobOutline]) -> str | None:
+    """Return a sentence that says why these jobs do not fit together, or None if they do."""
+    case = recomputing(case)[-1]
+    least = capacities(case, jobs)[-1]
+    try:
+        lay_out(case, jobs, least)
+    except PlanError as error:
+        others = len(jobs) - 1
+        beside = f"with {others} other job{'s' if others > 1 else ''} running and " if others else ""
+        if case.stages > 1:
+            return f"does not fit {beside}with {least} tokens in a microbatch: {error}"
+        costs = case.costs(jobs, full_rows(jobs, least))
+        need = stage_cost(costs, 0, len(costs)).resident_bytes(1)
+        need += case.memory.slack_bytes + case.held_bytes * least
+        return (
+            f"needs {gib(need)} {beside}with {least} tokens in a microbatch, "
+            f"but {gib(case.budgets[0])} are available"
+        )
+    return None
+
+
+def placements(case: ClusterCase, jobs: Sequence[JobOutline]) -> list[Placement]:
+    """Return the placements that fit, from the largest capacity down.
+
+    One device has no waits that smaller capacities could shorten, but may choose what to recompute; a
+    pipeline recomputes only what it must.
+    """
+    found: list[Placement] = []
+    for choice in recomputing(case):
+        fitting = _fitting(choice, jobs)
+        if case.stages > 1:
+            found = list(fitting)
+            if found:
+                break
+        else:
+            largest = next(fitting, None)
+            found += [largest] if largest else []
+            if largest and largest.capacity >= case.max_tokens:
+                break
+    return found
+
+
+def _fitting(case: ClusterCase, jobs: Sequence[JobOutline]) -> Iterator[Placement]:
+    for capacity in capacities(case, jobs):
+        try:
+            yield lay_out(case, jobs, capacity)
+        except PlanError:
+            continue
+
+
+def descend(tried: Iterable[Placement], seconds: Callable[[Placement], float]) -> None:
+    """Evaluate the placements, until two consecutive capacities of a pipeline were worse.
+
+    With every halving, waits get shorter and passes more expensive; rounding to whole microbatches makes the
+    trend uneven.
+    """
+    least, worse = float("inf"), 0
+    for placement in tried:
+        now = seconds(placement)
+        worse = worse + 1 if now > least * (1 + ALIKE) else 0
+        if len(placement.stages) > 1 and worse == PATIENCE:
+            break
+        least = min(least, now)
