@@ -283,13 +283,13 @@ def test_a_job_with_a_larger_part_comes_aboard_later_and_the_buffers_grow_as_pro
         held = buffer_bytes(executor.adapters.steps)
         run(executor, plan(executor, [small], 1), [small])
         if later:
-            assert 0 < held <= promised_bytes(executor.adapters.steps, dtype.itemsize)
+            assert 0 < held <= promised_bytes(executor.adapters.travel, dtype.itemsize)
             take_aboard(executor, [large])
             assert (buffer_bytes(executor.adapters.steps) > held) == (piece > 64)
         assert (
             held
             <= buffer_bytes(executor.adapters.steps)
-            <= promised_bytes(executor.adapters.steps, dtype.itemsize)
+            <= promised_bytes(executor.adapters.travel, dtype.itemsize)
         )
         run(executor, plan(executor, [small, large], 2), [small, large])
         found.append(masters_of(executor))

@@ -129,9 +129,9 @@ class Short:
         return update(updates, factor_J)
 
 
-def promised_bytes(steps, value):
+def promised_bytes(travel, value):
     """What the plan counts for the buffers of whoever is aboard."""
-    together = [one.parts for one in steps.travel.travellers.values()]
+    together = [one.parts for one in travel.travellers.values()]
     stages = {stage for by_stage in together for stage in by_stage}
     sizes = [[by_stage[stage].size for by_stage in together if stage in by_stage] for stage in stages]
     return max(ring_bytes(parts, value) for parts in sizes)

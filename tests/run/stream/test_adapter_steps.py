@@ -382,7 +382,7 @@ def test_a_job_with_a_larger_part_makes_the_buffers_grow_to_what_is_promised_at_
     for count, training in enumerate((small, large, middle), start=1):
         due += aboard(steps, training)
         held.append(buffer_bytes(steps))
-        assert 0 < held[-1] <= promised_bytes(steps, value)
+        assert 0 < held[-1] <= promised_bytes(steps.travel, value)
         assert len(steps.ring.buffers) == PIECES
         for one, twin in zip(due, twins[:count], strict=True):
             gradient = drawn(twin, count)
