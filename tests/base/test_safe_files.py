@@ -19,11 +19,10 @@ import weftune
 from tests.base.folders import model_folder
 from tests.base.packs import CPU
 from tests.traversal import PAYLOADS
-from weftune.base.config import read_config
+from weftune.base.config import convert_command, read_config, weight_map
 from weftune.base.gguf import converted
 from weftune.base.host.streamed import weights_in_files
 from weftune.base.load import inspect, load_base, load_plain, load_tokenizer
-from weftune.base.safe_files import convert_command, weight_map
 from weftune.base.spec import BaseSpec
 from weftune.errors import BaseModelError
 

@@ -171,10 +171,7 @@ class Banks:
             totals=totals,
             groups=(*linears, *at_experts),
             serial=self._attachments,
-            tiled=not inserted
-            and not prefix_sites
-            and tiled_parts is not None
-            and all(group.banks[kind.name].tiled for group in at_experts),
+            tiled=not (inserted or prefix_sites or at_experts) and tiled_parts is not None,
             gathers=not inserted and not at_experts and kind.gathers(spec),
             tiled_linears=tiled_parts is not None,
             rows_before=before,

@@ -142,8 +142,6 @@ class SiteBank(Protocol):
 class ExpertBank(Protocol):
     """The parameters of all attached adapters of one kind at the experts of a layer."""
 
-    tiled: bool
-
     def attach(self, adapter: JobAdapter, weights: Parameters, totals: Parameters) -> None:
         """Attach a job; `weights` are what passes read, and `totals` the accumulators of its gradients."""
 

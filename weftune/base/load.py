@@ -28,13 +28,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from weftune.base.check import refuse_config
-from weftune.base.config import CONFIG, local_folder, refuse_absent
+from weftune.base.config import CONFIG, local_folder, no_safetensors, refuse_absent
 from weftune.base.decoders import ROTATES_IMAGES, SAME_ON_TEXT, WRAPPERS, within
 from weftune.base.gguf import FORMAT, converted, converted_into
 from weftune.base.model import Base
 from weftune.base.quant.linear import quantise_linears, replace_linears
 from weftune.base.quant.stored import CONFIG_KEY, Quantised, quantised
-from weftune.base.safe_files import no_safetensors
 from weftune.base.shape import model_shape
 from weftune.base.spec import DEMO, BaseSpec, Dtype
 from weftune.base.weights import (
@@ -300,6 +299,10 @@ def _of_causal_model(text: PretrainedConfig) -> PretrainedConfig:
     rope = values.get("rope_parameters") or {}
     values["rope_parameters"] = {key: value for key, value in rope.items() if key not in ROTATES_IMAGES}
     return AutoConfig.for_model(family, **values)
+
+
+def is_tower(model: PreTrainedModel) -> bool:
+    return isinstance(model.base_model, Tower)
 
 
 def as_tower(model: PreTrainedModel) -> PreTrainedModel:

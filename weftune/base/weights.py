@@ -1,18 +1,24 @@
-"""Reading of single tensors from a base's safetensors files."""
+"""Reading of single tensors from a base's safetensors files, and writing of a wrapper's files with a changed
+text tower."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
+from weftune.base.config import CONFIG, open_safetensors, read_config, weight_map
 from weftune.base.decoders import DOWN, EXPERTS, GATE_UP, MIXTURES, older_name
 from weftune.base.quant.formats import WeightFormat
 from weftune.base.quant.linear import FORMATS, quant_paths
@@ -25,13 +31,21 @@ from weftune.base.quant.read import (
     stored_matrix,
 )
 from weftune.base.quant.stored import Quantised
-from weftune.base.safe_files import open_safetensors, weight_map
 from weftune.base.shape import linears
+from weftune.base.spec import BaseSpec
 from weftune.core.shapes import layer_of
 
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Name of a dtype in safetensors → dtype."""
 HEAD = "lm_head.weight"
+
+BESIDE = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Files that a wrapper has beside its weights, its config and its tokenizer."""
 
 StoredNames = Mapping[str, tuple[str, ...]]
 """Parameter of a model → names of its parts in the files, usually one."""
@@ -276,3 +290,42 @@ def stored_dtype(files: WeightFiles) -> torch.dtype | None:
     if not found:
         return None
     return STORED.get(found.most_common(1)[0][0])
+
+
+def write_wrapper(model: PreTrainedModel, spec: BaseSpec, source: str, target: Path) -> None:
+    """Write the base's whole wrapper in the dtype of `model`, its text tower, one file at a time."""
+    files = weight_files(source, spec.revision)
+    assert files is not None
+    sizes = {file: _write_file(model, files, file, target) for file in sorted(set(files.files.values()))}
+    if len(sizes) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(files.files)}
+        (target / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
+    dtype = str(model.dtype).removeprefix("torch.")
+    (target / CONFIG).write_text(json.dumps(_in_dtype(read_config(spec), dtype), indent=2))
+    for name in BESIDE:
+        path = found_file(files.where, name, spec.revision)
+        if path is not None:
+            shutil.copyfile(path, target / name)
+
+
+def _write_file(model: PreTrainedModel, files: WeightFiles, file: str, target: Path) -> int:
+    """Write one file with the tower's own weights in their places, and return the bytes of its tensors."""
+    names = stored_names(model, files)
+    assert names is not None, "the tower was read from these files"
+    found = [(name, parts, part) for name, parts in names.items() for part in parts]
+    own = {part: part_of(model.get_parameter(name), parts, part) for name, parts, part in found}
+    here = [stored for stored, where in files.files.items() if where == file]
+    tensors: dict[str, Tensor] = {}
+    with open_safetensors(files.path(here[0])) as opened:
+        for stored in here:
+            value = own[stored] if stored in own else opened.get_tensor(stored)
+            value = value.detach()
+            tensors[stored] = (value.to(model.dtype) if value.is_floating_point() else value).contiguous()
+    save_file(tensors, target / file, metadata={"format": "pt"})
+    return sum(value.nbytes for value in tensors.values())
+
+
+def _in_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Set the dtype of the config and of the configs in it; older files have another key for it."""
+    inner = {key: _in_dtype(value, dtype) for key, value in config.items() if key.endswith("_config")}
+    return {key: value for key, value in config.items() if key != "torch_dtype"} | inner | {"dtype": dtype}

@@ -18,11 +18,20 @@ from transformers import PreTrainedModel
 from weftune.adapters.folder import CONFIG, JOB_FILE, WEIGHTS, refuse_no_adapter
 from weftune.adapters.plain_kind import PlainKind
 from weftune.adapters.registry import kind_of
-from weftune.base.load import best_device, inspect, load_plain, load_tokenizer, own_dtype, quantised_as
+from weftune.base.load import (
+    best_device,
+    inspect,
+    is_tower,
+    load_plain,
+    load_tokenizer,
+    model_source,
+    own_dtype,
+    quantised_as,
+)
 from weftune.base.quant.linear import dequantise_linears
-from weftune.base.rewrite import is_tower, write_wrapper
 from weftune.base.shape import embedding_module, model_shape, site_modules
 from weftune.base.spec import BaseSpec, Dtype
+from weftune.base.weights import write_wrapper
 from weftune.core.files import cache_folder, disk_errors, ordinary_modes, refuse_full_folder
 from weftune.data.prepare import prepare
 from weftune.data.samples import Samples
@@ -63,7 +72,7 @@ def write_merged(
         if not copy_tokenizer(folder, target):
             load_tokenizer(base).save_pretrained(target)
         if is_tower(model):
-            write_wrapper(model, base, target)
+            write_wrapper(model, base, model_source(base), target)
         else:
             mend_generation(model)
             model.save_pretrained(target)

@@ -123,8 +123,6 @@ class _ExpertSeat:
 class LoraExperts:
     """The adapters of all attached jobs that have one at the experts of a layer."""
 
-    tiled = False
-
     def __init__(self, sites: Sequence[SiteShape]) -> None:
         self._sites = {site.name: site for site in sites}
         self._seats: dict[str, _ExpertSeat] = {}

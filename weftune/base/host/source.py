@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from weftune.base.config import open_safetensors
 from weftune.base.host.pinned import host_bytes
 from weftune.base.quant.linear import quant_paths
-from weftune.base.safe_files import open_safetensors
 from weftune.base.weights import WeightFiles, part_of, refuse_other_shape, stored_names
 from weftune.errors import BaseModelError, WeightsLost
 from weftune.plan.layout.need import STAGING_BYTES
