@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from benchmarks.where import spent, traced
+from weftune.adapters.experts import ExpertBank
 from weftune.adapters.kind import JobAdapter
-from weftune.adapters.lora.apply import Lora, LoraExperts
+from weftune.adapters.lora.apply import Lora
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.bench.baselines import EXPERTS
 from weftune.bench.result import arguments, finish
@@ -37,7 +38,7 @@ class Layer:
 
     module: torch.nn.Module
     sites: tuple[SiteShape, ...]
-    bank: LoraExperts
+    bank: ExpertBank
     owners: Owners
     x_TD: Tensor
     chosen_Tk: Tensor
@@ -76,7 +77,7 @@ def layer_of(size: Size, jobs: int, tokens: int, rank: int, hardware: Hardware) 
         SiteShape(f"mlp.experts.{name}", *shape, experts=size.experts, active=size.active)
         for name, shape in zip(names, shapes, strict=True)
     )
-    bank, kind, spec = LoraExperts(sites), Lora(), LoraSpec(rank=rank, target_parameters=tuple(EXPERTS))
+    bank, kind, spec = ExpertBank(sites), Lora(), LoraSpec(rank=rank, target_parameters=tuple(EXPERTS))
     layout = kind.layout(spec, sites)
     for job in range(jobs):
         weights = torch.randn(layout.size, device=hardware.device, dtype=hardware.dtype) * 0.01

@@ -5,7 +5,7 @@ Shapes: T rows, K inputs, N outputs of a site.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,13 +16,12 @@ from weftune.core.batch import Microbatch, Segment
 from weftune.core.shapes import SiteShape
 from weftune.core.weights import Weight, frozen_product, part_of
 from weftune.ops.draw import parameter_key
-from weftune.ops.experts import ExpertPart
 from weftune.ops.lora.choice import Choices
 from weftune.ops.lora.computed import ComputedPair
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.scales import SiteScale
-from weftune.ops.lora.table import Entry, Group
+from weftune.ops.lora.table import Entry
 from weftune.ops.site import GatheredRows, RowScale, summed_product
 
 Parameters = Mapping[tuple[str, str], Tensor]
@@ -137,29 +136,6 @@ class SiteBank(Protocol):
 
     def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
         """Return its jobs' changes at one site, over whole tensors; `frozen` is the base's own part there."""
-
-
-class ExpertBank(Protocol):
-    """The parameters of all attached adapters of one kind at the experts of a layer."""
-
-    def attach(self, adapter: JobAdapter, weights: Parameters, totals: Parameters) -> None:
-        """Attach a job; `weights` are what passes read, and `totals` the accumulators of its gradients."""
-
-    def detach(self, job: str) -> None: ...
-
-    def present(self, bound: Pass) -> bool:
-        """Whether any of its jobs has rows in the pass."""
-
-    def parts(self, site: str, bound: Pass) -> Iterable[ExpertPart]:
-        """Return what its jobs add at a parameter of the experts; gradients of their weights are
-        accumulated."""
-
-    def group(self, site: str, device: torch.device) -> Group | None:
-        """Return all adapters at one of the experts' parameters as the tiled kernels find them: slot n · E +
-        e is the n-th at expert e. None if there are none."""
-
-    def numbers(self, jobs: tuple[str | None, ...], device: torch.device) -> Tensor:
-        """Return the index of each job's adapter there as int32, −1 for a job without one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weftune.adapters.experts import ExpertBank
 from weftune.adapters.files import read_tensors, write_folder
 from weftune.adapters.folder import CONFIG, damage_told, read_config, refuse_slow
 from weftune.adapters.kind import (
-    ExpertBank,
     Frozen,
     JobAdapter,
     NewAdapter,

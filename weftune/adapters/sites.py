@@ -17,7 +17,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from weftune.adapters.kind import ExpertBank, Frozen, Pass, SiteBank, SiteParts
+from weftune.adapters.experts import ExpertBank
+from weftune.adapters.kind import Frozen, Pass, SiteBank, SiteParts
 from weftune.adapters.tiled import TiledBank
 from weftune.core.batch import Microbatch, to_device
 from weftune.core.shapes import SiteShape

@@ -1,20 +1,20 @@
-"""LoRA: every job's A and B at a group of sites, or for every expert of a layer, in the job's own flat
+"""LoRA: every job's A and B at a group of sites, in the job's own flat
 vector.
 
-Shapes: T rows, K inputs, N outputs, r ranks of a job, E experts. B is held transposed, [r, N], so that each
+Shapes: T rows, K inputs, N outputs, r ranks of a job. B is held transposed, [r, N], so that each
 row of either matrix belongs to one rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from weftune.adapters.experts import ExpertBank
 from weftune.adapters.kind import (
     Frozen,
     JobAdapter,
@@ -40,16 +40,10 @@ from weftune.adapters.target import TOKENS
 from weftune.adapters.token_rows import fill_tokens
 from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
-from weftune.ops.accumulate import accumulated
 from weftune.ops.draw import fill_uniform_alike
 from weftune.ops.dropout import key
-from weftune.ops.experts import ExpertPart
 from weftune.ops.lora.routes import Block, Blocks, Factors, add_lora
-from weftune.ops.lora.table import Entry, Group, SlotTable, bands_for
-from weftune.ops.lora.tiling import MIN_RANK
-
-LEAST_SEATS = 8
-"""Initial number of jobs that the kernels' tables have room for."""
+from weftune.ops.lora.table import Entry
 
 
 class LoraBank:
@@ -104,91 +98,6 @@ def low_rank(at: SiteTensors) -> Entry:
     return Entry(at.weight(A), at.weight(B), at.total(A), at.total(B), scale, spec.dropout)
 
 
-@dataclass(frozen=True, slots=True)
-class _ExpertSeat:
-    adapter: JobAdapter
-    number: int
-    """Index in the kernels' tables."""
-    weights: Parameters
-    totals: Parameters
-
-    def entry(self, site: str) -> Entry | None:
-        if (site, A) not in self.weights:
-            return None
-        a_ErK, b_ErN = (self.weights[site, name] for name in (A, B))
-        da_ErK, db_ErN = (self.totals[site, name] for name in (A, B))
-        return Entry(a_ErK, b_ErN, da_ErK, db_ErN, self.adapter.spec.scale_at(site), dropout=0.0)
-
-
-class LoraExperts:
-    """The adapters of all attached jobs that have one at the experts of a layer."""
-
-    def __init__(self, sites: Sequence[SiteShape]) -> None:
-        self._sites = {site.name: site for site in sites}
-        self._seats: dict[str, _ExpertSeat] = {}
-        self._room, self._rank = LEAST_SEATS, MIN_RANK
-        self._tables: dict[str, SlotTable] = {}
-        """Site → table, until a job is attached or detached."""
-        self._numbers: dict[tuple[str | None, ...], Tensor] = {}
-
-    def attach(self, adapter: JobAdapter, weights: Parameters, totals: Parameters) -> None:
-        """Attach a job. Jobs with adapters at these experts are numbered separately."""
-        taken = {seat.number for seat in self._seats.values()}
-        number = next(number for number in range(len(taken) + 1) if number not in taken)
-        self._seats[adapter.job] = _ExpertSeat(adapter, number, weights, totals)
-        # Both only grow, so that detaching a job does not cause kernels to be compiled.
-        self._room = max(self._room, 1 << number.bit_length())
-        self._rank = max(self._rank, *(adapter.spec.rank_at(site) for site in self._sites))
-        self._forget()
-
-    def detach(self, job: str) -> None:
-        del self._seats[job]
-        self._forget()
-
-    def _forget(self) -> None:
-        self._tables, self._numbers = {}, {}
-
-    def present(self, bound: Pass) -> bool:
-        return any(segment.through in self._seats for segment in bound.microbatch.segments)
-
-    def parts(self, site: str, bound: Pass) -> Iterator[ExpertPart]:
-        for segment in bound.microbatch.segments:
-            seat = self._seats.get(segment.through or "")
-            if seat is None or (site, A) not in seat.weights:
-                continue
-            totals = bound.totals[seat.adapter.job]
-            a_ErK, b_ErN = (
-                accumulated(seat.weights[site, name], totals[site, name], bound.anchor) for name in (A, B)
-            )
-            yield ExpertPart(segment.start, segment.stop, a_ErK, b_ErN, seat.adapter.spec.scale_at(site))
-
-    def numbers(self, jobs: tuple[str | None, ...], device: torch.device) -> Tensor:
-        if jobs not in self._numbers:
-            seats = [self._seats.get(job or "") for job in jobs]
-            found = torch.tensor([-1 if seat is None else seat.number for seat in seats], dtype=torch.int32)
-            self._numbers[jobs] = found.to(device)
-        return self._numbers[jobs]
-
-    def group(self, site: str, device: torch.device) -> Group | None:
-        if not any((site, A) in seat.weights for seat in self._seats.values()):
-            return None
-        shape = self._sites[site]
-        if site not in self._tables:
-            self._tables[site] = self._table(shape, device)
-        return Group(((0, shape.out_features),), self._tables[site], self._rank, drops=False)
-
-    def _table(self, site: SiteShape, device: torch.device) -> SlotTable:
-        aligned = all(width % 8 == 0 for width in (site.in_features, site.out_features))
-        slots, bands = self._room * site.experts, bands_for(self._rank)
-        table = SlotTable.empty([site.name], slots, device, aligned, bands)
-        views = table.host_views()
-        for seat in self._seats.values():
-            if (entry := seat.entry(site.name)) is not None:
-                table.put_experts(views, seat.number * site.experts, entry)
-        table.send()
-        return table
-
-
 def draw(new: NewAdapter) -> None:
     """Draw A uniformly within ±1/√K, as PEFT does, and set B to zero; other parameters are not changed."""
     if zeros := [value for (_, name), value in new.parameters.items() if name == B]:
@@ -216,8 +125,8 @@ class Lora(PlainKind):
     def bank(self, sites: Sequence[SiteShape]) -> LoraBank:
         return LoraBank(sites)
 
-    def expert_bank(self, sites: Sequence[SiteShape]) -> LoraExperts:
-        return LoraExperts(sites)
+    def expert_bank(self, sites: Sequence[SiteShape]) -> ExpertBank:
+        return ExpertBank(sites)
 
     def is_tiled(self, spec: LoraSpec) -> bool:
         return True

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -165,44 +164,27 @@ def _not_as_they_are(base: str, reason: str) -> BaseModelError:
     return BaseModelError(f"The weights of {base} cannot be read from their files in every step: {reason}.")
 
 
-class StageSource(Protocol):
-    @property
-    def size(self) -> int:
-        """Bytes of the stage."""
-        ...
-
-    @property
-    def blocks(self) -> bool:
-        """Whether `copy_to` waits for files, so that a thread should call it."""
-        ...
-
-    def copy_to(self, slot: Tensor) -> None:
-        """Copy all bytes, on the current stream."""
-        ...
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Return a range of its bytes on the host, for inspection."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class HostStage:
     """A stage in contiguous host memory, page-locked if the device is a GPU."""
 
     held: Tensor
     blocks = False
+    """Whether `copy_to` waits for files, so that a thread should call it."""
 
     @property
     def size(self) -> int:
         return len(self.held)
 
     def copy_to(self, slot: Tensor) -> None:
+        """Copy all bytes, on the current stream."""
         # In chunks, between which the link can serve transfers for Steps.
         for start in range(0, self.size, CHUNK_BYTES):
             stop = min(start + CHUNK_BYTES, self.size)
             slot[start:stop].copy_(self.held[start:stop], non_blocking=True)
 
     def read(self, start: int, stop: int) -> Tensor:
+        """Return a range of its bytes on the host, for inspection."""
         return self.held[start:stop]
 
 
@@ -293,3 +275,6 @@ class MappedStage:
         """Read the stage's bytes from `start` on into `out`. Nothing is written between two parameters."""
         for part in self.parts:
             part.read(start, out)
+
+
+StageSource = HostStage | MappedStage

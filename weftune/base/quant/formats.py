@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -48,20 +47,6 @@ LEAST_CAPABILITY = (8, 9)
 """CUDA capability of the first GPUs with fp8 tensor cores: Ada, then Hopper."""
 
 
-class WeightFormat(Protocol):
-    @property
-    def name(self) -> Quantize: ...
-
-    def parts(self, outputs: int, inputs: int) -> Mapping[str, Tensor]:
-        """Return the tensors of a matrix of that shape by name, without values; the largest is `weight`."""
-
-    def quantise(self, weight_NK: Tensor) -> dict[str, Tensor]:
-        """Return these tensors, on the device of the matrix."""
-
-    def write(self, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
-        """Write the matrix, in the dtype of `out_NK`, which is contiguous in memory."""
-
-
 def _without_values(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -75,12 +60,14 @@ class Int8:
     codes = torch.int8
 
     def parts(self, outputs: int, inputs: int) -> dict[str, Tensor]:
+        """Return the tensors of a matrix of that shape by name, without values; the largest is `weight`."""
         return {
             "weight": _without_values(self.codes, outputs, inputs),
             "scale": _without_values(torch.float32, outputs),
         }
 
     def quantise(self, weight_NK: Tensor) -> dict[str, Tensor]:
+        """Return these tensors, on the device of the matrix."""
         codes_NK = torch.empty(weight_NK.shape, dtype=self.codes, device=weight_NK.device)
         scale_N = torch.empty(len(weight_NK), device=weight_NK.device)
         rows = max(1, READ_VALUES // weight_NK.shape[1])
@@ -99,6 +86,7 @@ class Int8:
         return codes_NK.to(torch.int8), scale_N
 
     def write(self, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
+        """Write the matrix, in the dtype of `out_NK`, which is contiguous in memory."""
         rows = max(1, piece_values(out_NK.device) // out_NK.shape[1])
         pieces = (tensor.split(rows) for tensor in (out_NK, parts["weight"], parts["scale"]))
         for out_RK, codes_RK, scale_R in zip(*pieces, strict=True):
@@ -180,6 +168,10 @@ class Nf4:
             values = pair_C2.index_select(0, bits).view(-1)[: stop - start]
             scale_B = absmax_B[start // NF4_BLOCK : -(-stop // NF4_BLOCK)]
             out[start:stop].copy_(_scaled(values, scale_B, NF4_BLOCK))
+
+
+WeightFormat = Int8 | Nf4
+"""Any format; fp8 extends int8."""
 
 
 def _in_blocks(values: Tensor, code: Tensor, block: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,115 @@
+"""A bank of LoRA's A and B for every expert of a layer.
+
+Shapes: E experts, r ranks of one of them, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weftune.adapters.kind import JobAdapter, Parameters, Pass
+from weftune.adapters.lora.spec import A, B
+from weftune.core.shapes import SiteShape
+from weftune.ops.accumulate import accumulated
+from weftune.ops.experts import ExpertPart
+from weftune.ops.lora.table import Entry, Group, SlotTable, bands_for
+from weftune.ops.lora.tiling import MIN_RANK
+
+LEAST_SEATS = 8
+"""Initial number of jobs that the kernels' tables have room for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertSeat:
+    adapter: JobAdapter
+    number: int
+    """Index in the kernels' tables."""
+    weights: Parameters
+    totals: Parameters
+
+    def entry(self, site: str) -> Entry | None:
+        if (site, A) not in self.weights:
+            return None
+        a_ErK, b_ErN = (self.weights[site, name] for name in (A, B))
+        da_ErK, db_ErN = (self.totals[site, name] for name in (A, B))
+        return Entry(a_ErK, b_ErN, da_ErK, db_ErN, self.adapter.spec.scale_at(site), dropout=0.0)
+
+
+class ExpertBank:
+    """The adapters of all attached jobs at the experts of a layer: an A and a B for every expert."""
+
+    def __init__(self, sites: Sequence[SiteShape]) -> None:
+        self._sites = {site.name: site for site in sites}
+        self._seats: dict[str, _ExpertSeat] = {}
+        self._room, self._rank = LEAST_SEATS, MIN_RANK
+        self._tables: dict[str, SlotTable] = {}
+        """Site → table, until a job is attached or detached."""
+        self._numbers: dict[tuple[str | None, ...], Tensor] = {}
+
+    def attach(self, adapter: JobAdapter, weights: Parameters, totals: Parameters) -> None:
+        """Attach a job; `weights` are what passes read, and `totals` the accumulators of its gradients. Jobs
+        with adapters at these experts are numbered separately."""
+        taken = {seat.number for seat in self._seats.values()}
+        number = next(number for number in range(len(taken) + 1) if number not in taken)
+        self._seats[adapter.job] = _ExpertSeat(adapter, number, weights, totals)
+        # Both only grow, so that detaching a job does not cause kernels to be compiled.
+        self._room = max(self._room, 1 << number.bit_length())
+        self._rank = max(self._rank, *(adapter.spec.rank_at(site) for site in self._sites))
+        self._forget()
+
+    def detach(self, job: str) -> None:
+        del self._seats[job]
+        self._forget()
+
+    def _forget(self) -> None:
+        self._tables, self._numbers = {}, {}
+
+    def present(self, bound: Pass) -> bool:
+        """Whether any of its jobs has rows in the pass."""
+        return any(segment.through in self._seats for segment in bound.microbatch.segments)
+
+    def parts(self, site: str, bound: Pass) -> Iterator[ExpertPart]:
+        """Yield what its jobs add at a parameter of the experts; gradients of their weights are
+        accumulated."""
+        for segment in bound.microbatch.segments:
+            seat = self._seats.get(segment.through or "")
+            if seat is None or (site, A) not in seat.weights:
+                continue
+            totals = bound.totals[seat.adapter.job]
+            a_ErK, b_ErN = (
+                accumulated(seat.weights[site, name], totals[site, name], bound.anchor) for name in (A, B)
+            )
+            yield ExpertPart(segment.start, segment.stop, a_ErK, b_ErN, seat.adapter.spec.scale_at(site))
+
+    def numbers(self, jobs: tuple[str | None, ...], device: torch.device) -> Tensor:
+        """Return the index of each job's adapter there as int32, −1 for a job without one."""
+        if jobs not in self._numbers:
+            seats = [self._seats.get(job or "") for job in jobs]
+            found = torch.tensor([-1 if seat is None else seat.number for seat in seats], dtype=torch.int32)
+            self._numbers[jobs] = found.to(device)
+        return self._numbers[jobs]
+
+    def group(self, site: str, device: torch.device) -> Group | None:
+        """Return all adapters at a parameter of the experts as the tiled kernels find them: slot n · E + e is
+        the n-th at expert e. None if there are none."""
+        if not any((site, A) in seat.weights for seat in self._seats.values()):
+            return None
+        shape = self._sites[site]
+        if site not in self._tables:
+            self._tables[site] = self._table(shape, device)
+        return Group(((0, shape.out_features),), self._tables[site], self._rank, drops=False)
+
+    def _table(self, site: SiteShape, device: torch.device) -> SlotTable:
+        aligned = all(width % 8 == 0 for width in (site.in_features, site.out_features))
+        slots, bands = self._room * site.experts, bands_for(self._rank)
+        table = SlotTable.empty([site.name], slots, device, aligned, bands)
+        views = table.host_views()
+        for seat in self._seats.values():
+            if (entry := seat.entry(site.name)) is not None:
+                table.put_experts(views, seat.number * site.experts, entry)
+        table.send()
+        return table
