@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from weftune.base.check import refuse_config
-from weftune.base.config import CONFIG, local_folder, no_safetensors, refuse_absent
+from weftune.base.config import local_folder, no_safetensors, refuse_absent
 from weftune.base.decoders import ROTATES_IMAGES, SAME_ON_TEXT, WRAPPERS, within
 from weftune.base.gguf import FORMAT, converted, converted_into
 from weftune.base.model import Base
@@ -110,11 +110,7 @@ def model_source(spec: BaseSpec) -> str:
 def demo_folder() -> Path:
     """Return the folder of SmolLM2-135M-Instruct, converted from the package that contains it."""
     file = demo_file()
-    return converted_into(demo_target(file), file)
-
-
-def demo_target(file: Path) -> Path:
-    return cache_folder() / "demo" / f"{file.stem}-{FORMAT}"
+    return converted_into(cache_folder() / "demo" / f"{file.stem}-{FORMAT}", file)
 
 
 def demo_file() -> Path:
@@ -177,12 +173,6 @@ def inspect(spec: BaseSpec, device: torch.device | None = None) -> ModelShape:
         stored = config.quantised is not None and config.quantised.stored
         files = weight_files(source, spec.revision) if stored else None
         return model_shape(bare_model(config, dtype, files), dtype)
-
-
-def shape_at_hand(spec: BaseSpec) -> ModelShape | None:
-    """Return its shape if nothing has to be fetched or converted for it, otherwise None."""
-    folder = demo_target(demo_file()) if spec.model == DEMO else Path(spec.model).expanduser()
-    return inspect(spec) if (folder / CONFIG).is_file() else None
 
 
 def load_base(spec: BaseSpec, device: torch.device) -> Base:
