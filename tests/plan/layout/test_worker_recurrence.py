@@ -8,7 +8,7 @@ from tests.plan.program.test_check import course
 from tests.plan.window.test_streamed_workers import cut, cuts
 from weftune.plan.cost.time import Line
 from weftune.plan.layout.recurrence import StageRound, round_ends, round_seconds
-from weftune.plan.program.prices import Link, PassPrice, PricedCluster, PricedDevice, Prices
+from weftune.plan.program.prices import Link, PassPrice, PricedCluster, Prices
 from weftune.plan.program.program import Step
 from weftune.plan.program.simulate import simulate
 from weftune.plan.window.pace import LoadPace, StagePace, timeline_foreseen
@@ -24,8 +24,7 @@ def ends_simulated(stages, chosen, microbatches, bandwidth, rounds):
     prices = Prices(
         (passes,) * len(program.microbatches), weight_bytes=tuple(one.load_bytes for one in stages)
     )
-    device = PricedDevice(1 << 40, Link(bandwidth))
-    timeline = simulate(program, prices, PricedCluster((device,) * chosen.workers))
+    timeline = simulate(program, prices, PricedCluster(chosen.workers, host=Link(bandwidth)))
     return [one.start for one in timeline.events if isinstance(one.action, Step) and one.device == 0]
 
 
