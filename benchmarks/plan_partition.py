@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
+from benchmarks.contention import Root, contended_seconds, fastest_order
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
 from weftune.plan.cost.layers import LayerCost
@@ -25,7 +26,6 @@ from weftune.plan.layout.mobius_step import (
     step_seconds,
     visits,
 )
-from weftune.plan.studies.contention import Root, contended_seconds, fastest_order
 
 BYTES = 2
 RANK = 16

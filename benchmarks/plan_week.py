@@ -24,6 +24,7 @@ from statistics import fmean
 from typing import Any
 
 import weftune
+from benchmarks.rivals import at_its_best, greedily_packed, one_piped_after_another
 from benchmarks.trace import WEEK, Kind, Pace, Served, Service, trace
 from weftune.base.architecture import model_shape
 from weftune.bench.result import arguments, finish
@@ -32,7 +33,7 @@ from weftune.core.shapes import JobShape
 from weftune.plan.cost.cluster import GIB, Device, make_cluster
 from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.studies.placement import ClusterCase, cluster_case, placements
-from weftune.plan.studies.search import at_its_best, greedily_packed, one_piped_after_another, outlook
+from weftune.plan.studies.search import outlook
 
 LENGTHS = json.loads((Path(weftune.__file__).parent / "bench" / "lengths.json").read_text())
 GPUS, WIDTHS, MOST = 128, (1, 2, 4), 32

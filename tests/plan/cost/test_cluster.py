@@ -52,7 +52,7 @@ def test_a_file_may_mix_devices_and_describe_its_own():
     assert found.devices[2].memory_bytes == 10 << 30
     assert found.link == Link(12e9, 20e-6)
     priced = found.priced()
-    assert [device.root for device in priced.devices] == [0, 0, 1]
+    assert priced.homes == (0, 0, 1)
     assert len(priced.roots) == 2
 
 
@@ -113,7 +113,7 @@ def test_the_way_to_the_host_may_be_told():
     found = cluster_from({"devices": ["2xH100"], "host": {"bandwidth_gbs": 13, "latency_us": 5}}, "c.yaml")
     assert found.host == Link(13e9, 5e-6)
     priced = found.priced()
-    assert priced.devices[0].host == found.host
+    assert priced.host == found.host
     assert priced.roots == (13e9,)
     with pytest.raises(PlanError, match="host must be a mapping with bandwidth_gbs"):
         cluster_from({"devices": ["2xH100"], "host": "pcie"}, "c.yaml")

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.rivals import at_its_best, greedily_packed, one_piped_after_another
 from tests.plan.outlooks import PARAMETERS, SHAPE, ground, outline, outlines
 from weftune.errors import PlanError
 from weftune.plan.cost.cluster import parse_cluster
@@ -23,14 +24,7 @@ from weftune.plan.studies.placement import (
     why_not,
 )
 from weftune.plan.studies.scheme import SchemeOrder, run_scheme
-from weftune.plan.studies.search import (
-    PIPELINE_ORDERS,
-    at_its_best,
-    candidates,
-    greedily_packed,
-    one_piped_after_another,
-    outlook,
-)
+from weftune.plan.studies.search import PIPELINE_ORDERS, candidates, outlook
 
 FOUR = "4xA100-80G:pcie"
 RIVALS = (one_piped_after_another, greedily_packed)

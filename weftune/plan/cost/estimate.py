@@ -117,27 +117,28 @@ def base_layers(shape: ModelShape, kept: int, apart: bool) -> tuple[BaseLayer, .
 
 def layer_bytes(shape: ModelShape) -> int:
     """Return the weight bytes of the largest layer."""
-    layers = base_layers(shape, 0, apart=False)
-    return max(layer.weight_bytes for layer in layers if layer.kind == "layer")
+    return max(layer.weight_bytes for layer in _inner_layers(shape))
 
 
 def dequantised_bytes(shape: ModelShape) -> int:
     """Return the most bytes that a pass over one layer reads and writes to dequantise its weights; 0 if they
     are stored as matrices, or multiplied as they are stored."""
-    layers = base_layers(shape, 0, apart=False)
-    return max(_moved_bytes(layer) if layer.matrix_bytes else 0 for layer in layers if layer.kind == "layer")
+    return max(_moved_bytes(layer) if layer.matrix_bytes else 0 for layer in _inner_layers(shape))
+
+
+def layer_flops(shape: ModelShape) -> int:
+    """Return the FLOPs per token of a pass over the most expensive layer."""
+    return max(layer.flops for layer in _inner_layers(shape))
+
+
+def _inner_layers(shape: ModelShape) -> tuple[BaseLayer, ...]:
+    return base_layers(shape, 0, apart=False)[1:-1]
 
 
 def _moved_bytes(layer: BaseLayer) -> int:
     """Return the weight bytes that a pass over a layer moves: a dequantised matrix is written and read
     again."""
     return layer.weight_bytes + 2 * layer.matrix_bytes
-
-
-def layer_flops(shape: ModelShape) -> int:
-    """Return the FLOPs per token of a pass over the most expensive layer."""
-    layers = base_layers(shape, 0, apart=False)
-    return max(layer.flops for layer in layers if layer.kind == "layer")
 
 
 def _layer(shape: ModelShape, sites: tuple[SiteShape, ...], kept: int, handed: int) -> BaseLayer:

@@ -8,7 +8,7 @@ recent peaks exceed the fit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -101,10 +101,4 @@ def fit_memory(peaks: Sequence[Peak], known: MemoryFit = UNFITTED) -> MemoryFit:
 
 def safer(first: MemoryFit, second: MemoryFit) -> MemoryFit:
     """Return the larger of the two fits, factor by factor."""
-    return MemoryFit(
-        state=max(first.state, second.state),
-        activations=max(first.activations, second.activations),
-        slack=max(first.slack, second.slack),
-        head=max(first.head, second.head),
-        error=max(first.error, second.error),
-    )
+    return MemoryFit(**{name: max(getattr(first, name), value) for name, value in asdict(second).items()})

@@ -9,51 +9,37 @@ from weftune.plan.outlook.streamed import StreamOutlook
 
 def explain(found: Prediction, source: str) -> list[str]:
     """Return the sentences for a base that is resident on its devices."""
-    sentences = [f"Times are {source}.", _capacity(found), _recompute(found), _stages(found), _groups(found)]
-    return [*sentences, _optimizer(found)] if found.choice.layout.optimizer_offloaded else sentences
-
-
-def _capacity(found: Prediction) -> str:
-    choice, capacity = found.choice, found.program.capacity
-    smaller = "" if capacity >= choice.capacity else f", since {choice.capacity:,} does not fit"
-    need = found.window.promise.peak_bytes
-    return (
-        f"Token capacity {capacity:,}{smaller}: the first window needs {gib(need)} of the "
-        f"{gib(choice.memory.budget)} that may be taken of the fullest device."
-    )
-
-
-def _recompute(found: Prediction) -> str:
-    recompute = found.program.recompute
-    if recompute.layers:
-        return f"{recompute.layers} layers are recomputed in the backward: otherwise memory is short."
-    if recompute.outputs:
-        return "Outputs of norms and activations are recomputed in the backward: otherwise memory is short."
-    return "Nothing is recomputed in the backward: memory suffices."
-
-
-def _stages(found: Prediction) -> str:
-    stages = found.choice.layout.stages
-    if len(stages) == 1:
-        return "One stage: the whole base fits a device."
-    counts = " + ".join(str(stage.count) for stage in stages)
-    return f"{len(stages)} stages of {counts} layers: the slowest is as fast as can be, both ends counted."
-
-
-def _groups(found: Prediction) -> str:
-    groups = shared_groups(found.program)
-    names = "; ".join(" + ".join(group) for group in groups)
-    microbatches = f"{found.forecast.microbatches} microbatches in {found.forecast.steps} rounds"
-    return f"Jobs that share microbatches: {names}. {microbatches}."
-
-
-def _optimizer(found: Prediction) -> str:
-    choice = found.choice
-    return (
-        f"Master weights and moments live in host memory, which needs {gib(choice.host_bytes)}: they are "
-        "copied to the device for Steps and back, beside passes of other jobs; the adapter weights that "
-        "passes read and their gradients stay on the device."
-    )
+    choice, program, forecast = found.choice, found.program, found.forecast
+    smaller = "" if program.capacity >= choice.capacity else f", since {choice.capacity:,} does not fit"
+    recomputed = "Nothing is recomputed in the backward: memory suffices."
+    if program.recompute.layers:
+        recomputed = f"{program.recompute.layers} layers are recomputed in the backward"
+        recomputed += ": otherwise memory is short."
+    elif program.recompute.outputs:
+        recomputed = "Outputs of norms and activations are recomputed in the backward"
+        recomputed += ": otherwise memory is short."
+    stages, cut = choice.layout.stages, "One stage: the whole base fits a device."
+    if len(stages) > 1:
+        counts = " + ".join(str(stage.count) for stage in stages)
+        cut = f"{len(stages)} stages of {counts} layers: the slowest is as fast as can be, both ends counted."
+    groups = "; ".join(" + ".join(group) for group in shared_groups(program))
+    sentences = [
+        f"Times are {source}.",
+        f"Token capacity {program.capacity:,}{smaller}: the first window needs "
+        f"{gib(found.window.promise.peak_bytes)} of the {gib(choice.memory.budget)} that may be taken of the "
+        "fullest device.",
+        recomputed,
+        cut,
+        f"Jobs that share microbatches: {groups}. {forecast.microbatches} microbatches in {forecast.steps} "
+        "rounds.",
+    ]
+    if choice.layout.optimizer_offloaded:
+        sentences.append(
+            f"Master weights and moments live in host memory, which needs {gib(choice.host_bytes)}: they are "
+            "copied to the device for Steps and back, beside passes of other jobs; the adapter weights that "
+            "passes read and their gradients stay on the device."
+        )
+    return sentences
 
 
 def explain_streams(found: StreamOutlook, source: str) -> list[str]:

@@ -1,5 +1,5 @@
 """Forecast for a cluster: every grouping in every order at every placement, of which only those that may
-still win are simulated; and rivals, the schemes by which other systems would run the same jobs."""
+still win are simulated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from weftune.errors import Mistake, PlanError
 from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.cost.memory import gib
-from weftune.plan.outlook.forecast import Forecast, in_turn
+from weftune.plan.outlook.forecast import Forecast
 from weftune.plan.pack.merge import JobLengths, group
 from weftune.plan.studies.placement import ALIKE, ClusterCase, Placement, descend, placements, why_not
 from weftune.plan.studies.scheme import (
@@ -214,41 +214,3 @@ class Search:
             *(replace(scheme, order=order) for order in self.orders),
         ]
         return [one for one in map(self.sorted_for, schemes) if one != scheme]
-
-
-# -- rivals -------------------------------------------------------------------------------------------------
-
-
-def one_piped_after_another(jobs: Sequence[JobOutline]) -> list[Scheme]:
-    return [Scheme("1F1B per job", (names,), limits=GREEDY, shift=False) for names in alone(jobs)]
-
-
-def greedily_packed(jobs: Sequence[JobOutline]) -> list[Scheme]:
-    together = tuple(job.name for job in jobs)
-    return [Scheme("greedy packing only", (together,), limits=GREEDY, shift=False)]
-
-
-def at_its_best(
-    schemes: Sequence[Scheme], tried: Sequence[Placement], jobs: Sequence[JobOutline]
-) -> Forecast:
-    """Return a simulation of schemes that run one after another, each with its own jobs, at the capacity at
-    which they should be fastest, of those where they fit."""
-    ordered: list[tuple[float, list[Proposal]]] = []
-
-    def seconds(placement: Placement) -> float:
-        parts = [
-            Search(placement, [job for job in jobs if any(job.name in names for names in scheme.groups)])
-            for scheme in schemes
-        ]
-        found = [part.propose("", scheme) for part, scheme in zip(parts, schemes, strict=True)]
-        least = sum(one.least for one in found)
-        ordered.append((least, found))
-        return least
-
-    descend(tried, seconds)
-    runs: list[Forecast] = []
-    for _, found in sorted(ordered, key=lambda one: one[0]):
-        runs.append(in_turn([one.simulate().forecast for one in found]))
-        if runs[-1].fits:
-            return runs[-1]
-    return runs[0]
