@@ -93,7 +93,7 @@ def test_a_timeline_of_any_length_stays_within_its_bytes() -> None:
         for at in range(60_000)
     ]
     data = timeline_data(bars, ["device 0 compute"], 60_000.0)
-    assert len(json.dumps(data)) < 1.2 * module.MOST_BYTES
+    assert len(json.dumps(data)) < 1.2 * module.MAX_BYTES
     assert 1000 < data["drawn"] < data["all"] == 60_000
 
 
@@ -152,7 +152,7 @@ def test_a_worker_has_its_foreseen_bubbles_beside_the_measured_ones(run, timelin
 
 
 def test_of_a_long_window_the_first_actions_are_drawn_and_the_page_says_so(run, monkeypatch):
-    monkeypatch.setattr(module, "MOST_BARS", 5)
+    monkeypatch.setattr(module, "MAX_BARS", 5)
     cut = drawn(run.timeline, run.program)
     assert len(cut.bars) == 5
     assert max(one.start for one in cut.bars) <= min(
@@ -170,5 +170,5 @@ def test_the_page_shows_them_and_names_from_outside_stay_text(timelines, tmp_pat
     write_timelines(tmp_path, replace(timelines, measured=replace(timelines.measured, bars=bars)))
     page = write_report(tmp_path).read_text()
     assert page.index("<h3>Predicted</h3>") < page.index("<h3>Measured</h3>")
-    assert "bubbles foreseen" in page
+    assert "bubbles predicted" in page
     assert "<img src=x>" not in page

@@ -8,8 +8,20 @@ import pytest
 
 from tests.plan.outlooks import ground, outlines
 from weftune.plan.studies.search import outlook
-from weftune.report.gantt import COLOURS, job_colours, job_strips, rows
-from weftune.report.gantt_png import FOOT, GAP, LEFT, RIGHT, ROW, TOP, WIDTH, gantt_png, require_pillow, ticks
+from weftune.report.gantt import COLOURS, job_colours, rows
+from weftune.report.gantt_png import (
+    FOOT,
+    GAP,
+    LEFT,
+    RIGHT,
+    ROW,
+    TOP,
+    WIDTH,
+    gantt_png,
+    job_strips,
+    require_pillow,
+    ticks,
+)
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -40,10 +52,10 @@ def test_the_foot_of_a_pass_and_the_legend_have_the_colour_of_its_job():
     colours = job_colours(run.program)
     assert len(set(colours.values())) == len(colours) == 3
     foot = TOP + ROW - GAP // 2 - FOOT // 2
-    for strip in job_strips(run.timeline, run.program):
-        middle = (strip.start + strip.stop) / 2 / run.timeline.makespan
+    for _, job, start, stop in job_strips(run.timeline, run.program):
+        middle = (start + stop) / 2 / run.timeline.makespan
         across = LEFT + (WIDTH - LEFT - RIGHT) * middle
-        assert written(picture.getpixel((int(across), foot))) == colours[strip.job]
+        assert written(picture.getpixel((int(across), foot))) == colours[job]
     legend = picture.crop((0, TOP + ROW * len(rows(run.timeline)), WIDTH, picture.height))
     seen = {written(colour) for _, colour in legend.getcolors(1 << 16)}
     assert set(colours.values()) <= seen

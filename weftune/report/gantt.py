@@ -23,10 +23,10 @@ from weftune.report.words import plural
 
 TICKS_PER_WINDOW = 1_000_000
 """Ticks in the drawn time; starts and lengths are whole numbers of ticks."""
-MOST_BYTES = 400_000
+MAX_BYTES = 400_000
 """Maximum bytes of a timeline's data; of a longer one the first actions are drawn. A page has at most two
 timelines."""
-_LONGEST_TEXT = 160
+_MAX_TEXT = 160
 COLOURS = {
     "forward": "#3b7ddd",
     "backward": "#1e9e6a",
@@ -38,6 +38,15 @@ COLOURS = {
     "other": "#8a94a6",
 }
 KINDS = tuple(COLOURS)
+_KIND_NAMES: Mapping[type, str] = {
+    Forward: "forward",
+    Backward: "backward",
+    Evaluate: "evaluate",
+    Send: "send",
+    Recv: "receive",
+    Load: "load",
+    Step: "step",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +124,9 @@ def timeline_data(
     while True:
         data = _data(ordered[:count], lanes, seconds, program)
         size = len(json.dumps(data, separators=(",", ":")))
-        if size <= MOST_BYTES or count <= 100:
+        if size <= MAX_BYTES or count <= 100:
             return data | {"drawn": count, "all": len(ordered)}
-        count = min(count - 1, int(0.9 * count * MOST_BYTES / size))
+        count = min(count - 1, int(0.9 * count * MAX_BYTES / size))
 
 
 def _data(
@@ -128,7 +137,7 @@ def _data(
     by_lane: dict[str, list[int]] = {lane: [] for lane in lanes}
     for bar in bars:
         start, length = round(bar.start / unit), max(1, round((bar.stop - bar.start) / unit))
-        shown = bar.text if len(bar.text) <= _LONGEST_TEXT else f"{bar.text[: _LONGEST_TEXT - 1]}…"
+        shown = bar.text if len(bar.text) <= _MAX_TEXT else f"{bar.text[: _MAX_TEXT - 1]}…"
         text = texts.setdefault(shown, len(texts))
         by_lane.setdefault(bar.row, []).extend((start, length, KINDS.index(bar.kind), text, bar.microbatch))
     side_lanes = tuple(f" {other}" for other in Lane if other is not Lane.compute)
@@ -170,18 +179,14 @@ def _bars(timeline: Timeline, program: Program) -> list[Bar]:
             kind_of(one.action),
             one.start,
             one.stop,
-            _short(one.action),
+            # Without the segments, which the script adds from the microbatch.
+            f"microbatch {one.action.microbatch}, stage {one.action.stage}"
+            if isinstance(one.action, Forward | Backward | Evaluate | Send | Recv)
+            else str(one.action),
             getattr(one.action, "microbatch", -1),
         )
         for one in timeline.events
     ]
-
-
-def _short(action: Action) -> str:
-    """Describe an action without its segments, which the script adds from the microbatch."""
-    if isinstance(action, Forward | Backward | Evaluate | Send | Recv):
-        return f"microbatch {action.microbatch}, stage {action.stage}"
-    return str(action)
 
 
 # -- names and colours ----------------------------------------------------------------------------------
@@ -193,31 +198,6 @@ def headline(timeline: Timeline, title: str) -> str:
     if timeline.devices == 1:
         return text
     return f"{text}, bubbles {', '.join(f'{share:.1%}' for share in timeline.bubbles())}"
-
-
-@dataclass(frozen=True, slots=True)
-class JobStrip:
-    """The part of a pass that belongs to one job."""
-
-    row: str
-    job: str
-    start: float
-    stop: float
-
-
-def job_strips(timeline: Timeline, program: Program) -> list[JobStrip]:
-    """Divide every pass among the jobs in it, in proportion to their tokens."""
-    strips = []
-    for event in timeline.events:
-        if not isinstance(event.action, Forward | Backward | Evaluate) or event.stop <= event.start:
-            continue
-        segments = program.microbatches[event.action.microbatch].segments
-        whole, start = sum(one.tokens for one in segments), event.start
-        for one in segments:
-            stop = start + (event.stop - event.start) * one.tokens / whole
-            strips.append(JobStrip(row(event.device, event.lane), one.job, start, stop))
-            start = stop
-    return strips
 
 
 def job_colours(program: Program) -> dict[str, str]:
@@ -245,22 +225,8 @@ def row(device: int, lane: Lane) -> str:
 
 
 def kind_of(action: Action) -> str:
-    match action:
-        case Forward():
-            return "forward"
-        case Backward():
-            return "backward"
-        case Evaluate():
-            return "evaluate"
-        case Send():
-            return "send"
-        case Recv():
-            return "receive"
-        case Load():
-            return "load"
-        case Step():
-            return "step"
-    return "other"
+    """Return the kind of an action, one of `COLOURS`."""
+    return _KIND_NAMES.get(type(action), "other")
 
 
 def about(action: Action, program: Program) -> str:
@@ -273,9 +239,9 @@ def about(action: Action, program: Program) -> str:
 
 
 TIMELINES = "timelines.json"
-MOST_BARS = 2000
+MAX_BARS = 2000
 """Maximum number of bars; of a longer window the first ones are kept."""
-BUBBLE_COLUMNS = ("worker", "bubbles foreseen", "measured", "in the steady part foreseen", "measured")
+BUBBLE_COLUMNS = ("worker", "bubbles predicted", "measured", "in the steady part predicted", "measured")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,7 +270,7 @@ def drawn(timeline: Timeline, program: Program) -> Drawn:
     )
     bars = [
         Bar(worker_row(one.device), kind_of(one.action), one.start, one.stop, about(one.action, program))
-        for one in computed[:MOST_BARS]
+        for one in computed[:MAX_BARS]
     ]
     return Drawn(
         seconds=timeline.makespan,
@@ -335,19 +301,17 @@ def read_timelines(output: Path) -> Timelines | None:
 
 
 def _read(record: Mapping[str, Any]) -> Drawn:
+    if unknown := {one["kind"] for one in record["bars"]} - COLOURS.keys():
+        raise ValueError(f"no action is a {unknown.pop()}")
     return Drawn(
         seconds=_finite(record["seconds"]),
         bubbles=tuple(map(_finite, record["bubbles"])),
         steady=tuple(map(_finite, record["steady"])),
-        bars=tuple(_bar(one) for one in record["bars"]),
+        bars=tuple(
+            Bar(str(one["row"]), one["kind"], _finite(one["start"]), _finite(one["stop"]), str(one["text"]))
+            for one in record["bars"]
+        ),
     )
-
-
-def _bar(record: Mapping[str, Any]) -> Bar:
-    if record["kind"] not in COLOURS:
-        raise ValueError(f"no action is a {record['kind']}")
-    start, stop = _finite(record["start"]), _finite(record["stop"])
-    return Bar(str(record["row"]), record["kind"], start, stop, str(record["text"]))
 
 
 def _finite(value: Any) -> float:
@@ -382,8 +346,8 @@ def timeline_charts(timelines: Timelines) -> tuple[TimelineChart, ...]:
 
 
 def _chart(name: str, title: str, shown: Drawn, longest: float, workers: int) -> TimelineChart:
-    data = timeline_data(shown.bars[:MOST_BARS], [worker_row(worker) for worker in range(workers)], longest)
-    is_cut = len(shown.bars) >= MOST_BARS or data["drawn"] < data["all"]
+    data = timeline_data(shown.bars[:MAX_BARS], [worker_row(worker) for worker in range(workers)], longest)
+    is_cut = len(shown.bars) >= MAX_BARS or data["drawn"] < data["all"]
     cut = f" Drawn are its first {data['drawn']:,} actions." if is_cut else ""
     words = f"The last window in which jobs trained: {shown.seconds:.3g} s.{cut}"
     return TimelineChart(name=name, title=title, words=words, data=data)

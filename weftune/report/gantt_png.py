@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from weftune.errors import UserError
-from weftune.plan.program.program import Program
+from weftune.plan.program.program import Backward, Evaluate, Forward, Program
 from weftune.plan.program.simulate import Event, Timeline
-from weftune.report.gantt import COLOURS, headline, job_colours, job_strips, kind_of, row, rows
+from weftune.report.gantt import COLOURS, headline, job_colours, kind_of, row, rows
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
@@ -52,10 +52,10 @@ def gantt_png(timeline: Timeline, program: Program, title: str) -> bytes:
     for event in timeline.events:
         if event.stop > event.start:
             _bar(pen, event, timeline.makespan, tops[row(event.device, event.lane)])
-    for strip in job_strips(timeline, program):
-        left, right = _across(strip.start, timeline.makespan), _across(strip.stop, timeline.makespan)
-        foot = tops[strip.row] + ROW - GAP // 2
-        pen.rectangle((left, foot - FOOT, max(right, left + 1), foot), fill=colours[strip.job])
+    for lane, job, start, stop in job_strips(timeline, program):
+        left, right = _across(start, timeline.makespan), _across(stop, timeline.makespan)
+        foot = tops[lane] + ROW - GAP // 2
+        pen.rectangle((left, foot - FOOT, max(right, left + 1), foot), fill=colours[job])
     for job, line, across in jobs:
         top = TOP + len(lanes) * ROW + BOTTOM + LINE * line
         pen.rectangle((across, top, across + 14, top + 14), fill=colours[job])
@@ -63,6 +63,19 @@ def gantt_png(timeline: Timeline, program: Program, title: str) -> bytes:
     stream = io.BytesIO()
     image.save(stream, "PNG", optimize=True)
     return stream.getvalue()
+
+
+def job_strips(timeline: Timeline, program: Program) -> Iterator[tuple[str, str, float, float]]:
+    """Divide every pass among the jobs in it, in proportion to their tokens: lane, job, start and stop."""
+    for event in timeline.events:
+        if not isinstance(event.action, Forward | Backward | Evaluate) or event.stop <= event.start:
+            continue
+        segments = program.microbatches[event.action.microbatch].segments
+        whole, start = sum(one.tokens for one in segments), event.start
+        for one in segments:
+            stop = start + (event.stop - event.start) * one.tokens / whole
+            yield row(event.device, event.lane), one.job, start, stop
+            start = stop
 
 
 def _title(pen: ImageDraw, timeline: Timeline, title: str) -> None:

@@ -77,9 +77,15 @@ class Loggers:
 
 def open_loggers(names: Sequence[str], output: Path, jobs: Mapping[str, Spec]) -> Loggers:
     """Open the loggers named in `report_to`. `jobs` maps job name → resolved spec."""
-    makers = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
     check_trackers(names)
-    return Loggers({name: makers[name](output) for name in names}, jobs)
+    openers: dict[str, Callable[[str, Spec], JobLogger]] = {}
+    if "tensorboard" in names:
+        openers["tensorboard"] = lambda job, spec: TensorboardLogger(output / "tensorboard" / job)
+    if "wandb" in names:
+        openers["wandb"] = lambda job, spec: WandbLogger(output.resolve(), job, spec)
+    if "mlflow" in names:
+        openers["mlflow"] = _mlflow(output)
+    return Loggers(openers, jobs)
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -91,10 +97,6 @@ def check_trackers(names: Sequence[str]) -> None:
             raise MissingPackage(f"report_to: {name} is not installed; run `pip install 'weftune[{name}]'`.")
     if "wandb" in names and os.environ.get("WANDB_MODE", "online") == "online":
         _log_in_to_wandb()
-
-
-def _tensorboard(output: Path) -> Callable[[str, Spec], JobLogger]:
-    return lambda job, spec: TensorboardLogger(output / "tensorboard" / job)
 
 
 class TensorboardLogger:
@@ -120,10 +122,6 @@ class TensorboardLogger:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _wandb(output: Path) -> Callable[[str, Spec], JobLogger]:
-    return lambda job, spec: WandbLogger(output.resolve(), job, spec)
 
 
 def _log_in_to_wandb() -> None:

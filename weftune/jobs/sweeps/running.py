@@ -24,7 +24,6 @@ from weftune.jobs.store.status import METRICS, RUNG_LOSS, State
 from weftune.jobs.store.store import Store
 from weftune.jobs.sweeps.halving import (
     LEFT,
-    Decision,
     LossTrend,
     Rungs,
     TrialEnd,
@@ -146,7 +145,13 @@ class RunningSweep:
         generations = [self.sweep.trials]
         if record is not None:
             if record.judge is None:
-                self._judge_last(record)
+                # The record is of a Weftune whose rungs could judge the last weights only.
+                if self.judges_mean and record.at and not record.best:
+                    self._tell(
+                        f"{self.sweep.name} began with a Weftune whose rungs judge the last weights of "
+                        "trials, and continues so (halving.judge: last)."
+                    )
+                self._judge = None
             self._refuse_changes(record)
             count = max((trial.generation for trial in record.trials), default=0)
             for number in range(1, count + 1):
@@ -166,14 +171,6 @@ class RunningSweep:
         self.read_metrics()
         self._hear_ends((), again)
         return [trial for generation in generations[1:] for trial in generation]
-
-    def _judge_last(self, record: SweepRecord) -> None:
-        if self.judges_mean and record.at and not record.best:
-            self._tell(
-                f"{self.sweep.name} began with a Weftune whose rungs judge the last weights of trials, and "
-                "continues so (halving.judge: last)."
-            )
-        self._judge = None
 
     def _drop_checkpoints(self) -> None:
         """Delete the checkpoints of trials that have left: a kill may have come before they were deleted. A
@@ -246,7 +243,11 @@ class RunningSweep:
     def refuse_again(self, option: str, names: Collection[str], changes: Collection[str]) -> None:
         """Refuse to restart or to retry a trial if the sweep has decided without it."""
         for name in (name for name in names if name in self.trials):
-            steps = [one.step for one in self.rungs.decisions if self._is_against(name, one)]
+            steps = [
+                one.step
+                for one in self.rungs.decisions
+                if name in self.rungs.generations[one.generation] and name not in one.kept
+            ]
             if steps:
                 raise SpecError(
                     f"{option} {name}: the sweep {self.sweep.name} has decided at step {steps[0]} that "
@@ -257,9 +258,6 @@ class RunningSweep:
                     f"--set {next(iter(changes))}: {name} is a trial of the sweep {self.sweep.name}, which "
                     "compares trials by their settings; leave --set out"
                 )
-
-    def _is_against(self, name: str, decision: Decision) -> bool:
-        return name in self.rungs.generations[decision.generation] and name not in decision.kept
 
     # -- admission ---------------------------------------------------------------------------------------
 
@@ -505,16 +503,15 @@ class RunningSweep:
 
     def waiting_for(self) -> str:
         """Return a trial that the resting trials of this sweep wait for, when no job is attached any more."""
-        missing = [
-            name for name in self.trials if name not in self.rungs.ended and name not in self.resting
-        ]  # fmt: skip
-        return missing[0] if missing else ""
+        living = (name for name in self.trials if name not in self.rungs.ended)
+        return next((name for name in living if name not in self.resting), "")
 
     def finish(self) -> None:
         """Record the state of the sweep; if every trial has ended, put the winners into `best`."""
         self._hear_ends(())
         self._decide({})
-        has_ended = all(self._has_ended(name) for name in self.trials)
+        trained = [name for name in self.trials if name not in self._reasons]
+        has_ended = all(name in self.store and self.store.job(name).state.ended for name in trained)
         if self.rungs.is_over() and self._exhausted and has_ended:
             self._put_best()
         self._write(self.rungs, {})
@@ -542,9 +539,6 @@ class RunningSweep:
                 f"warning: cannot write {self.folder / BEST}: {error.strerror}; try it again with "
                 f"{self.store.resume_line()}"
             )
-
-    def _has_ended(self, name: str) -> bool:
-        return name in self._reasons or (name in self.store and self.store.job(name).state.ended)
 
     def _holds(self, winners: tuple[str, ...]) -> bool:
         """Whether `best` is that of these winners, in the record and in the folder."""
