@@ -15,7 +15,7 @@ from tests.traversal import PAYLOADS
 from weftune.cli.preview import chosen_jobs
 from weftune.errors import SpecError, UserError
 from weftune.jobs.spec.build import is_hub_id, is_revision
-from weftune.jobs.spec.names import name_fault
+from weftune.jobs.spec.keys import name_fault
 from weftune.jobs.spec.read import parse_run
 from weftune.report.read import read_run as read_output
 

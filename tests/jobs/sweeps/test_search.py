@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weftune.jobs.spec.names import LONGEST, name_fault
+from weftune.jobs.spec.keys import LONGEST, name_fault
 from weftune.jobs.sweeps.search import (
     TrialSearch,
     combinations,

@@ -16,9 +16,8 @@ from weftune.adapters.target import ALL_LINEAR, layer_numbers
 from weftune.core.bounds import Bound, show
 from weftune.core.limited import ending, slow_sentence
 from weftune.errors import Mistake
-from weftune.jobs.spec.keys import SAME_FOR_ALL, SECTIONS
+from weftune.jobs.spec.keys import SAME_FOR_ALL, SECTIONS, name_fault, nearest
 from weftune.jobs.spec.layer import ROWS, Fault, Layer, Loc, dotted, place_of, step_into
-from weftune.jobs.spec.names import name_fault, nearest
 from weftune.jobs.spec.schema import EXPECTED, bound_at, build, choice_sentence, number_faults
 
 HUB_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"

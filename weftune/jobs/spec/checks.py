@@ -15,8 +15,8 @@ from weftune.core.bounds import show
 from weftune.core.limited import slow_sentence
 from weftune.core.shapes import ModelShape, SiteShape, layer_of
 from weftune.errors import AdapterError, Mistake
+from weftune.jobs.spec.keys import nearest
 from weftune.jobs.spec.layer import Fault, Loc
-from weftune.jobs.spec.names import nearest
 from weftune.jobs.spec.spec import JobSpec, in_steps, locate_in_job
 from weftune.plan.cost.memory import gib
 

@@ -1,4 +1,4 @@
-"""The keys of jobs.yaml, and the error messages for unknown keys.
+"""The keys of jobs.yaml, the names that a job may have, and the error messages for unknown and wrong ones.
 
 Many users know the keys of PEFT, TRL, transformers, Axolotl and LLaMA-Factory: for those, the message names
 the key of Weftune.
@@ -6,7 +6,9 @@ the key of Weftune.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Required, TypedDict
@@ -14,10 +16,72 @@ from typing import Annotated, Any, ClassVar, Literal, Required, TypedDict
 from weftune.adapters.kinds import KINDS, AdapterSpec
 from weftune.adapters.target import FromJob
 from weftune.base.spec import BaseSpec
-from weftune.core.bounds import MAX_COUNT, RUN_SHARE, SEED, Bound
+from weftune.core.bounds import MAX_COUNT, RUN_SHARE, SEED, Bound, show
 from weftune.data.spec import DataSpec, EvalSpec, Source
-from weftune.jobs.spec.names import nearest
 from weftune.jobs.sweeps.spec import Halving, SweepSpec
+
+CUTOFF = 0.8
+"""Minimum similarity of a suggestion. It is above three quarters since one letter of four may make another
+word, as in dora and lora."""
+LEAST_LETTERS = 3
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known name that `word` misspells, or the only one that it abbreviates or is an anagram
+    of."""
+    names = list(known)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=CUTOFF)
+    if not near and len(word) >= LEAST_LETTERS:
+        near = [name for name in names if name.startswith(word) or sorted(name) == sorted(word)]
+    return near.pop() if len(near) == 1 else None
+
+
+MAX_NAME_LETTERS = 64
+
+DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))}
+"""Names that Windows reserves, whatever follows the first dot."""
+
+OURS = {
+    "metrics.jsonl", "windows.jsonl", "status.json", "learned.json", "promise.json", "shares.json",
+    "report.html", "ranks", "tensorboard", "wandb", "mlruns",
+}  # fmt: skip
+"""Names of files and folders that Weftune writes beside the jobs' folders."""
+
+
+def name_fault(name: Any) -> str | None:
+    """Return the error message for a job's name, or None if it is valid."""
+    if not isinstance(name, str):
+        hint = "" if name is None or isinstance(name, list | tuple | dict) else "; write it in quotes"
+        return f"must be text, got {show(name)}{hint}"
+    if not name:
+        return "must not be empty"
+    if len(name) > MAX_NAME_LETTERS:
+        return f"must have at most {MAX_NAME_LETTERS} letters, got {len(name)}"
+    if "/" in name or "\\" in name or name in (".", ".."):
+        return f"must be a plain name and no path, got {show(name)}"
+    if name[0] in ".-":
+        return f"must not start with a dot or a dash, got {show(name)}"
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or name.endswith("."):
+        return f"must be made of ASCII letters, digits, . _ and - and not end with a dot, got {show(name)}"
+    if name.lower() in OURS or name.lower().partition(".")[0] in DEVICES:
+        return f"{show(name)} is a reserved name; choose another"
+    return None
+
+
+def repeated(names: Sequence[Any]) -> Iterator[tuple[int, str]]:
+    """Yield the position of every name that an earlier job has taken, with the error message."""
+    first: dict[str, int] = {}
+    for index, name in enumerate(names):
+        if not isinstance(name, str):
+            continue
+        earlier = first.setdefault(name.lower(), index)
+        if earlier == index:
+            continue
+        if names[earlier] == name:
+            yield index, f"{show(name)} is already the name of jobs[{earlier}]; choose another"
+        else:
+            yield index, f"{show(name)} differs from the name of jobs[{earlier}] only by case; choose another"
+
 
 Objective = Literal["sft"]
 Schedule = Literal["linear", "cosine", "constant"]

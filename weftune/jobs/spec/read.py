@@ -14,7 +14,7 @@ from weftune.core.shapes import ModelShape
 from weftune.errors import Mistake, SpecError, UserError
 from weftune.jobs.spec.build import build_job, exists, is_hub_id, is_revision, missing, place_in
 from weftune.jobs.spec.checks import SOURCE, check_starts, check_targets, name_faults
-from weftune.jobs.spec.keys import SECTIONS, unknown_key
+from weftune.jobs.spec.keys import SECTIONS, repeated, unknown_key
 from weftune.jobs.spec.layer import (
     ROWS,
     Layer,
@@ -30,7 +30,6 @@ from weftune.jobs.spec.layer import (
     written_out,
 )
 from weftune.jobs.spec.lines import MAX_NODES, read_yaml
-from weftune.jobs.spec.names import repeated
 from weftune.jobs.spec.schema import EXPECTED, build
 from weftune.jobs.spec.spec import JobSpec, RunSpec, Tracker
 from weftune.jobs.sweeps.read import expand, trial_clashes

@@ -15,9 +15,8 @@ from pydantic_core import ErrorDetails
 
 from weftune.adapters.kinds import KINDS as ADAPTER_KINDS
 from weftune.core.bounds import Bound, show
-from weftune.jobs.spec.keys import JobKeys, unknown_key
+from weftune.jobs.spec.keys import JobKeys, nearest, unknown_key
 from weftune.jobs.spec.layer import ABSENT, Fault, Loc, step_into
-from weftune.jobs.spec.names import nearest
 from weftune.jobs.sweeps.spec import SweepSpec
 
 EXPECTED: Mapping[Loc, str] = {

@@ -14,8 +14,8 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Literal
 
 from weftune.errors import MissingPackage
+from weftune.jobs.spec.keys import MAX_NAME_LETTERS
 from weftune.jobs.spec.layer import Loc
-from weftune.jobs.spec.names import LONGEST
 from weftune.jobs.sweeps.spec import (
     Choices,
     Ends,
@@ -192,8 +192,8 @@ def _telling(key: str, choices: Sequence[Any]) -> list[Loc]:
 def _name(sweep: str, locations: Sequence[Loc], values: Mapping[str, Any]) -> str:
     held = {loc: value for key, value in values.items() for loc, value in leaves(location_of(key), value)}
     tail = "-".join(part for loc in locations if loc in held and (part := _part(loc, held[loc])))
-    head = sweep[: max(LEAST_OF_SWEEP, LONGEST - 1 - len(tail))]
-    return f"{head}-{tail}"[:LONGEST].rstrip("-.") if tail else head
+    head = sweep[: max(LEAST_OF_SWEEP, MAX_NAME_LETTERS - 1 - len(tail))]
+    return f"{head}-{tail}"[:MAX_NAME_LETTERS].rstrip("-.") if tail else head
 
 
 def _part(loc: Loc, value: Any) -> str:
@@ -243,7 +243,7 @@ def _unique(name: str, used: set[str]) -> str:
     number, found = 1, name
     while found.lower() in used:
         number += 1
-        found = f"{name[: LONGEST - 1 - len(str(number))]}-{number}"
+        found = f"{name[: MAX_NAME_LETTERS - 1 - len(str(number))]}-{number}"
     return found
 
 
