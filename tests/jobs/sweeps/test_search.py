@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weftune.jobs.spec.keys import LONGEST, name_fault
+from weftune.jobs.spec.keys import MAX_NAME_LETTERS, name_fault
 from weftune.jobs.sweeps.search import (
     TrialSearch,
     combinations,
@@ -203,7 +203,7 @@ def test_names_are_unique_and_may_be_names_whatever_the_values(
     found = names(over, sweep)
     assert len({name.lower() for name in found} | {sweep.lower()}) == len(found) + 1
     assert all(name_fault(name) is None for name in found)
-    assert max(map(len, found)) <= LONGEST
+    assert max(map(len, found)) <= MAX_NAME_LETTERS
 
 
 @given(st.floats(-1e300, 1e300))
