@@ -1,9 +1,22 @@
-"""Which process of a pipeline this is, as the environment says it; half of that is a sentence."""
+"""Which process of a pipeline this is, as the environment says it; half of that is a sentence. The interface
+that gloo and NCCL are told to bind."""
 
+import os
+import socket
+
+import psutil
 import pytest
+from torch.distributed import TCPStore
 
 from weftune.errors import UserError
-from weftune.run.workers.groups import WorkerPosition, position_here
+from weftune.run.workers.groups import (
+    LIBRARIES,
+    WorkerPosition,
+    bind_interface,
+    interface_towards,
+    loopback_store,
+    position_here,
+)
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -50,3 +63,60 @@ def test_the_workers_of_a_replica_stand_together_in_the_order_of_stages():
     assert {place.stages for place in places} == {2}
     assert [place.stage for place in places] == [0, 1, 0, 1, 0, 1]
     assert [place.replica for place in places] == [0, 0, 1, 1, 2, 2]
+
+
+# -- the network interface -------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _unset(monkeypatch):
+    # Set before it is deleted, so that the monkeypatch undoes what the function sets.
+    for name in LIBRARIES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def outward():
+    return {
+        name: [one.address for one in found if one.family is socket.AF_INET]
+        for name, found in psutil.net_if_addrs().items()
+        if any(one.family is socket.AF_INET and not one.address.startswith("127.") for one in found)
+    }
+
+
+def test_on_the_first_machine_it_is_the_one_that_has_its_address():
+    if not outward():
+        pytest.skip("this machine has no network")
+    for name, addresses in outward().items():
+        assert interface_towards(addresses[0]) == name
+
+
+def test_it_is_never_the_loopback():
+    assert interface_towards("127.0.0.1") in {None, *outward()}
+
+
+def test_a_host_that_nobody_knows_is_no_reason_to_fall():
+    assert interface_towards("no-such-host.invalid") in {None, *outward()}
+
+
+def test_workers_of_one_machine_meet_on_its_loopback():
+    bind_interface(WorkerPosition(0, 2, 0, 2))
+    addresses = psutil.net_if_addrs()[os.environ["GLOO_SOCKET_IFNAME"]]
+    assert any(one.address.startswith("127.") for one in addresses)
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+
+
+def test_the_store_of_a_local_run_is_reached_from_this_machine_alone():
+    store = loopback_store()
+    TCPStore("127.0.0.1", store.port, is_master=False).set("key", "value")
+    assert store.get("key") == b"value"
+    for addresses in outward().values():
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection((addresses[0], store.port), timeout=5)
+
+
+def test_what_the_user_has_set_stays(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", next(iter(outward().values()), ["127.0.0.1"])[0])
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine0")
+    bind_interface(WorkerPosition(0, 2, 0, 1))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine0"
