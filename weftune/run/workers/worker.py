@@ -19,8 +19,7 @@ from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.run.events import SaveDue
 from weftune.run.executor import Executor
 from weftune.run.measure.memory import begin_peak, limit_bytes, peak_bytes
-from weftune.run.measure.timers import ActionTimer
-from weftune.run.parts import AdapterState, delivered
+from weftune.run.parts import delivered
 from weftune.run.training import checkpoint
 from weftune.run.training.checkpoint import write_slice
 from weftune.run.training.snapshot import Snapshot, weights_of
@@ -57,15 +56,13 @@ def worker_executor(
     loaded: Base | StreamedBase, part: OnWorker, transport: Transport, worker: int
 ) -> tuple[Executor, Agreed]:
     """Return the executor of the worker with this number, and its side of the agreement with the others."""
-    sides: list[Agreed] = []
-
-    def agrees(adapters: AdapterState, timer: ActionTimer) -> Agreed:
-        sides.append(Agreed(adapters, timer, transport, worker))
-        return sides[0]
-
+    agrees = partial(Agreed, transport=transport, worker=worker)
     if isinstance(loaded, StreamedBase):
-        return streamed_executor(loaded, worker=worker, agrees=agrees), sides[0]
-    return resident_executor(loaded, part=part, worker=worker, agrees=agrees, at_once=False), sides[0]
+        executor = streamed_executor(loaded, worker=worker, agrees=agrees)
+    else:
+        executor = resident_executor(loaded, part=part, worker=worker, agrees=agrees, at_once=False)
+    assert isinstance(executor.agreement, Agreed)
+    return executor, executor.agreement
 
 
 def serve(wires: Wires, device: torch.device) -> None:
