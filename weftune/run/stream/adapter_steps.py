@@ -200,8 +200,9 @@ class HostSteps:
     def start(self, pairs: Iterable[Pair], writable: Events = ()) -> None:
         """Start these updates concurrently with other work of the device. New weights are copied to the host
         and, once `writable`, to the device's memory for them. Readers wait with `use`."""
-        with self.ring.making():
-            _wait_for(writable)
+        if writable:
+            with self.ring.making():
+                _wait_for(writable)
         for seated in self._seated(pairs):
             if accepted := [one for one in seated if not one.part.run.is_refused(one.part.number)]:
                 self._make(accepted)
