@@ -18,8 +18,7 @@ GIB = 1 << 30
 PCIE = Link(25e9, 10e-6)
 """Sixteen lanes of PCIe 4.0, at the bandwidth that copies reach."""
 USABLE = {True: 0.92, False: 0.85}
-"""Usable share of the memory of a GPU (True) and of a CPU (False). The rest is left to the allocator and
-other processes."""
+"""Usable share of the memory of a GPU (True) and of a CPU (False); other processes take the rest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,8 +136,7 @@ def _inner_layers(shape: ModelShape) -> tuple[BaseLayer, ...]:
 
 
 def _moved_bytes(layer: BaseLayer) -> int:
-    """Return the weight bytes that a pass over a layer moves: a dequantised matrix is written and read
-    again."""
+    """Return the weight bytes that a pass moves: a dequantised matrix is written and read again."""
     return layer.weight_bytes + 2 * layer.matrix_bytes
 
 

@@ -27,8 +27,7 @@ from weftune.plan.program.layout import BUFFERED, Layout, OnWorker, one_device
 from weftune.plan.program.program import NOTHING, Recompute
 
 ENOUGH_TOKENS = 2048
-"""Microbatch size in tokens that keeps a device busy: below it, layers are recomputed rather than the size
-reduced further."""
+"""Microbatch size in tokens that keeps a device busy: rather than go below it, layers are recomputed."""
 
 SMALL_BYTES, TINY_BYTES = 50 << 20, 50 << 10
 SLACK_BYTES = 256 << 20
@@ -225,8 +224,7 @@ class MemoryModel:
     # -- activations -------------------------------------------------------------------------------------
 
     def bytes_per_token(self, recompute: Recompute = NOTHING, jobs: Sequence[JobShape] = ()) -> int:
-        """Return the most bytes that one more token per microbatch adds on a worker, with these jobs
-        attached."""
+        """Return the most bytes that one more token per microbatch adds on a worker with these jobs."""
         if self._keeps:
             return max(self._kept_bytes(part, recompute, jobs) for part in self._parts)
         largest = max(stage.count for stage in self.layout.stages)
@@ -243,8 +241,7 @@ class MemoryModel:
         return max(part.layers for part in self._parts) if self._keeps else self.shape.layers
 
     def _kept_bytes(self, part: ModelShape, recompute: Recompute, jobs: Sequence[JobShape]) -> int:
-        """Return the bytes per token of all microbatches in flight: one per stage of a pipeline, plus
-        `spare`."""
+        """Return the bytes per token of all microbatches in flight: one per stage, plus `spare`."""
         workers = self.layout.workers
         each = token_bytes(part, self.shape.layers, self.fused, recompute, jobs)
         return each * (workers + self.spare if workers > 1 else 1)

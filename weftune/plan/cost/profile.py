@@ -68,8 +68,7 @@ class Profile:
     """Seconds that the first passes of a process took beyond later ones; 0 if that would be compilation."""
 
     def process_bytes_of(self, workers: int) -> int:
-        """Return the bytes that the first of `workers` processes holds before anything of a base is loaded; 0
-        if unknown."""
+        """Return the bytes of the first of `workers` processes before a base is loaded; 0 if unknown."""
         return (self.first_worker_bytes if workers > 1 else 0) or self.process_bytes
 
     @property
@@ -130,8 +129,7 @@ def find_profile(key: ProfileKey) -> Profile | None:
 
 
 def profile_here(shape: ModelShape, gpu: str | None = None, neighbours: int = 1) -> Profile | None:
-    """Return the profile of one of `neighbours` processes on this machine's CPU, or of the GPU with this
-    name, found without torch."""
+    """Return the profile of this GPU, or of one of `neighbours` processes on this CPU, without torch."""
     return find_profile(key_of(shape, gpu, 0) if gpu else key_of(shape, "cpu", cpu_threads(neighbours)))
 
 

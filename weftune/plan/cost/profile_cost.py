@@ -81,8 +81,7 @@ def source_of(profile: Profile) -> str:
 
 
 def memory_of(profile: Profile, memory: MemoryModel) -> MemoryFit:
-    """Return factors of activations, of the head's logits and of the slack, fitted to the peaks of the
-    measured training passes."""
+    """Return factors of activations, logits and slack, fitted to the peaks of the training passes."""
     passes = [one for one in profile.passes if one.time.training and one.peak_bytes]
     if not passes:
         return memory.fit

@@ -17,13 +17,11 @@ PIECE = 1 << 22
 PIECES = 3
 """Number of buffers: while one is stepped, another is filled and a third is copied back."""
 TRAVEL_ROUNDS = 8
-"""Rounds per window if state is in host memory. Nothing hides the Steps after a window's last round, so
-windows are long."""
+"""Rounds per window if state is in host memory: nothing hides the Steps after the last round."""
 MARGIN = 128
 """Parameters by which a job's part may grow, since it is cut at multiples of the number stepped at a time."""
 _STATE = 4
-"""Values per parameter that are copied to the device: gradient, master and two moments. The gradient is not
-copied back."""
+"""Values per parameter that are copied to the device: gradient (one way), master and two moments."""
 
 
 def stage_parts(jobs: Iterable[JobShape], layers: int, of: int) -> list[int]:
@@ -32,8 +30,7 @@ def stage_parts(jobs: Iterable[JobShape], layers: int, of: int) -> list[int]:
 
 
 def ring_bytes(parts: Iterable[int], bytes_per_value: int) -> int:
-    """Return the device bytes of all buffers. `parts` are the jobs' parameters in the stage where they have
-    the most."""
+    """Return the device bytes of all buffers for the jobs' parameters in their largest stage."""
     together = sum(part + MARGIN for part in parts if part)
     return PIECES * min(PIECE, together) * (step_bytes(bytes_per_value) + bytes_per_value)
 
@@ -50,8 +47,7 @@ def optimizer_bytes(bytes_per_value: int) -> int:
 
 
 def optimizer_ring_bytes(parts: Iterable[int], bytes_per_value: int) -> int:
-    """Return the device bytes of all buffers if only the optimizer is offloaded. `parts` are the jobs'
-    parameters."""
+    """Return the device bytes of all buffers if only the optimizer of these parameters is offloaded."""
     together = sum(part + MARGIN for part in parts if part)
     return PIECES * min(PIECE, together) * optimizer_bytes(bytes_per_value)
 

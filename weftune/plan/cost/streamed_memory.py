@@ -167,8 +167,7 @@ class StreamedMemory:
         return held + beside + matrix * (1 if first and last and tied else first + last)
 
     def ring_bytes(self, largest: int) -> int:
-        """Return the bytes that Steps of adapters that travel pass through if the largest stage has `largest`
-        layers."""
+        """Return the bytes of the buffers for Steps of adapters that travel, given the largest stage."""
         if not self.travels:
             return 0
         return ring_bytes(stage_parts(self.jobs, largest, self.shape.layers), self.shape.bytes_per_value)
@@ -193,8 +192,7 @@ class StreamedMemory:
         )
 
     def host_bytes(self, streamed_layers: int, stages: int, staging: int | None) -> int:
-        """Return the host bytes of streamed layers or of their staging, of adapter state that is held there,
-        and of offloaded inputs."""
+        """Return the host bytes of streamed layers or their staging, of adapter state, and of inputs."""
         layers = streamed_layers * self.layer_bytes if staging is None else staging
         inputs = offloaded_inputs(stages) * self.input_bytes if self.offloads else 0
         return layers + (self.state_bytes if self.travels else 0) + inputs

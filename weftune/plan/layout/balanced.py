@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 EXACT = 10
 """Number of latencies up to which every distribution is tried: at most 10^5 of them."""
 SMALLEST_GAIN = 1e-12
-"""Smallest gain that counts, as a share of the sum of squares. Smaller gains are rounding errors and could
-make the search cycle."""
+"""Smallest gain that counts, as a share of the sum of squares: smaller ones are rounding errors."""
 
 Buckets = tuple[tuple[int, ...], ...]
 """Indices of the latencies in each bucket."""

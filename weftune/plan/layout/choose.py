@@ -105,8 +105,7 @@ class Machine:
         return self.gpu(budget, self.host_budget, self.workers)
 
     def shared_by(self, replicas: int) -> Machine:
-        """Return the machine of one of `replicas` replicas: its part of the devices, or of the one that all
-        share."""
+        """Return the machine of one of `replicas` replicas: its part of the devices, or of the only one."""
         if self.devices >= replicas:
             return replace(self, devices=self.devices // replicas)
         return replace(self, devices=1, budget=self.budget * self.devices // replicas)
@@ -124,8 +123,7 @@ class Choice:
     aboard: tuple[JobShape, ...]
     """Jobs that the choice was made for: those that can run together."""
     seconds: float | None = None
-    """Predicted seconds per round (one global batch of every job). None unless the layout was searched
-    for."""
+    """Predicted seconds per round (one global batch of every job). None without a search."""
     bytes: int
     """Peak bytes on the fullest device with full microbatches, including the process."""
     host_bytes: int = 0
@@ -183,8 +181,7 @@ class Choice:
 
 
 def choose(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice:
-    """Choose how these jobs run on this machine. PlanError says what does not fit, unless letting jobs wait
-    solves it."""
+    """Choose how these jobs run on this machine. PlanError says what does not fit even if jobs wait."""
     assert jobs, "there is nothing to train"
     if machine.workers == AUTO:
         machine = _with_workers(shape, jobs, machine)
@@ -312,8 +309,7 @@ def _why_more(
 def _why_faster(
     plain: Choice, memory: MemoryModel, jobs: Sequence[JobShape], device: Callable[[], StreamDevice]
 ) -> str:
-    """Return why a step of jobs that all run together either way is shorter with the optimizer offloaded.
-    Empty if it is not."""
+    """Return why a step of all jobs is shorter with the optimizer offloaded; empty if it is not."""
     max_tokens = plain.machine.max_tokens
     if not would_gain(plain.memory, jobs, max_tokens) or memory.why_not(jobs) is not None:
         return ""
@@ -434,8 +430,7 @@ def _in_stages(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) ->
 
 
 def _streamed_by_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice | None:
-    """Return the streamed choice. None if the base may not be streamed, or if each worker's part of it fits
-    with any one of the jobs."""
+    """Return the streamed choice. None if streaming is disabled, or if any job fits in stages."""
     budget = machine.stream_budget
     if budget is None or machine.workers == 1:
         return None

@@ -45,8 +45,7 @@ def contention(order: Sequence[int], topology: Topology, stages: int) -> float:
 
 
 def cross_order(topology: Topology, stages: int) -> tuple[int, ...]:
-    """Return the order of least contention: exact for up to EXACT_GPUS GPUs; above that, no swap improves
-    it."""
+    """Return the order of least contention: exact up to EXACT_GPUS GPUs, else no swap improves it."""
     nearness = _nearness(topology.gpus, stages)
     if topology.gpus > EXACT_GPUS:
         return _order(_swapped(topology, nearness), topology)

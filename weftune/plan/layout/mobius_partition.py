@@ -331,8 +331,7 @@ class Bounds:
         above: PartialPlacement | None,
         room: int,
     ) -> PartialPlacement:
-        """Return the placement of a stage. `before` is the stage before it, `above` the one before it on its
-        GPU."""
+        """Return the placement of a stage, after the stage `before` it and the one `above` on its GPU."""
         bandwidth, more = self.host.bandwidth, self.microbatches - 1
         first = last = 0.0
         last_tail = stage.backward
@@ -363,8 +362,7 @@ class Bounds:
         fixed: Sequence[int],
         newest: PartialPlacement | None,
     ) -> float:
-        """Return a lower bound from three bounds per direction: the GPUs' work, the links' bytes, and the
-        path of one microbatch."""
+        """Return the largest of three bounds per direction: GPUs' work, links' bytes, one microbatch."""
         gpus, work = self.host.gpus, self.microbatches
         placed = [one for one in recent if one]
         freed = sum(one.last + one.stage.forward for one in placed)

@@ -63,8 +63,7 @@ class MobiusVisits:
 def step_seconds(
     partition: StreamPartition, layers: Sequence[LayerCost], host: Host, microbatches: int
 ) -> float:
-    """Return the seconds from the first forward to the last backward; infinite if a GPU has too little
-    memory."""
+    """Return the seconds from the first forward to the last backward; infinite if memory is short."""
     return stages_seconds(partition.costs(layers), partition.resident, host, microbatches)
 
 
@@ -93,8 +92,7 @@ def free_bytes(stages: Sequence[StageCost], resident: Sequence[bool], host: Host
 
 
 def passing_bytes(stage: StageCost, resident: bool) -> int:
-    """Return the bytes that a stage needs only while it computes: activations of a microbatch, uploaded
-    weights."""
+    """Return the bytes of a stage only while it computes: activations and uploaded weights."""
     return stage.kept_bytes + (0 if resident else stage.weight_bytes)
 
 

@@ -253,8 +253,7 @@ class StreamCase:
 
     @cached_property
     def bandwidth(self) -> float:
-        """Bytes per second from the host. Adapters that travel and offloaded inputs also go back at the same
-        time."""
+        """Bytes per second from the host, while adapters that travel and offloaded inputs go back."""
         goes_back = self.travels or self.offloads
         return (self.device.both_ways if goes_back else None) or self.device.bandwidth
 
@@ -324,8 +323,7 @@ def whole_seconds(
 
 
 def leaving_room(case: StreamCase, waiting: Iterable[JobShape]) -> StreamCase:
-    """Return the case with the condition that each waiting job fits by itself later, its longest sample in a
-    microbatch of its own."""
+    """Return the case with the condition that each waiting job fits by itself later."""
     # One device keeps the chosen capacity; several workers may then have smaller microbatches.
     least = case.capacity if case.workers == 1 else 0
     alone = (
@@ -341,8 +339,7 @@ def leaving_room(case: StreamCase, waiting: Iterable[JobShape]) -> StreamCase:
 
 
 def hungriest(jobs: Iterable[JobShape]) -> list[JobShape]:
-    """Return the jobs that no other job dominates by needing at least as much of everything. If each of them
-    fits alone, all jobs do."""
+    """Return the jobs that no other job dominates. If each of them fits alone, all jobs do."""
     wants = {(job.trainable, job.longest, job.batch_tokens, job.means): job for job in jobs}
 
     def outdone(want: tuple[int, ...]) -> bool:

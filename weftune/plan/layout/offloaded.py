@@ -21,8 +21,7 @@ from weftune.plan.window.rounds import even_groups
 SLOWER = 0.05
 """Share by which a step of all jobs may be longer so that more of them run together: times are estimates."""
 FASTER = 0.03
-"""Share by which a step must be shorter if all jobs run together either way: page-locked memory costs time
-too, once."""
+"""Share by which a step must be shorter if all jobs run together either way: pinning memory takes time."""
 
 
 def offloading(memory: MemoryModel, host_budget: int) -> MemoryModel:

@@ -60,8 +60,7 @@ class StageRound:
 def slotted_seconds(
     stages: Sequence[StageRound], resident: Sequence[bool], slots: int, bandwidth: float
 ) -> float:
-    """Return the seconds from a round's first Step to its last backward and the end of the transfers after
-    it."""
+    """Return the seconds from a round's first Step to the end of the transfers after its last backward."""
     streamed = [number for number, stays in enumerate(resident) if not stays]
     slot_of = {stage: place % slots for place, stage in enumerate(streamed)}
     held = {slot_of[stage]: stage for stage in streamed[:slots]}

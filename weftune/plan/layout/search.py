@@ -86,8 +86,7 @@ def _judged(case: StreamCase, draft: Draft) -> Found:
 
 
 def _starts(case: StreamCase) -> list[Found]:
-    """Return the drafts to start from. Over several workers they include drafts that do not fit: these may be
-    changed until they do."""
+    """Return the drafts to start from; over several workers, some do not fit until they are changed."""
     if case.workers == 1:
         return _quick(case)
     return [_judged(case, draft) for draft in filled_drafts(case)]
@@ -150,8 +149,7 @@ def frugal_drafts(case: StreamCase) -> Iterator[Draft]:
 
 
 def _stage_counts(case: StreamCase) -> list[int]:
-    """Return the numbers of stages to try, including those that give every worker as many, if there are
-    enough layers."""
+    """Return the numbers of stages to try, including multiples of the number of workers."""
     layers, workers = case.shape.layers, case.workers
     counts = dict.fromkeys([workers] if workers > 1 else [])
     for size in SIZES:
@@ -208,8 +206,7 @@ def smallest_drafts(case: StreamCase) -> Iterator[Draft]:
 
 
 def _partitioned(case: StreamCase) -> Iterator[Draft]:
-    """Yield what the search for Mobius's recurrence finds. It knows no slots, so residents are removed to
-    make room for them."""
+    """Yield what Mobius's search finds. It knows no slots, so residents make room for them."""
     with suppress(PlanError):
         microbatches = math.ceil(case.round_tokens / case.capacity)
         found = stream(_costs(case), _host(case), microbatches, PREFIXES, starts=1).partition
@@ -320,8 +317,7 @@ def _changes(found: Found) -> Iterator[Draft]:
 
 
 def _other_residents(draft: Draft) -> Iterator[Draft]:
-    """Yield drafts with one resident bit flipped or passed on to a stage of its worker, or a slot more or
-    fewer."""
+    """Yield drafts with a resident bit flipped or passed on within its worker, or one slot changed."""
     stages, workers = range(len(draft.resident)), len(draft.slots)
     for number in stages:
         yield _toggled(draft, number)
@@ -355,8 +351,7 @@ def _other_boundaries(draft: Draft) -> Iterator[Draft]:
 
 
 def _traded_slots(draft: Draft) -> Iterator[Draft]:
-    """Yield drafts with a resident stage in place of a slot or the reverse, or with two stages merged into a
-    resident one in place of a slot."""
+    """Yield drafts that trade a slot for a resident stage, or for two stages merged into one."""
     for number, stays in enumerate(draft.resident):
         slots = draft.slots[0] + (1 if stays else -1)
         if slots in SLOTS:

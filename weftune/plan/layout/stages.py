@@ -29,8 +29,7 @@ ROUNDING = 1e-9
 RANK, LENGTH = 16, 256
 """Adapter rank and sample length that stages are balanced for, before any job is known."""
 LEAST = JobShape("", 0, 0, trainable=0, longest=1024)
-"""Smallest job that must fit beside the base, for passes of 1024 tokens: adapters are small, jobs can
-wait."""
+"""Smallest job that must fit beside the base, for passes of 1024 tokens: other jobs can wait."""
 
 Costs = NDArray[np.float64]
 """Cost of each possible stage, [stage, first layer, layer after the last]; infinite if it is not allowed."""
@@ -48,8 +47,7 @@ class StageLimit:
 
 
 def balance(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> tuple[StageCost, ...]:
-    """Return one stage per limit, in order, with the smallest maximum time and, among those, the smallest
-    maximum memory."""
+    """Return one stage per limit with the smallest maximum time and then the smallest maximum memory."""
     if len(layers) < len(limits):
         raise PlanError(f"{len(limits)} stages need as many layers, but the base has {len(layers)}")
     memory = _memory(layers, limits)
@@ -92,8 +90,7 @@ def _least(costs: Costs, joined: np.ufunc, nothing: float) -> tuple[float, list[
 
 
 def layer_sums(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> Costs:
-    """Return sums over ranges of layers, [first layer, layer after the last]; infinite if a range is
-    empty."""
+    """Return sums over ranges of layers, [first, after the last]; infinite if a range is empty."""
     ends = np.concatenate([[0.0], np.cumsum([value(layer) for layer in layers])])
     between = ends[None, :] - ends[:, None]
     empty = np.tri(len(ends), dtype=bool)
@@ -133,8 +130,7 @@ def _why_not(layers: Sequence[LayerCost], limits: Sequence[StageLimit], cuts: Se
 
 @dataclass(frozen=True, slots=True)
 class PartCosts:
-    """Costs of the parts of a base for one microbatch, forward and backward together. `layer` is the cost of
-    a single layer."""
+    """Costs of the embedding, of one layer and of the head, for both passes of one microbatch."""
 
     embedding: float
     layer: float
@@ -164,8 +160,7 @@ def cut_layers(shape: ModelShape, stages: int, costs: PartCosts | None = None) -
 
 
 def counted_costs(shape: ModelShape) -> PartCosts:
-    """Return multiplications per token: a frozen matrix is applied once in each direction, and the head's
-    forward does both."""
+    """Return multiplications per token: one per frozen weight and direction, two in the head's forward."""
     inside = sum(site.active_weights for site in shape.sites)
     return PartCosts(0.0, 2 * inside / shape.layers, 2 * shape.hidden * shape.vocabulary)
 

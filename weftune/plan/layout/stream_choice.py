@@ -180,8 +180,7 @@ def fits_streamed(
 
 
 def capacities(least: int, max_tokens: int, round_tokens: int) -> list[int]:
-    """Return the capacities worth trying, largest first: halves of `max_tokens` down to the longest sample,
-    and its length."""
+    """Return the capacities worth trying: halves of `max_tokens` down to the longest sample."""
     halves = (max_tokens >> power for power in range(max_tokens.bit_length()))
     fit = [one for one in halves if one >= max(least, min(SMALLEST, round_tokens))]
     # A capacity beyond the tokens of a round is useless, whatever memory it takes.
@@ -326,8 +325,7 @@ def _refuse_jobs(
 
 
 def _why_not(cases: Sequence[StreamCase]) -> PlanError:
-    """Return the error if no cut fits in any of these cases: the device or the host is too small for the
-    jobs."""
+    """Return the error if no cut fits in any case: the device or the host is too small."""
     least = min(case.capacity for case in cases)
     smallest = [case for case in cases if case.capacity == least]
     if lack := _too_large(smallest):
@@ -345,8 +343,7 @@ def _why_not(cases: Sequence[StreamCase]) -> PlanError:
 
 
 def _why_not_on_workers(case: StreamCase) -> PlanError:
-    """Return the error for when no cut over several workers fits: a device is too small for the last of the
-    jobs, or the host is too small."""
+    """Return the error if no cut over several workers fits: a device or the host is too small."""
     device, need = case.device, _least_bytes(case)
     if need > device.budget:
         others = len(case.jobs) - 1

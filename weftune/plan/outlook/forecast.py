@@ -20,8 +20,7 @@ ALONE, PIPED = "one after another", "1F1B per job"
 FEW_ROUNDS = 2
 """Number of global batches per job with which alternatives are predicted."""
 CourseOf = Callable[[str, int, bool], JobWindow]
-"""Function of a job's name, a number of rounds, and whether its first evaluation is included, that returns
-the job's part of the first window."""
+"""Returns a job's part of the first window, given name, rounds, and whether it first evaluates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +154,7 @@ def _scaled(one: Forecast, whole: Forecast) -> Forecast:
 
 
 def in_turn(parts: Sequence[Forecast]) -> Forecast:
-    """Return the forecast of runs that follow one another, each filling an empty pipeline; the first run
-    gives the name."""
+    """Return the forecast of runs that follow one another, under the name of the first."""
     return Forecast(
         name=parts[0].name,
         seconds=sum(part.seconds for part in parts),
@@ -203,8 +201,7 @@ def share_outlook(
     devices: int,
     alone: Callable[[Sequence[JobShape]], Prediction],
 ) -> ShareOutlook:
-    """Return the forecast of jobs divided by the `seconds` of their whole runs; `alone` predicts one device
-    with a share."""
+    """Return the forecast of shares of equal `seconds`; `alone` predicts one device with a share."""
     sources = {job.name: job.starts_from for job in jobs}
     shares = [share for share in share_jobs(seconds, devices, sources) if share.jobs]
     parts = [alone([job for job in jobs if job.name in share.jobs]) for share in shares]

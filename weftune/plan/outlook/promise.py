@@ -28,8 +28,7 @@ from weftune.plan.window.window import Pacing, plan_window
 def promise_numbers(
     layout: Layout, program: Program, shapes: JobShapes, promise: Promise, taken: int
 ) -> dict[str, Any]:
-    """Return the prediction as JSON. `taken` are the bytes that processes hold before anything of the run is
-    loaded."""
+    """Return the prediction as JSON. `taken` are the bytes of processes before anything is loaded."""
     return {
         "layout": {
             "stages": [
@@ -95,8 +94,7 @@ def _pacing(layout: Layout, order: PipelineOrder | None) -> Pacing | None:
 
 
 def _price(choice: Choice, shapes: Mapping[str, JobShape]) -> Callable[[Program], float | None] | None:
-    """Return a function that simulates a program on several workers. None for one worker, which uses the time
-    model."""
+    """Return a simulation for programs on several workers. None for one, which uses the time model."""
     if choice.layout.workers * choice.layout.replicas == 1:
         return None
     return partial(choice.seconds_of, shapes=shapes)

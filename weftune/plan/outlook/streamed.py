@@ -24,8 +24,7 @@ class StreamOutlook:
     case: StreamCase
     """Streaming case for which the choice was made."""
     forecast: Forecast
-    """Forecast of a round: one global batch of every job that the choice was made for, including the longest
-    samples."""
+    """Forecast of a round: one global batch of every job, including the longest samples."""
     alternatives: tuple[Forecast, ...]
 
     @property
@@ -34,8 +33,7 @@ class StreamOutlook:
 
     @property
     def uploaded_bytes(self) -> int:
-        """Bytes of layers uploaded per round: stages in the slots are still present when the round turns and
-        when it ends."""
+        """Bytes of layers uploaded per round: stages in the slots stay when it turns and when it ends."""
         layout, layers = self.choice.layout, 0
         for worker in range(self.workers):
             own = layout.on(worker)
@@ -89,8 +87,7 @@ def _round(case: StreamCase, layout: Layout) -> Forecast:
 
 
 def _plain(case: StreamCase, layout: Layout) -> Iterator[tuple[str, Layout]]:
-    """Yield the names and layouts of Mobius's two simple cuts on one device, each with its best number of
-    slots, if they fit."""
+    """Yield the names and layouts of Mobius's two simple cuts on one device, if they fit."""
     if layout.workers > 1:
         return
     for name, drafts in (("largest stages", largest_drafts), ("smallest stages", smallest_drafts)):

@@ -48,8 +48,7 @@ def tokens_of(batches: Collection[Collection[int]], held_out: int, evaluations: 
 def endings(
     totals: Mapping[str, JobTotal], aboard: Iterable[str], waiting: Iterable[str], seconds: RoundSeconds
 ) -> dict[str, float]:
-    """Return a mapping of job → seconds from the start of the run to its end. A waiting job is admitted when
-    another ends."""
+    """Return job → seconds until it ends. A waiting job is admitted when another ends."""
     left = {name: totals[name].steps for name in aboard}
     queue, now, ends = list(waiting), 0.0, {}
     while left:

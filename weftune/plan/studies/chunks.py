@@ -60,8 +60,7 @@ def chunk_size(lengths: Iterable[int], floor: int = FLOOR) -> int:
 
 
 def align(lengths: Sequence[int], capacity: int, size: int) -> tuple[Chunk, ...]:
-    """Return the samples of these lengths in packs of at most `capacity`, each cut into chunks of `size`, in
-    a valid execution order."""
+    """Return packs of at most `capacity` tokens cut into chunks of `size`, in a valid order."""
     chunks: list[Chunk] = []
     for samples in pack(lengths, capacity):
         for pieces in _cut(samples, lengths, size):
@@ -169,8 +168,7 @@ def _unit(chains: Sequence[Chain], size: int) -> Unit:
 
 
 def _chains(job: str, step: int, lengths: Sequence[int], size: int, capacity: int) -> Iterator[Chain]:
-    """Yield a job's samples as chains of packs, each no longer than its longest sample needs, so that chains
-    stay short."""
+    """Yield a job's samples as chains of packs no longer than its longest sample needs."""
     if not lengths:
         return
     offsets = [0, *accumulate(lengths)]

@@ -73,8 +73,7 @@ class StageAdapters:
 
 
 def one_adapter(forward: float, backward: float, share: float) -> StageAdapters:
-    """Return the times of one job's adapter on a stage, given its seconds and the share of the device that it
-    keeps busy."""
+    """Return the times of one job's adapter on a stage; `share` of the device is busy with it."""
     return StageAdapters(AdapterTime(share * forward, forward), AdapterTime(share * backward, backward))
 
 
@@ -116,8 +115,7 @@ class Stage:
     forward: StagePass
     backward: StagePass
     resident_bytes: int
-    """Bytes of its part of the base and of the state of all attached adapters, of this fusion group or
-    not."""
+    """Bytes of its part of the base and of the state of all attached adapters."""
     activation_bytes: int
     """Bytes per token that a microbatch in flight keeps for its backward."""
     gradient_bytes: int
@@ -183,8 +181,7 @@ class PipelineCost:
         ]
 
     def paces(self, load: GroupLoad) -> list[float]:
-        """Return the compute seconds of both passes on every stage: `times` without records, for frequent
-        calls."""
+        """Return the compute seconds of both passes on every stage: `times` without records."""
         return [
             (stage.forward.seconds(load) + stage.backward.seconds(load)) / stage.shards
             + adapters.forward.seconds
@@ -199,8 +196,7 @@ class PipelineCost:
         return sum(each) + (self.microbatches - 1) * max(each)
 
     def added_seconds(self, load: GroupLoad) -> float:
-        """Return the seconds that this group adds to a full pipeline: microbatches at the stages' average
-        pace."""
+        """Return the seconds that this group adds to a full pipeline, at the stages' average pace."""
         each = self.paces(load)
         return self.microbatches * sum(each) / len(each)
 
@@ -304,8 +300,7 @@ def price(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> float:
 
 
 def _growing(ordered: Sequence[GroupLoad], pipeline: PipelineCost) -> Iterator[GroupLoad]:
-    """Return the fitting groups that start with the first of these jobs; a longer one never needs less
-    memory."""
+    """Return the fitting groups that start with the first job; a longer one never needs less."""
     return takewhile(lambda load: pipeline.shortage(load) is None, accumulate(ordered, add))
 
 
@@ -401,8 +396,7 @@ class Bucketing:
     seconds: float
     """Seconds of one round end to end."""
     trials: Mapping[int, float | None]
-    """Number of buckets → seconds of one round. None if a bucket does not fit in memory with all its groups
-    in flight."""
+    """Number of buckets → seconds of one round. None if a bucket does not fit in memory."""
     reason: str = ""
     """Reason for the number of fusion groups."""
 

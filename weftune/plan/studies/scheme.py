@@ -1,5 +1,4 @@
-"""Schemes of running the jobs: their batches laid out as microbatches, priced on every stage, ordered, and
-simulated."""
+"""Schemes of running the jobs: batches laid out as microbatches, priced, ordered, and simulated."""
 
 from __future__ import annotations
 
@@ -131,8 +130,7 @@ def make_batch(job: str, step: int, lengths: Sequence[int]) -> GlobalBatch:
 
 
 def slowest_first(laid: PricedWork, groups: Groups) -> Groups:
-    """Return the groups as the pipeline template takes them: sorted by the time of their microbatches on
-    stage 0, slowest first."""
+    """Return the groups with the slowest on stage 0 first, as the pipeline template takes them."""
     home = {job: number for number, group in enumerate(groups) for job in group}
     seconds: list[list[float]] = [[] for _ in groups]
     for number in laid.work.filled:

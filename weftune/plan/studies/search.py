@@ -1,5 +1,4 @@
-"""Forecast for a cluster: every grouping in every order at every placement, of which only those that may
-still win are simulated."""
+"""Forecast for a cluster: only groupings and orders that may still win are simulated."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ def outlook(case: ClusterCase, jobs: Sequence[JobOutline]) -> Outlook:
 
 
 def _refuse(case: ClusterCase, jobs: Sequence[JobOutline]) -> None:
-    """Raise PlanError for every job that has no samples or does not fit even alone, and for devices without
-    memory for anything."""
+    """Raise PlanError for jobs without samples or that do not fit alone, and for too small devices."""
     assert jobs, "there is a job to plan for"
     empty = [job.name for job in jobs if not any(job.batches)]
     if empty:
@@ -119,8 +117,7 @@ def mean_length(job: JobOutline) -> float:
 
 
 def fastest(tried: Sequence[Outlook]) -> Outlook:
-    """Return the first of the fastest schemes, up to `ALIKE`; those that do not fit count only if none
-    fits."""
+    """Return the first of the fastest schemes, up to `ALIKE`; one that does not fit only if none fits."""
     fitting = [one for one in tried if one.forecast.fits] or tried
     least = min(one.forecast.seconds for one in fitting)
     return next(one for one in fitting if one.forecast.seconds <= least * (1 + ALIKE))
@@ -181,8 +178,7 @@ class Search:
         return Proposal(self.placement, self.jobs, mechanism, scheme, laid, passes, least)
 
     def simulate(self, proposals: Sequence[Proposal]) -> list[Outlook]:
-        """Simulate the most promising proposals first, until no other can be faster; return them in the order
-        of the proposals."""
+        """Simulate the most promising proposals first, until no other can be faster; keep their order."""
         found: dict[int, Outlook] = {}
         least = float("inf")
         for number in sorted(range(len(proposals)), key=lambda one: proposals[one].least):
@@ -194,8 +190,7 @@ class Search:
         return [found[number] for number in sorted(found)]
 
     def polished(self, best: Outlook) -> Outlook:
-        """Return the best scheme found by changing one property at a time: merging, packing, order, or no
-        sharing."""
+        """Return the best scheme found by changing merging, packing, order or sharing, one at a time."""
         while True:
             seconds = best.forecast.seconds
             proposals = (self.propose(best.mechanism, scheme) for scheme in self._neighbours(best.scheme))

@@ -273,8 +273,7 @@ def subgraphs(graph: Graph, number: int = 0) -> tuple[Subgraph, ...]:
 
 
 def _launch(graphs: Sequence[Sequence[Subgraph]], rule: _Rule) -> Launch:
-    """Order the subgraphs by Kahn's algorithm over several graphs at once: the ready subgraph that is least
-    by `rule` is next."""
+    """Order the subgraphs by Kahn's algorithm: the ready subgraph that is least by `rule` is next."""
     lanes = _OverlapLanes()
     order: list[Subgraph] = []
     unmet = {(one.graph, one.number): len(one.needs) for graph in graphs for one in graph}
