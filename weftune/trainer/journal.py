@@ -148,8 +148,11 @@ class Journal:
     def promise(self, numbers: Mapping[str, Any]) -> None:
         """Write the predictions for this process's first window before it runs."""
         if self._windows == 0:
-            content = json_text(numbers, indent=1).encode()
-            self._try(lambda: replace_file(self.store.records / PROMISE, content))
+            self._write_json(PROMISE, numbers)
+
+    def _write_json(self, name: str, values: Mapping[str, Any]) -> None:
+        content = json_text(values, indent=1).encode()
+        self._try(lambda: replace_file(self.store.records / name, content))
 
     def learned(self) -> Any:
         """Return the learned models in this output; None if there are none that can be read."""
@@ -159,8 +162,7 @@ class Journal:
             return None
 
     def keep_learned(self, record: Mapping[str, Any]) -> None:
-        content = json_text(record, indent=1).encode()
-        self._try(lambda: replace_file(self.store.records / LEARNED, content))
+        self._write_json(LEARNED, record)
 
     def move(self, name: str, state: State, reason: str = "") -> None:
         """Record a job's new state; it is written to disk soon, or at once with `flush`."""

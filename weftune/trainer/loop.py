@@ -303,12 +303,12 @@ class Loop:
                     # A job could not be attached, and others may have waited for it.
                     continue
                 break
-            if unscored := self._without_base_loss():
-                self._score_base(unscored, stop)
+            if self._score_base(stop):
                 continue
             aboard = self.executor.aboard
             beginners = frozenset(name for name in aboard if self._begins(name))
-            self._judged = frozenset(name for name in aboard if self._is_judged(name)) - beginners
+            awaited = {name for name in aboard if self.sweeps.is_awaited(name, aboard[name].progress.step)}
+            self._judged = frozenset(name for name in awaited if self.sweeps.judges_mean(name)) - beginners
             program = self.windows.next(beginners | self._judged)
             # Jobs that have ended release their data, which are open files, only now: a window that was
             # planned ahead may refer to them.
@@ -336,18 +336,16 @@ class Loop:
             self.writer.close()
             self._handle_writes()
 
-    def _without_base_loss(self) -> Mapping[str, list[str]]:
-        """Return the attached jobs whose first evaluation is not that of the base, and for which the loss of
-        the base is not known yet, grouped by their held-out samples: fingerprint → jobs."""
-        found: dict[str, list[str]] = {}
+    def _score_base(self, stop: Callable[[], bool]) -> bool:
+        """Evaluate the base alone for jobs whose first evaluation is not that of the base, once for all jobs
+        with the same held-out samples. Return False if its loss is known for all attached jobs."""
+        unscored: dict[str, list[str]] = {}
         for name in self.executor.aboard:
             samples = self.jobs[name].base_samples
             if samples is not None and self.store.job(name).base_loss is None:
-                found.setdefault(samples.fingerprint, []).append(name)
-        return found
-
-    def _score_base(self, unscored: Mapping[str, list[str]], stop: Callable[[], bool]) -> None:
-        """Evaluate the base alone on held-out samples, once for all jobs that share them."""
+                unscored.setdefault(samples.fingerprint, []).append(name)
+        if not unscored:
+            return False
         same_samples = {names[0]: names for names in unscored.values()}
         program = self.windows.base_evaluation(same_samples)
         fetch = partial(lay_out, jobs=self.jobs, base_alone=True)
@@ -363,6 +361,7 @@ class Loop:
             self._shrink(program.capacity)
         self.journal.flush()
         self._retire()
+        return True
 
     def _begins(self, name: str) -> bool:
         """Whether the job is still to be evaluated at its step: at its start, or after an interruption."""
@@ -372,11 +371,6 @@ class Loop:
         if self.sweeps.is_awaited(name, progress.step) and not self.sweeps.judges_mean(name):
             return True
         return progress.step in job.evaluate_at and progress.evaluated < progress.step
-
-    def _is_judged(self, name: str) -> bool:
-        """Whether a sweep waits for an evaluation of the mean of the trial's last weights."""
-        step = self.executor.aboard[name].progress.step
-        return self.sweeps.judges_mean(name) and self.sweeps.is_awaited(name, step)
 
     @contextmanager
     def _means_shown(self) -> Iterator[None]:
@@ -586,13 +580,17 @@ class Loop:
             release(self.base.device)
         self._endings.clear()
 
-    def _send_back(self, reasons: Mapping[str, str]) -> None:
-        """Preempt jobs: their states are saved and they are queued again, each with its reason."""
+    def _send_back(self, reasons: Mapping[str, str], are_resting: bool = False) -> None:
+        """Save jobs, and queue them again with their reasons; trials that rest wait for others at a rung."""
         if not reasons:
             return
         for training in self._save_and_detach(list(reasons)):
-            self.journal.move(training.job, State.QUEUED, reasons[training.job])
-            self.waiting[training.job] = self.jobs[training.job]
+            name = training.job
+            if are_resting:
+                self.sweeps.rested(name)
+            else:
+                self.waiting[name] = self.jobs[name]
+            self.journal.move(name, State.QUEUED, reasons[name])
         self.journal.flush()
 
     def _save_and_detach(self, names: Sequence[str]) -> list[Training]:
@@ -631,21 +629,12 @@ class Loop:
         self.waiting = {name: self.jobs[name] for name in (*self.waiting, *orders.promoted)}
         for name, reason in orders.leave.items():
             self._leave_sweep(name, reason)
-        self._rest(orders.rest)
+        self._send_back(orders.rest, are_resting=True)
         self._retire()
         assert self.add is not None, "a run with sweeps can add jobs"
         self.sweeps.propose(self.add, self.journal.note)
         self._handle_writes()
         return not before.issuperset(self.waiting)
-
-    def _rest(self, reasons: Mapping[str, str]) -> None:
-        """Save trials that wait for others at a rung, and free their seats."""
-        if not reasons:
-            return
-        for training in self._save_and_detach(list(reasons)):
-            self.sweeps.rested(training.job)
-            self.journal.move(training.job, State.QUEUED, reasons[training.job])
-        self.journal.flush()
 
     def _leave_sweep(self, name: str, reason: str) -> None:
         if name in self.executor.aboard:
