@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weftune.base.spec import DEMO, BaseSpec
-from weftune.errors import BaseModelError, DataError, Mistake, SpecError, UserError
+from weftune.errors import BaseModelError, DataError, Mistake, UserError
 
 if TYPE_CHECKING:
     from weftune.core.shapes import ModelShape
@@ -128,16 +128,6 @@ def refuse_base(base: BaseSpec) -> None:
         model_folder(base)
     elif not path.exists() and is_hub_id(base.model):
         refuse_absent(base)
-
-
-def refuse_targets(run: RunSpec, shape: ModelShape) -> None:
-    """Refuse targets and starts that do not match the base."""
-    from weftune.jobs.spec.checks import check_starts, check_targets
-
-    mistakes = [*check_targets(run.jobs, shape, run.locate), *check_starts(run.jobs, shape, run.locate)]
-    if mistakes:
-        # Trials share the line of a wrong target.
-        raise SpecError(dict.fromkeys(mistakes))
 
 
 def refuse_rows(jobs: Iterable[JobSpec], named: bool) -> None:

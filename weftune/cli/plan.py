@@ -83,28 +83,23 @@ def plan(
 
 def read_cluster(text: str, limit: int | None = None, on_cpu: bool = False) -> Cluster:
     """Return the cluster that `text` names. `limit` applies to GPUs only, not to the memory of a CPU."""
-    from weftune.plan.cost.cluster import limited
-
-    cluster = _cluster(text, on_cpu)
-    return limited(cluster, limit) if limit is not None and cluster.devices[0].is_gpu else cluster
-
-
-def _cluster(text: str, on_cpu: bool) -> Cluster:
-    from weftune.plan.cost.cluster import cluster_from, parse_cluster, this_cpu, this_machine
+    from weftune.plan.cost.cluster import cluster_from, limited, parse_cluster, this_cpu, this_machine
 
     if text == "auto":
-        return this_cpu() if on_cpu else this_machine()
-    if not text.lower().endswith((".yaml", ".yml")):
-        return parse_cluster(text)
-    import yaml
+        cluster = this_cpu() if on_cpu else this_machine()
+    elif not text.lower().endswith((".yaml", ".yml")):
+        cluster = parse_cluster(text)
+    else:
+        import yaml
 
-    try:
-        values = yaml.safe_load(Path(text).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"--cluster {text}: the file cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise PlanError(Mistake(text, f"is no YAML: {' '.join(str(error).split())}")) from None
-    return cluster_from(values, text)
+        try:
+            values = yaml.safe_load(Path(text).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"--cluster {text}: the file cannot be read: {error}") from None
+        except yaml.YAMLError as error:
+            raise PlanError(Mistake(text, f"is no YAML: {' '.join(str(error).split())}")) from None
+        cluster = cluster_from(values, text)
+    return limited(cluster, limit) if limit is not None and cluster.devices[0].is_gpu else cluster
 
 
 def _refuse_picture(file: Path) -> None:

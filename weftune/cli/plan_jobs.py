@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from weftune.base.architecture import spec_shape
 from weftune.base.config import bytes_per_value, read_config, read_tokenizer
 from weftune.base.spec import BaseSpec
-from weftune.cli.early import refuse_targets
 from weftune.cli.plan_sweeps import SweepOutlook, averaged_trials, sweep_outlooks
 from weftune.core.files import cache_folder
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.data.prepare import Prepared, SharedData, data_identity
 from weftune.data.samples import SampleOrder
 from weftune.data.spec import DataSpec, EvalSpec
-from weftune.errors import DataError, Mistake
+from weftune.errors import DataError, Mistake, SpecError
 from weftune.jobs.courses import Curriculum, curriculum, cut_data, job_shape
+from weftune.jobs.spec.checks import check_starts, check_targets
 from weftune.jobs.spec.spec import JobSpec, RunSpec, in_steps
 from weftune.plan.cost.cluster import Cluster
 from weftune.plan.cost.estimate import JobOutline, Speed, sheet_speed
@@ -93,7 +93,10 @@ def read_case(
 ) -> PlanCase:
     """Return the case of a run's jobs on a cluster, with the base's sizes from its config.json."""
     shape = spec_shape(run.base, read_config(run.base), bytes_per_value(run.base, cluster.devices[0].is_gpu))
-    refuse_targets(run, shape)
+    mistakes = [*check_targets(run.jobs, shape, run.locate), *check_starts(run.jobs, shape, run.locate)]
+    if mistakes:
+        # Trials share the line of a wrong target.
+        raise SpecError(dict.fromkeys(mistakes))
     averaged = averaged_trials(run.sweeps)
     jobs = outline_jobs(run.jobs, read_tokenizer(run.base), shape, max_steps, averaged)
     sweeps = sweep_outlooks(run.sweeps, run.jobs, {one.name: one.total for one in jobs})

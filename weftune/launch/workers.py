@@ -21,12 +21,12 @@ import torch
 import typer
 from torch.distributed import TCPStore
 
+from weftune.base.load import device_named
 from weftune.core.clock import COMMAND_STARTED, current
 from weftune.errors import UserError
 from weftune.launch.supervise import Supervised, Supervisor, Team
 from weftune.run.workers.groups import (
     LOOPBACK,
-    Wires,
     WorkerPosition,
     bind_interface,
     connect,
@@ -57,12 +57,24 @@ def joined(worker: WorkerPosition, device: str | None) -> Iterator[Staff | None]
     heartbeat = Heartbeat(worker, store_here(worker))
     heartbeat.start()
     try:
-        wires, found = _connected(worker, device)
+        found = device_named(device)
+        if own_gpus(worker, found):
+            numbers = crossed_gpus(worker.local_workers) if worker.ring else range(worker.local_workers)
+            found = torch.device("cuda", numbers[worker.local_worker])
+            torch.cuda.set_device(found)
+        wires = connect(worker, found)
         if worker.worker > 0:
             serve(wires, found)
             yield None
         else:
-            yield from _leading(Staff(wires))
+            staff = Staff(wires)
+            try:
+                yield staff
+            except (UserError, typer.Exit):
+                staff.dismiss()
+                raise
+            # Not after a bug or by force: then the other workers are lost.
+            staff.dismiss()
     except PeerLost as lost:
         print(f"weftune: {lost}", file=sys.stderr, flush=True)
         os._exit(LOST)
@@ -76,27 +88,6 @@ def _part(heartbeat: Heartbeat) -> None:
     heartbeat.stop()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def _leading(staff: Staff) -> Iterator[Staff]:
-    """Yield the staff, and dismiss the other workers however the run ends, unless by a bug or by force."""
-    try:
-        yield staff
-    except (UserError, typer.Exit):
-        staff.dismiss()
-        raise
-    staff.dismiss()
-
-
-def _connected(worker: WorkerPosition, device: str | None) -> tuple[Wires, torch.device]:
-    from weftune.base.load import device_named
-
-    found = device_named(device)
-    if own_gpus(worker, found):
-        numbers = crossed_gpus(worker.local_workers) if worker.ring else range(worker.local_workers)
-        found = torch.device("cuda", numbers[worker.local_worker])
-        torch.cuda.set_device(found)
-    return connect(worker, found), found
 
 
 # -- all workers ----------------------------------------------------------------------------------------
