@@ -23,9 +23,9 @@ from benchmarks.gpu_step import ranks_of
 from weftune.bench.result import arguments, finish
 from weftune.ops.lora import table as slot_table
 from weftune.ops.lora import tiling
-from weftune.ops.lora.choice import Shape
-from weftune.ops.lora.choice_trial import HEAD_START, Site, made_up_site
-from weftune.ops.lora.fused import fused_dx, fused_y
+from weftune.ops.lora.choice import PlanTrial
+from weftune.ops.lora.choice_trial import HEAD_START, TrialSite, synthetic_site
+from weftune.ops.lora.products import fused_dx, fused_y
 from weftune.ops.lora.table import bands_for
 from weftune.ops.lora.tiled_kernels import (
     da,
@@ -57,50 +57,50 @@ class Kernel:
     """A launcher, the field of the tiling that it is launched by, and what to put there."""
 
     field: str
-    step: Callable[[Site, SiteCall], Step]
+    step: Callable[[TrialSite, SiteCall], Step]
     launches: tuple[KernelLaunch, ...]
 
 
-def of_down(site: Site, call: SiteCall) -> Step:
+def of_down(site: TrialSite, call: SiteCall) -> Step:
     return lambda: down(site.x_TK, call)
 
 
-def of_ds(site: Site, call: SiteCall) -> Step:
+def of_ds(site: TrialSite, call: SiteCall) -> Step:
     return lambda: ds(site.dy_TN, call)
 
 
-def of_ds_db(site: Site, call: SiteCall) -> Step:
+def of_ds_db(site: TrialSite, call: SiteCall) -> Step:
     call = replace(call, tiling=replace(call.tiling, one_read=True))
     s_TPR = down(site.x_TK, call)
     return lambda: ds_db(site.dy_TN, s_TPR, call)
 
 
-def of_db(site: Site, call: SiteCall) -> Step:
+def of_db(site: TrialSite, call: SiteCall) -> Step:
     s_TPR, partial = down(site.x_TK, call), room_for_db(site.dy_TN, call)
     return lambda: db(site.dy_TN, s_TPR, partial, call)
 
 
-def of_da(site: Site, call: SiteCall) -> Step:
+def of_da(site: TrialSite, call: SiteCall) -> Step:
     ds_TPR, partial = ds(site.dy_TN, call), room_for_da(site.x_TK, call)
     return lambda: da(site.x_TK, ds_TPR, partial, call)
 
 
-def of_large_y(site: Site, call: SiteCall) -> Step:
+def of_large_y(site: TrialSite, call: SiteCall) -> Step:
     s_TPR, y_TN = down(site.x_TK, call), torch.empty_like(site.dy_TN)
     return lambda: large_y(s_TPR, y_TN, call)
 
 
-def of_large_dx(site: Site, call: SiteCall) -> Step:
+def of_large_dx(site: TrialSite, call: SiteCall) -> Step:
     ds_TPR, dx_TK = ds(site.dy_TN, call), torch.empty_like(site.x_TK)
     return lambda: large_dx(ds_TPR, dx_TK, call)
 
 
-def of_y(site: Site, call: SiteCall) -> Step:
+def of_y(site: TrialSite, call: SiteCall) -> Step:
     s_TPR = down(site.x_TK, call)
     return lambda: fused_y(site.x_TK, site.weight_NK, None, None, s_TPR, None, call)
 
 
-def of_dx(site: Site, call: SiteCall) -> Step:
+def of_dx(site: TrialSite, call: SiteCall) -> Step:
     ds_TPR = ds(site.dy_TN, call)
     return lambda: fused_dx(site.dy_TN, site.weight_NK, ds_TPR, call)
 
@@ -146,24 +146,24 @@ def site_of(
     ranks: tuple[int, ...],
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
-) -> Site:
+) -> TrialSite:
     """Jobs of these ranks at a group; smaller ones have the first ranks of the largest's."""
-    most = max(ranks)
-    shape = Shape(
+    trial = PlanTrial(
+        plans=(ProductPlan.fused,),
         dtype=dtype,
         features=features,
         widths=widths,
         rows=ROWS * len(ranks),
-        ranks=rank_block(most),
-        bands=bands_for(most),
+        ranks=rank_block(max(ranks)),
+        bands=bands_for(max(ranks)),
         slots=len(ranks),
         drops=False,
         residual=False,
         transposed=False,
         aligned=True,
     )
-    site = made_up_site(shape, device)
-    for slot, (rank, seated) in enumerate(zip(ranks, site.entries, strict=True)):
+    site = synthetic_site(trial, device)
+    for slot, (rank, seated) in enumerate(zip(ranks, site.adapters, strict=True)):
         cut = ("a_RK", "b_RN", "da_RK", "db_RN")
         site.group.write(
             slot, [replace(one, **{name: getattr(one, name)[:rank] for name in cut}) for one in seated]
@@ -171,13 +171,13 @@ def site_of(
     return site
 
 
-def call_of(site: Site, field: str, launch: KernelLaunch | None) -> SiteCall:
+def call_of(site: TrialSite, field: str, launch: KernelLaunch | None) -> SiteCall:
     chosen = choose_tiling(site.rows, site.group, site.x_TK.shape[1], site.x_TK.dtype)
     chosen = chosen if launch is None else replace(chosen, **{field: launch})
     return SiteCall(site.group, site.rows, True, chosen, ProductPlan.fused)
 
 
-def steps_of(kernel: Kernel, site: Site) -> Iterator[tuple[str, Callable[[], Step]]]:
+def steps_of(kernel: Kernel, site: TrialSite) -> Iterator[tuple[str, Callable[[], Step]]]:
     """(words, what prepares the step) of the launch that training takes, and of the others."""
     taken = call_of(site, kernel.field, None)
     own: KernelLaunch = getattr(taken.tiling, kernel.field)

@@ -27,9 +27,10 @@ from weftune.bench.sizes import SIZES, Size, build, toy_of
 from weftune.bench.table import aligned, number
 from weftune.bench.timing import Hardware, Repeats, bench_hardware, measure, repeated
 from weftune.core.shapes import SiteShape
-from weftune.ops.lora.experts import ExpertSite, Owners, lora_experts
+from weftune.ops.experts import ExpertSite
+from weftune.ops.lora.experts import lora_experts
 from weftune.ops.lora.tiling import ProductPlan
-from weftune.ops.triton.at_hand import kernels_at_hand
+from weftune.ops.triton import kernels_available
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ class Layer:
     module: torch.nn.Module
     sites: tuple[SiteShape, ...]
     bank: ExpertBank
-    owners: Owners
+    owner_T: Tensor
+    jobs: tuple[str, ...]
     x_TD: Tensor
     chosen_Tk: Tensor
     weights_Tk: Tensor
@@ -54,10 +56,12 @@ class Layer:
             ExpertSite(self.weight(site), self.bank.group(site.name, device) if adapted else None)
             for site in self.sites
         ]
-        numbers_J = self.bank.numbers(self.owners.jobs, device) if adapted else None
+        numbers_J = (
+            self.bank.numbers(self.jobs, device) if adapted else self.owner_T.new_full((len(self.jobs),), -1)
+        )
 
         def forward(x_TD: Tensor, chosen_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-            return lora_experts(x_TD, chosen_Tk, weights_Tk, anchor, sites, self.owners, numbers_J, order)
+            return lora_experts(x_TD, chosen_Tk, weights_Tk, anchor, sites, self.owner_T, numbers_J, order)
 
         self._backward(forward)
 
@@ -90,7 +94,8 @@ def layer_of(size: Size, jobs: int, tokens: int, rank: int, hardware: Hardware) 
         module=module,
         sites=sites,
         bank=bank,
-        owners=Owners(owner_T.int(), tuple(map(str, range(jobs)))),
+        owner_T=owner_T.int(),
+        jobs=tuple(map(str, range(jobs))),
         x_TD=torch.randn(tokens, size.hidden, device=hardware.device, dtype=hardware.dtype),
         chosen_Tk=chosen_Tk,
         weights_Tk=weights_Tk.to(hardware.dtype),
@@ -115,7 +120,7 @@ def main() -> None:
         size, pace = toy_of(size), Repeats(0, 1, 1)
     layer = layer_of(replace(size, layers=1), options.jobs, tokens, options.rank, hardware)
     steps: dict[str, Callable[[], None]] = {"transformers, frozen": layer.plain}
-    if kernels_at_hand(layer.x_TD):
+    if kernels_available(layer.x_TD):
         for order, product in ((ProductPlan.fused, "our product"), (ProductPlan.wide, "the library's")):
             steps[f"kernels, frozen, {product}"] = partial(layer.lora, order, adapted=False)
             steps[f"kernels, {options.jobs} adapters, {product}"] = partial(layer.lora, order, adapted=True)

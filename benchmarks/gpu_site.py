@@ -23,9 +23,9 @@ from benchmarks.site_floor import Rates, Timed, beside_floors, needs
 from benchmarks.site_plain import plain_steps
 from benchmarks.site_sweep import KERNELS, sweep
 from weftune.bench.result import arguments, finish
-from weftune.ops.lora.fused import fused_dx, fused_y
-from weftune.ops.lora.operands import in_float32
+from weftune.ops.lora.products import fused_dx, fused_y, in_float32
 from weftune.ops.lora.tiled_kernels import (
+    ColumnSpan,
     add_dx,
     add_gradients,
     da,
@@ -37,7 +37,7 @@ from weftune.ops.lora.tiled_kernels import (
     up,
 )
 from weftune.ops.lora.tiled_kernels import ds as ds_alone
-from weftune.ops.lora.tiling import ProductPlan, RowSpan, orders_for
+from weftune.ops.lora.tiling import ProductPlan, plans_for
 
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
 ADAPTER_SETS = (
@@ -54,8 +54,8 @@ ADAPTER_SETS = (
 def compare(case: SiteCase) -> dict[str, float]:
     """Microseconds of the frozen linear, and of each route with adapters."""
     steps: dict[str, Callable[[int], object]] = {"frozen": case.frozen}
-    for order in orders_for(case.weight_NK, case.group, case.weight_NK.device):
-        steps[f"tiled {order}"] = partial(case.tiled, case.call(order))
+    for plan in plans_for(case.weight_NK, case.group, case.weight_NK.device):
+        steps[f"tiled {plan}"] = partial(case.tiled, case.call(plan))
     return microseconds(steps | plain_steps(case), case.turns)
 
 
@@ -108,7 +108,7 @@ def _wide_steps(case: SiteCase, s: Tensor, ds: Tensor) -> dict[str, Callable[[in
     outputs, features = weight_NK.shape
     y_TN, dx_TK = in_float32(case.x[0], weight_NK.T), in_float32(case.dy[0], weight_NK)
     columns = call.tiling.up.columns
-    of_y, of_dx = (RowSpan(0, -(-width // columns), 0, width) for width in (outputs, features))
+    of_y, of_dx = (ColumnSpan(0, -(-width // columns), 0, width) for width in (outputs, features))
     return {
         "xWt in float32": lambda turn: in_float32(case.x[turn], weight_NK.T),
         "dyW in float32": lambda turn: in_float32(case.dy[turn], weight_NK),
@@ -119,7 +119,7 @@ def _wide_steps(case: SiteCase, s: Tensor, ds: Tensor) -> dict[str, Callable[[in
 
 def _fused_steps(case: SiteCase, s: Tensor, ds: Tensor) -> dict[str, Callable[[int], object]]:
     """The products that have the adapters in them, and the same with nobody aboard."""
-    if ProductPlan.fused not in orders_for(case.weight_NK, case.group, s.device):
+    if ProductPlan.fused not in plans_for(case.weight_NK, case.group, s.device):
         return {}
     call, nobody, weight_NK = case.call(ProductPlan.fused), case.nobody(), case.weight_NK
     return {

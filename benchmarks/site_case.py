@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weftune.ops.dropout import step_key
 from weftune.ops.lora.rows import Rows, Seat
-from weftune.ops.lora.table import Entry, Group, SlotTable, bands_for
+from weftune.ops.lora.table import Group, LowRank, SlotTable, bands_for
 from weftune.ops.lora.tiled import backward, forward
 from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling
 
@@ -39,7 +39,7 @@ class SiteCase:
     """Inputs [T, K] that take turns, and gradients [T, N] beside them."""
     dy: tuple[Tensor, ...]
     seats: tuple[Seat, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[LowRank, ...]
     group: Group
 
     @property
@@ -52,14 +52,14 @@ class SiteCase:
         call = self.call()
         return sum(call.blocks(call.tiling.ds_db.columns)) if call.tiling.one_read else 0
 
-    def call(self, order: ProductPlan = ProductPlan.wide, tile: int = 64, piece: int = 1024) -> SiteCall:
+    def call(self, plan: ProductPlan = ProductPlan.wide, tile: int = 64, piece: int = 1024) -> SiteCall:
         x = self.x[0]
         rows = Rows.empty(x.shape[0], SLOTS, x.device, tile=tile, piece=piece)
         rows.fill(self.seats, np.arange(x.shape[0], dtype=np.int32))
-        return SiteCall(self.group, rows, True, choose_tiling(rows, self.group, x.shape[1], x.dtype), order)
+        return SiteCall(self.group, rows, True, choose_tiling(rows, self.group, x.shape[1], x.dtype), plan)
 
     def nobody(self) -> SiteCall:
-        """The fused order with no job aboard."""
+        """The fused plan with no job aboard."""
         call = self.call(ProductPlan.fused)
         call.rows.fill((), np.zeros(0, dtype=np.int32))
         return call
@@ -91,7 +91,7 @@ def made_up_case(
     for slot, rank in enumerate(adapters.ranks):
         a, b = normal(rank, features) / features**0.5, normal(rank, outputs)
         gradients = torch.zeros_like(a, dtype=torch.float32), torch.zeros_like(b, dtype=torch.float32)
-        entries.append(Entry(a, b, *gradients, scale=2.0, dropout=adapters.dropout))
+        entries.append(LowRank(a, b, *gradients, scale=2.0, dropout=adapters.dropout))
         group.write(slot, entries[-1:])
         seats.append(Seat(slot * length, slot * length + length, slot, step_key(slot, 1)))
     return SiteCase(

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.site_case import SiteAdapters, SiteCase, microseconds, site_case
-from weftune.ops.lora.fused import fused_dx, fused_y
+from weftune.ops.lora.products import fused_dx, fused_y
 from weftune.ops.lora.tiled_kernels import da, down, ds_db, room_for_da
 from weftune.ops.lora.tiling import KernelLaunch, ProductPlan, product_blocks
 

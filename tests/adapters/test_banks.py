@@ -307,7 +307,7 @@ def test_tables_are_sent_once_however_many_jobs_come_and_go(llama, monkeypatch: 
     bank, sent = TiledBank(sites, 64), list[int]()
     seat(bank, sites, 0, rank=1)
     bank._group(torch.zeros(()))
-    monkeypatch.setattr(SlotTable, "send", lambda table: sent.append(int((table.host_views()[2] > 0).sum())))
+    monkeypatch.setattr(SlotTable, "send", lambda table: sent.append(int((table.host_views[2] > 0).sum())))
     for slot in range(1, 40):
         seat(bank, sites, slot, rank=1)
     for slot in range(10, 20):

@@ -20,7 +20,7 @@ from weftune.cli.doctor import (
     package_checks,
 )
 from weftune.cli.main import app
-from weftune.ops.lora.choice_file import ChoiceFile, MeasuredPlan, TrialMachine
+from weftune.ops.lora.choice import ChoiceFile, MeasuredPlan
 from weftune.ops.lora.tiling import ProductPlan
 
 
@@ -65,7 +65,7 @@ def test_a_cache_without_room_says_where_else_to_put_it(tmp_path: Path) -> None:
 
 
 def test_the_orders_known_of_a_gpu_are_counted_and_their_file_is_named(tmp_path: Path) -> None:
-    file = ChoiceFile(tmp_path, TrialMachine("card", "9.0", "2.11", "3.6", "00"))
+    file = ChoiceFile(tmp_path, "card", "9.0", "2.11", "3.6", "00")
     assert orders_check(file, 1).finding == f"0 shapes measured, in {file.path}"
     file.add(
         "a shape",

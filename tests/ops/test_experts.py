@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import silu
 
 from tests.ops.earned import assert_earned, outcomes
-from weftune.ops.experts import ExpertLinear, ExpertPart, Routes, experts_output, experts_output_reference
+from weftune.ops.experts import ExpertPart, ExpertSite, Routes, experts_output, experts_output_reference
 
 TOKENS, EXPERTS, ACTIVE, HIDDEN, INNER = 23, 7, 3, 16, 24
 JOBS = [(0, 9, 5, 0.5), (9, 14, 2, 2.0), (14, 20, 8, 1.0)]
@@ -43,7 +43,7 @@ def computed_by(function):
             a_up, b_up, a_down, b_down = factors[4 * index : 4 * index + 4]
             parts[0].append(ExpertPart(start, stop, a_up, b_up, scale))
             parts[1].append(ExpertPart(start, stop, a_down, b_down, scale))
-        linears = [ExpertLinear(weight, part) for weight, part in zip(weights, parts, strict=True)]
+        linears = [ExpertSite(weight, parts=part) for weight, part in zip(weights, parts, strict=True)]
         chosen_Tk, weights_Tk = routing(x_TD.device)
         return function(x_TD, chosen_Tk, weights_Tk.to(x_TD.dtype), *linears, silu)
 
@@ -89,8 +89,8 @@ def test_a_nan_of_one_job_stays_with_it(poisoned):
 def test_rows_of_one_expert_lie_together_and_in_the_order_of_tokens():
     chosen_Tk = torch.tensor([[2, 0], [0, 1], [2, 1]])
     routes = Routes.of(chosen_Tk, 4)
-    assert routes.groups.experts_S.tolist() == [0, 0, 1, 1, 2, 2]
-    assert routes.groups.stops_E.tolist() == [2, 4, 6, 6]
+    assert routes.experts_S.tolist() == [0, 0, 1, 1, 2, 2]
+    assert routes.stops_E.tolist() == [2, 4, 6, 6]
     tokens_31 = torch.arange(3.0)[:, None]
     assert routes.rows(tokens_31)[:, 0].tolist() == [0, 1, 1, 2, 0, 2]
     assert routes.gathered(routes.rows(tokens_31), torch.ones(3, 2))[:, 0].tolist() == [0, 2, 4]

@@ -5,7 +5,9 @@ import torch
 
 from weftune.core import shapes
 from weftune.core.weights import Head, HeadRows
-from weftune.ops.logprobs import target_logprobs
+from weftune.ops.logprobs import run_counts, run_sums, target_logprobs
+
+LENGTHS = [3, 0, 1, 5, 2]
 
 
 @pytest.fixture(autouse=True)
@@ -112,3 +114,26 @@ def test_hits_have_no_gradient_and_without_one_wanted_none_is_made(dtype, device
     assert torch.equal(got, logprobs)
     assert torch.equal(again, correct)
     assert [saved.shape for saved in got.grad_fn.saved_tensors] == [h.shape]
+
+
+def test_each_run_is_summed_as_if_alone_and_so_is_its_gradient() -> None:
+    values_S = torch.randn(11, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    together, alone = values_S.clone().requires_grad_(), values_S.clone().requires_grad_()
+    weight_J = torch.arange(1.0, 6.0, dtype=torch.float64)
+    sums_J = run_sums(together, LENGTHS)
+    wanted_J = torch.stack([part.sum() for part in alone.split(LENGTHS)])
+    torch.testing.assert_close(sums_J, wanted_J)
+    (sums_J / weight_J).sum().backward()
+    (wanted_J / weight_J).sum().backward()
+    assert torch.equal(together.grad, alone.grad)
+
+
+def test_a_nan_stays_in_its_run() -> None:
+    values_S = torch.ones(11)
+    values_S[3] = torch.nan
+    assert run_sums(values_S, LENGTHS).isnan().tolist() == [False, False, True, False, False]
+
+
+def test_what_is_true_is_counted_run_by_run() -> None:
+    found_S = torch.tensor([1, 0, 1, 1, 0, 0, 0, 1, 1, 1, 1], dtype=torch.bool)
+    assert run_counts(found_S, LENGTHS).tolist() == [2, 0, 1, 2, 2]

@@ -1,6 +1,7 @@
 """The gated activation: in float32 here, in half precision on a GPU."""
 
 import math
+from functools import partial
 from itertools import product
 
 import pytest
@@ -10,7 +11,9 @@ from transformers.activations import ACT2FN
 from tests.cases import some_of
 from tests.ops.earned import assert_earned, outcomes, saved_bytes
 from tests.ops.launches import noted
-from weftune.ops.swiglu import geglu, geglu_reference, swiglu, swiglu_reference
+from weftune.ops.swiglu import gated_reference, geglu, swiglu
+
+swiglu_reference, geglu_reference = (partial(gated_reference, gelu=gelu) for gelu in (False, True))
 
 SIZES = [(1, 20), (7, 64), (33, 1536), (300, 14336)]
 """Rows and their width."""

@@ -351,7 +351,7 @@ class Banks:
         if launches in self._compiled or not self.choices.compiles:
             return
         self._compiled.add(launches)
-        found = (group.contest(bound) for group in self._distinct)
+        found = (group.trial(bound) for group in self._distinct)
         self.choices.compile_ahead(one for one in found if one is not None)
 
     def linear(self, site: str, adds_residual: bool = False) -> Callable[[Tensor, Tensor | None], Tensor]:

@@ -16,7 +16,7 @@ from weftune.adapters.lora.spec import A, B
 from weftune.core.shapes import SiteShape
 from weftune.ops.accumulate import accumulated
 from weftune.ops.experts import ExpertPart
-from weftune.ops.lora.table import Entry, Group, SlotTable, bands_for
+from weftune.ops.lora.table import Group, LowRank, SlotTable, bands_for
 from weftune.ops.lora.tiling import MIN_RANK
 
 LEAST_SEATS = 8
@@ -31,12 +31,12 @@ class _ExpertSeat:
     weights: Parameters
     totals: Parameters
 
-    def entry(self, site: str) -> Entry | None:
+    def entry(self, site: str) -> LowRank | None:
         if (site, A) not in self.weights:
             return None
         a_ErK, b_ErN = (self.weights[site, name] for name in (A, B))
         da_ErK, db_ErN = (self.totals[site, name] for name in (A, B))
-        return Entry(a_ErK, b_ErN, da_ErK, db_ErN, self.adapter.spec.scale_at(site), dropout=0.0)
+        return LowRank(a_ErK, b_ErN, da_ErK, db_ErN, self.adapter.spec.scale_at(site), dropout=0.0)
 
 
 class ExpertBank:
@@ -107,9 +107,8 @@ class ExpertBank:
         aligned = all(width % 8 == 0 for width in (site.in_features, site.out_features))
         slots, bands = self._room * site.experts, bands_for(self._rank)
         table = SlotTable.empty([site.name], slots, device, aligned, bands)
-        views = table.host_views()
         for seat in self._seats.values():
             if (entry := seat.entry(site.name)) is not None:
-                table.put_experts(views, seat.number * site.experts, entry)
+                table.put_experts(seat.number * site.experts, entry)
         table.send()
         return table

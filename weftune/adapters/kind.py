@@ -21,7 +21,7 @@ from weftune.ops.lora.computed import ComputedPair
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.scales import SiteScale
-from weftune.ops.lora.table import Entry
+from weftune.ops.lora.table import LowRank
 from weftune.ops.site import GatheredRows, RowScale, summed_product
 
 Parameters = Mapping[tuple[str, str], Tensor]
@@ -99,7 +99,7 @@ class Pass:
     route: Route
     training: bool
     anchor: Tensor
-    """A scalar that requires a gradient and never gets one; see `ops.lora.Blocks`."""
+    """A scalar that requires a gradient and never gets one; see `ops.lora.routes.Blocks`."""
     totals: Mapping[str, Parameters]
     """Job → the accumulators of its gradients."""
     rows: Rows | None = None
@@ -143,7 +143,7 @@ class TiledPart:
     """A job's adapter at one site in the form that the tiled kernels take, LoRA with scales: y = g_out ⊙ ((x
     ⊙ g_in)Wᵀ + scale · drop(x)AᵀB) + b. Parts may be absent."""
 
-    low_rank: Entry | None = None
+    low_rank: LowRank | None = None
     g_out: SiteScale | None = None
     g_in: SiteScale | None = None
     computed: ComputedPair | None = None

@@ -32,9 +32,9 @@ from weftune.core.weights import (
     side_by_side,
     stacked,
 )
-from weftune.ops.experts import ExpertLinear, experts_output
-from weftune.ops.lora.choice import Candidates
-from weftune.ops.lora.experts import ExpertSite, Owners, lora_experts, multiplies_at_once
+from weftune.ops.experts import ExpertSite, experts_output
+from weftune.ops.lora.choice import PlanTrial
+from weftune.ops.lora.experts import lora_experts, multiplies_at_once
 from weftune.ops.lora.routes import Route
 from weftune.ops.site import changed_rows, scaled_outputs, scaled_rows, with_rows, zero_where_changed
 
@@ -45,8 +45,8 @@ class CurrentPass:
     bound: Pass | None = None
     beside: Pass | None = None
     """The pass with only the rows of jobs whose adapters at linears the kernels do not compute."""
-    owners: Owners | None = None
-    """Owners of the pass's rows, computed when the first layer of experts needs them."""
+    owners: tuple[Tensor, tuple[str | None, ...]] | None = None
+    """Index of each row's job, and the jobs, computed when the first layer of experts needs them."""
 
 
 @dataclass(slots=True)
@@ -63,9 +63,9 @@ class SiteGroup:
     adds_residual: bool = False
     """Whether the group's linear is given a residual to add its outputs to."""
 
-    def contest(self, bound: Pass) -> Candidates | None:
-        """Return the linear's choices between kernels in a pass. None unless kernels compute all of it."""
-        return None if self.tiled is None else self.tiled.contest(self.frozen, self.adds_residual, bound)
+    def trial(self, bound: Pass) -> PlanTrial | None:
+        """Return the trial between kernels of the linear in a pass. None unless kernels compute all of it."""
+        return None if self.tiled is None else self.tiled.trial(self.frozen, self.adds_residual, bound)
 
     def forward(self, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Compute what the module of the only site computes, with adapters if a pass is bound."""
@@ -168,16 +168,18 @@ class ExpertGroup:
             if banks or all(map(multiplies_at_once, sites)):
                 current = self.current
                 current.owners = current.owners or _owners(bound.microbatch, len(x_TD), x_TD.device)
-                numbers_J = banks[0].numbers(current.owners.jobs, x_TD.device) if banks else None
-                return lora_experts(
-                    x_TD, chosen_Tk, weights_Tk, bound.anchor, sites, current.owners, numbers_J
-                )
+                owner_T, jobs = current.owners
+                if banks:
+                    numbers_J = banks[0].numbers(jobs, x_TD.device)
+                else:
+                    numbers_J = owner_T.new_full((len(jobs),), -1)
+                return lora_experts(x_TD, chosen_Tk, weights_Tk, bound.anchor, sites, owner_T, numbers_J)
         if bound is None or not banks:
             return plain(x_TD, chosen_Tk, weights_Tk)
         gate_up, down = (
-            ExpertLinear(
+            ExpertSite(
                 self._weight(site),
-                [part for bank in self.banks.values() for part in bank.parts(site.name, bound)],
+                parts=[part for bank in self.banks.values() for part in bank.parts(site.name, bound)],
             )
             for site in self.sites
         )
@@ -192,12 +194,12 @@ class ExpertGroup:
         return getattr(getattr(self.module, "config", None), "hidden_act", None) == "silu"
 
 
-def _owners(microbatch: Microbatch, rows: int, device: torch.device) -> Owners:
+def _owners(microbatch: Microbatch, rows: int, device: torch.device) -> tuple[Tensor, tuple[str | None, ...]]:
     jobs: dict[str | None, int] = {None: 0}
     owner_T = torch.zeros(rows, dtype=torch.int32)
     for segment in microbatch.segments:
         owner_T[segment.rows] = jobs.setdefault(segment.through, len(jobs))
-    return Owners(to_device(owner_T, device), tuple(jobs))
+    return to_device(owner_T, device), tuple(jobs)
 
 
 def expert_groups(

@@ -9,17 +9,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from weftune.adapters.kind import Frozen, Pass, TiledPart
 from weftune.core.shapes import SiteShape
-from weftune.ops.lora.choice import Candidates
+from weftune.ops.lora.choice import PlanTrial
 from weftune.ops.lora.computed import computed_table, put_computed
 from weftune.ops.lora.scales import put_scales, scale_table
 from weftune.ops.lora.table import Group, SlotTable, bands_for
-from weftune.ops.lora.tiled import contest_at, lora_linear
+from weftune.ops.lora.tiled import lora_linear, trial_at
 from weftune.ops.lora.tiling import DIRECT_RANKS, MIN_RANK
 
 
@@ -34,7 +33,6 @@ class TiledBank:
         """Job → its slot and its part at every site, kept alive here, since tables hold addresses."""
         self._tables: Group | None = None
         """The tables that the kernels read. Each is created for the first job that needs it."""
-        self._views: tuple[np.ndarray, ...] = ()
         """Views of the table of A and B on the host."""
         self._unsent = False
         self._rank, self._large_rank, self._drops = MIN_RANK, MIN_RANK, False
@@ -108,7 +106,7 @@ class TiledBank:
             self._unsent = True
 
     def _put(self, tables: Group, slot: int, parts: Sequence[TiledPart | None]) -> None:
-        tables.table.put(self._views, slot, [part.low_rank if part else None for part in parts])
+        tables.table.put(slot, [part.low_rank if part else None for part in parts])
         if tables.g_out is not None:
             put_scales(tables.g_out, slot, [part.g_out if part else None for part in parts])
         if tables.g_in is not None:
@@ -135,13 +133,13 @@ class TiledBank:
             bound.choices,
         )
 
-    def contest(self, frozen: Frozen, residual: bool, bound: Pass) -> Candidates | None:
-        """Return the choices of `linear`, so that kernels can be compiled ahead. None if there are none."""
+    def trial(self, frozen: Frozen, residual: bool, bound: Pass) -> PlanTrial | None:
+        """Return the trial that `linear` will need, or None: its kernels can be compiled ahead."""
         weight = frozen.weight
         if bound.rows is None or (isinstance(weight, Tensor) and weight.dim() != 2):
             return None
         like = weight if isinstance(weight, Tensor) else weight.like
-        return contest_at(weight, residual, self._group(like), bound.rows, like.dtype)
+        return trial_at(weight, residual, self._group(like), bound.rows, like.dtype)
 
     def _group(self, like: Tensor) -> Group:
         if self._tables is None:
@@ -157,7 +155,6 @@ class TiledBank:
         table = SlotTable.empty(
             names, self._slots, device, aligned=all(width % 8 == 0 for width in widths), bands=self._bands
         )
-        self._views = table.host_views()
         tables = Group(
             self._columns,
             table,

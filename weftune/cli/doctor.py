@@ -21,7 +21,7 @@ from weftune.cli.early import DeviceOption
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-    from weftune.ops.lora.choice_file import ChoiceFile
+    from weftune.ops.lora.choice import ChoiceFile
 
 GIB = 2**30
 SCARCE_DISK = 2 * GIB
@@ -166,7 +166,7 @@ def device_checks() -> Iterator[Check]:
     for index in range(torch.cuda.device_count()):
         yield gpu_check(torch, index)
         if importlib.util.find_spec("triton") is not None:
-            from weftune.ops.lora.choice_file import file_for
+            from weftune.ops.lora.choice import file_for
 
             if (file := file_for(torch.device("cuda", index))) is not None:
                 yield orders_check(file, index)

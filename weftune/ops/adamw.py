@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from weftune.ops.triton.at_hand import kernels_at_hand
+from weftune.core.batch import to_device
+from weftune.ops import triton as kernels
+from weftune.ops.triton import kernels_available
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 """Torch's defaults."""
@@ -46,13 +48,7 @@ class AdamState:
 
     def within(self, start: int, stop: int) -> AdamState:
         """Return the state of the parameters `start` to `stop`."""
-        return AdamState(
-            master=self.master[start:stop],
-            exp_avg=self.exp_avg[start:stop],
-            exp_avg_sq=self.exp_avg_sq[start:stop],
-            gradient=self.gradient[start:stop],
-            weights=self.weights[start:stop],
-        )
+        return AdamState(*(vector[start:stop] for vector in self.vectors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,25 +101,20 @@ class Update:
 
 def gradient_norms(states: Sequence[AdamState]) -> Tensor:
     """Return the norm of each job's gradient, in float64 [J]."""
-    if not kernels_at_hand(states[0].gradient):
+    if not kernels_available(states[0].gradient):
         return torch.stack([state.gradient.norm().double() for state in states])
     return square_sums([state.gradient for state in states]).sqrt()
 
 
 def square_sums(vectors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares of each vector, in float64 [J]: precise enough that sums over parts give the
-    norm of the whole. Requires kernels."""
-    from weftune.ops.triton import adamw as kernels
-
+    """Return the sum of squares of each vector, in float64 [J], so that sums over parts stay precise."""
     device, blocks = vectors[0].device, max(-(-vector.numel() // BLOCK) for vector in vectors)
-    rows = [[_address(vector), vector.numel()] for vector in vectors]
-    even = all(vector.numel() % 16 == 0 for vector in vectors)
     squares_JB = torch.zeros(len(vectors), blocks, dtype=torch.float64, device=device)
     with torch.cuda.device_of(squares_JB):
-        kernels.squares[(blocks, len(vectors))](
-            _to_device(torch.tensor(rows, dtype=torch.int64), device),
+        kernels.adamw.squares[(blocks, len(vectors))](
+            _table([(vector,) for vector in vectors]),
             squares_JB,
-            EVEN=even,
+            EVEN=all(vector.numel() % 16 == 0 for vector in vectors),
             BLOCK=BLOCK,
             num_warps=8,
         )
@@ -138,22 +129,29 @@ def update(updates: Sequence[Update], factor_J: Tensor | None = None) -> Tensor:
     """
     if any(one.rates for one in updates):
         return _update_runs(updates, factor_J)
-    if not kernels_at_hand(updates[0].state.gradient):
+    if not kernels_available(updates[0].state.gradient):
         assert factor_J is None
         return torch.stack([_update_by_torch(one) for one in updates])
-    from weftune.ops.triton import adamw as kernels
+    import triton.language as tl
 
     states = [one.state for one in updates]
-    device, blocks = states[0].gradient.device, _blocks(states)
+    sizes, device = [state.master.numel() for state in states], states[0].gradient.device
+    blocks = max(-(-size // BLOCK) for size in sizes)
     finite_JB = torch.ones(len(states), blocks, dtype=torch.bool, device=device)
-    numbers_J8 = _to_device(torch.tensor([_numbers(one) for one in updates], dtype=torch.float32), device)
+    numbers_J8 = to_device(torch.tensor([_numbers(one) for one in updates], dtype=torch.float32), device)
     if factor_J is not None:
         numbers_J8[:, 0] = factor_J
+    dtypes = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
     with torch.cuda.device_of(finite_JB):
-        kernels.update[(blocks, len(states))](
-            _table(states), numbers_J8, finite_JB,
-            WEIGHT=_triton_dtype(states[0].weights.dtype), EVEN=_even(states), BLOCK=BLOCK, num_warps=8,
-        )  # fmt: skip
+        kernels.adamw.update[(blocks, len(states))](
+            _table([state.vectors for state in states]),
+            numbers_J8,
+            finite_JB,
+            WEIGHT=dtypes[states[0].weights.dtype],
+            EVEN=all(size % 16 == 0 for size in sizes),
+            BLOCK=BLOCK,
+            num_warps=8,
+        )
     return finite_JB.all(dim=1)
 
 
@@ -163,23 +161,22 @@ def _update_runs(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor:
     counts = torch.tensor([len(each) for each in runs])
     flat = [run for each in runs for run in each]
     if factor_J is not None:
-        factor_J = factor_J.repeat_interleave(_to_device(counts, factor_J.device), output_size=len(flat))
-    if not kernels_at_hand(flat[0].state.gradient):
+        factor_J = factor_J.repeat_interleave(to_device(counts, factor_J.device), output_size=len(flat))
+    if not kernels_available(flat[0].state.gradient):
         finite = update(flat, factor_J)
     else:
         # Kernels need vectors aligned to 16 bytes; a run after one of an odd size is not.
         aligned = [
-            run if _starts_aligned(run.state) else replace(run, state=run.state.clone()) for run in flat
+            run
+            if all(vector.data_ptr() % 16 == 0 for vector in run.state.vectors)
+            else replace(run, state=run.state.clone())
+            for run in flat
         ]
         finite = update(aligned, factor_J)
-        for run, made in zip(flat, aligned, strict=True):
-            if made is not run:
-                run.state.copy_(made.state)
+        for run, copy in zip(flat, aligned, strict=True):
+            if copy is not run:
+                run.state.copy_(copy.state)
     return torch.stack([part.all() for part in finite.split(counts.tolist())])
-
-
-def _starts_aligned(state: AdamState) -> bool:
-    return all(vector.data_ptr() % 16 == 0 for vector in state.vectors)
 
 
 def _update_by_torch(one: Update) -> Tensor:
@@ -225,32 +222,10 @@ def _numbers(one: Update) -> tuple[float, ...]:
     )
 
 
-def _blocks(states: Sequence[AdamState]) -> int:
-    return max(-(-state.master.numel() // BLOCK) for state in states)
-
-
-def _even(states: Sequence[AdamState]) -> bool:
-    return all(state.master.numel() % 16 == 0 for state in states)
-
-
-def _table(states: Sequence[AdamState]) -> Tensor:
-    rows = []
-    for state in states:
-        rows.append([*map(_address, state.vectors), state.master.numel()])
-    return _to_device(torch.tensor(rows, dtype=torch.int64), states[0].master.device)
-
-
-def _address(vector: Tensor) -> int:
-    address = vector.data_ptr()
-    assert address % 16 == 0, "a flat vector starts a tensor of its own"
-    return address
-
-
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def _triton_dtype(dtype: torch.dtype) -> object:
-    import triton.language as tl
-
-    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
+def _table(vectors: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return the kernels' table: for every job the addresses of its flat vectors, and their size."""
+    assert all(vector.data_ptr() % 16 == 0 for own in vectors for vector in own), (
+        "a flat vector starts a tensor of its own"
+    )
+    rows = [[*(vector.data_ptr() for vector in own), own[0].numel()] for own in vectors]
+    return to_device(torch.tensor(rows, dtype=torch.int64), vectors[0][0].device)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from weftune.ops import triton as kernels
+
 NF4_WORDS = 512
 """Words per program, with eight values each: a divisor of the 2048 that share a maximum of maxima."""
 ROWS_BLOCK = 4096
@@ -20,12 +22,10 @@ Write = Callable[[Mapping[str, Tensor], Tensor], None]
 
 
 def write_nf4(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
-    from weftune.ops.triton.dequantise import write_nf4
-
     assert out_NK.is_contiguous()
     absmax, code, values = parts["absmax"], parts["code"], out_NK.numel()
     with torch.cuda.device_of(out_NK):
-        write_nf4[(-(-values // (8 * NF4_WORDS)),)](
+        kernels.dequantise.write_nf4[(-(-values // (8 * NF4_WORDS)),)](
             parts["weight"],
             absmax,
             parts.get("nested_absmax", code),
@@ -44,12 +44,10 @@ def write_nf4(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
 
 def write_rows(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
     """Write the matrix of an int8 or fp8 weight: codes · scale per row."""
-    from weftune.ops.triton.dequantise import write_rows
-
     assert out_NK.is_contiguous()
     outputs, inputs = out_NK.shape
     with torch.cuda.device_of(out_NK):
-        write_rows[(outputs * -(-inputs // ROWS_BLOCK),)](
+        kernels.dequantise.write_rows[(outputs * -(-inputs // ROWS_BLOCK),)](
             parts["weight"],
             parts["scale"],
             out_NK,

@@ -20,8 +20,7 @@ CPU_CHUNK, CHUNK = 1 << 16, 1 << 20
 
 
 def parameter_key(seed: int, site: str, parameter: str) -> int:
-    """Return the part of the counter given by a job, a site and one of its parameters. Step 0 keeps it apart
-    from dropout keys."""
+    """Return the key of a job, a site and one of its parameters. Step 0 keeps it apart from dropout keys."""
     of_site = mix(step_key(seed, 0) ^ zlib.crc32(site.encode()))
     return mix(of_site ^ zlib.crc32(parameter.encode()))
 

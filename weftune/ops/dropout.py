@@ -98,8 +98,7 @@ def _odd_unsigned(value: np.ndarray) -> np.ndarray:
 
 
 def odd(value: Tensor) -> Tensor:
-    """Return fmix32 of an int32 tensor with its lowest bit set: an odd factor loses no bits of the other
-    one."""
+    """Return fmix32 of an int32 tensor, made odd: an odd factor loses no bits of the other one."""
     return mixed(value) | 1
 
 
@@ -111,8 +110,7 @@ def mixed(value: Tensor) -> Tensor:
 
 
 def _folded(value: Tensor, places: int) -> Tensor:
-    """Return value ^ value >>> places. torch shifts int32 arithmetically, so the copied sign bits are masked
-    off."""
+    """Return value ^ value >>> places; torch's int32 shifts copy the sign bits, which are masked off."""
     return value ^ ((value >> places) & (1 << 32 - places) - 1)
 
 

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from weftune.ops.lora.table import Group
+
 ALIGNED = 8
 """Number of 16-bit values that a row's width must be a multiple of for grouped products."""
 GROUPING = (8, 0)
@@ -44,48 +46,24 @@ class ExpertPart:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertLinear:
+class ExpertSite:
+    """One linear of all experts of a layer, with the adapters there."""
+
     weight_ENK: Tensor
-    parts: Sequence[ExpertPart]
-
-
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """Sorted choices: the rows of each expert."""
-
-    experts_S: Tensor
-    stops_E: Tensor
-
-    @classmethod
-    def of(cls, experts_S: Tensor, count: int) -> Groups:
-        every = torch.arange(count, device=experts_S.device, dtype=experts_S.dtype)
-        return cls(experts_S, torch.searchsorted(experts_S, every, right=True, out_int32=True))
-
-    def product(self, x_SK: Tensor, w_ENK: Tensor) -> Tensor:
-        """Return every row times its expert's matrix, transposed."""
-        return grouped_product(x_SK, w_ENK.transpose(1, 2), self.stops_E)
-
-    def low_rank(self, x_SK: Tensor, part: ExpertPart) -> Tensor:
-        """Return scale · xAᵀB."""
-        s_Sr = self.product(x_SK, part.a_ErK)
-        return part.scale * self.product(s_Sr, part.b_ErN.transpose(1, 2))
-
-
-@dataclass(frozen=True, slots=True)
-class OwnRows:
-    """The choices of one job's tokens."""
-
-    places_s: Tensor
-    """Positions of the job's choices among all sorted choices, in order."""
-    groups: Groups
+    group: Group | None = None
+    """Adapters for the kernels: the group's table has the n-th adapter at expert e in slot n · E + e. None if
+    no job has an adapter here."""
+    parts: Sequence[ExpertPart] = ()
+    """Adapters for plain torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The experts of every token."""
+    """The experts of every token, with the choices sorted by expert."""
 
-    groups: Groups
-    count: int
+    experts_S: Tensor
+    stops_E: Tensor
+    """End of each expert's rows."""
     order_S: Tensor
     """Sorted choice → choice."""
     places_Tk: Tensor
@@ -96,23 +74,25 @@ class Routes:
         experts_S, order_S = chosen_Tk.flatten().sort(stable=True)
         places_S = torch.empty_like(order_S)
         places_S[order_S] = torch.arange(len(order_S), device=order_S.device)
-        return cls(Groups.of(experts_S, count), count, order_S, places_S.view(chosen_Tk.shape))
+        return cls(experts_S, _stops(experts_S, count), order_S, places_S.view(chosen_Tk.shape))
 
     def rows(self, x_TD: Tensor) -> Tensor:
         """Return the tokens, once for every choice, sorted."""
         return x_TD[self.order_S // self.places_Tk.shape[1]]
 
-    def own(self, tokens: Tokens) -> OwnRows:
+    def own(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Return where a job's choices are among the sorted ones, and the end of each expert's rows there."""
         start, stop = tokens
         places_s = self.places_Tk[start:stop].flatten().sort().values
-        return OwnRows(places_s, Groups.of(self.groups.experts_S[places_s], self.count))
+        return places_s, _stops(self.experts_S[places_s], len(self.stops_E))
 
-    def linear(self, x_SK: Tensor, linear: ExpertLinear, own: Mapping[Tokens, OwnRows]) -> Tensor:
-        y_SN = self.groups.product(x_SK, linear.weight_ENK)
-        for part in linear.parts:
-            rows = own[part.tokens]
-            added_sN = rows.groups.low_rank(x_SK[rows.places_s], part)
-            y_SN = y_SN.index_add(0, rows.places_s, added_sN.to(y_SN.dtype))
+    def linear(self, x_SK: Tensor, site: ExpertSite, own: Mapping[Tokens, tuple[Tensor, Tensor]]) -> Tensor:
+        y_SN = grouped_product(x_SK, site.weight_ENK.transpose(1, 2), self.stops_E)
+        for part in site.parts:
+            places_s, stops_E = own[part.tokens]
+            s_sr = grouped_product(x_SK[places_s], part.a_ErK.transpose(1, 2), stops_E)
+            added_sN = part.scale * grouped_product(s_sr, part.b_ErN, stops_E)
+            y_SN = y_SN.index_add(0, places_s, added_sN.to(y_SN.dtype))
         return y_SN
 
     def gathered(self, y_SD: Tensor, weights_Tk: Tensor) -> Tensor:
@@ -120,12 +100,17 @@ class Routes:
         return (y_SD[self.places_Tk] * weights_Tk[..., None]).sum(dim=1).to(y_SD.dtype)
 
 
+def _stops(experts_S: Tensor, count: int) -> Tensor:
+    every = torch.arange(count, device=experts_S.device, dtype=experts_S.dtype)
+    return torch.searchsorted(experts_S, every, right=True, out_int32=True)
+
+
 def experts_output(
     x_TD: Tensor,
     chosen_Tk: Tensor,
     weights_Tk: Tensor,
-    gate_up: ExpertLinear,
-    down: ExpertLinear,
+    gate_up: ExpertSite,
+    down: ExpertSite,
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Return Σ over a token's experts of weight · down(activation(gate) ⊙ up)."""
@@ -139,8 +124,8 @@ def experts_output_reference(
     x_TD: Tensor,
     chosen_Tk: Tensor,
     weights_Tk: Tensor,
-    gate_up: ExpertLinear,
-    down: ExpertLinear,
+    gate_up: ExpertSite,
+    down: ExpertSite,
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Compute `experts_output` token by token, as a reference."""
@@ -157,9 +142,9 @@ def experts_output_reference(
     return y_TD.to(x_TD.dtype)
 
 
-def _one_output(x_K: Tensor, token: int, expert: int, linear: ExpertLinear) -> Tensor:
-    y_N = linear.weight_ENK[expert] @ x_K
-    for part in linear.parts:
+def _one_output(x_K: Tensor, token: int, expert: int, site: ExpertSite) -> Tensor:
+    y_N = site.weight_ENK[expert] @ x_K
+    for part in site.parts:
         if part.start <= token < part.stop:
             y_N = y_N + part.scale * (part.a_ErK[expert] @ x_K) @ part.b_ErN[expert]
     return y_N

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from weftune.core import weights
 from weftune.core.weights import CODES, multiply_codes
-from weftune.ops.triton.at_hand import kernels_at_hand
+from weftune.ops import triton as kernels
+from weftune.ops.triton import kernels_available
 
 VALUES = 1 << 14
 """Values per program that rounds rows: 64 per thread. It takes whole rows, even wider ones."""
@@ -23,14 +24,12 @@ MULTIPLE = 16
 
 def row_codes(x_TM: Tensor, scale_M: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute `core.weights.row_codes`, by one kernel if there is one."""
-    if x_TM.is_cuda and kernels_at_hand(x_TM):
+    if x_TM.is_cuda and kernels_available(x_TM):
         return launch_row_codes(x_TM, scale_M)
     return weights.row_codes(x_TM, scale_M)
 
 
 def launch_row_codes(x_TM: Tensor, scale_M: Tensor | None) -> tuple[Tensor, Tensor]:
-    from weftune.ops.triton import fp8
-
     x_TM = x_TM.contiguous()
     rows, width = x_TM.shape
     codes_TM = torch.empty(rows, width, dtype=CODES, device=x_TM.device)
@@ -38,7 +37,7 @@ def launch_row_codes(x_TM: Tensor, scale_M: Tensor | None) -> tuple[Tensor, Tens
     columns = 1 << (width - 1).bit_length()
     together = max(1, VALUES // columns)
     with torch.cuda.device_of(x_TM):
-        fp8.row_codes[(-(-rows // together),)](
+        kernels.fp8.row_codes[(-(-rows // together),)](
             x_TM,
             scale_M,
             codes_TM,

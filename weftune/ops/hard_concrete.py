@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weftune.core.weights import wide
 from weftune.ops.dropout import STRIDE, mixed, odd, signed
 
 LOWER, UPPER = -1.5, 1.5
@@ -23,13 +24,6 @@ OPEN, SHUT = 1e4, -1e4
 """Values of α for which the gate is 1 or 0 whatever the noise, and stays so after any step."""
 BITS = 23
 """Bits of a uniform number: as many as keep (n + ½) / 2²³ exact in float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gate:
-    z: Tensor
-    slope: Tensor
-    """dz/dα."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,47 +49,38 @@ class DrawnGates:
 
 
 def uniform(key: int, rows: int, columns: int, like: Tensor) -> Tensor:
-    """Return numbers in (0, 1) in the dtype and on the device of `like`: [rows, columns], each a function of
-    the key and its position."""
-    row = odd(_numbers(rows, like) ^ signed(key))
-    column = odd(_numbers(columns, like) * signed(STRIDE) ^ signed(key))
+    """Return numbers in (0, 1) like `like`, [rows, columns], each a function of the key and its position."""
+    row, column = (
+        torch.arange(1, count + 1, dtype=torch.int32, device=like.device) for count in (rows, columns)
+    )
+    row, column = odd(row ^ signed(key)), odd(column * signed(STRIDE) ^ signed(key))
     bits = mixed(row[:, None] * column) & (1 << BITS) - 1
     return (bits.to(like.dtype) + 0.5) / (1 << BITS)
 
 
-def _numbers(count: int, like: Tensor) -> Tensor:
-    return torch.arange(1, count + 1, dtype=torch.int32, device=like.device)
-
-
-def gate(alpha: Tensor, u: Tensor | None = None) -> Gate:
-    """Return the gate for a noise, or the gate used in evaluation if there is none."""
+def gate(alpha: Tensor, u: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the gate z for a noise, or the gate used in evaluation if there is none, and dz/dα."""
     s = torch.sigmoid(alpha if u is None else alpha + torch.logit(u))
     stretched = s * (UPPER - LOWER) + LOWER
     inside = (stretched > 0) & (stretched < 1)
-    return Gate(stretched.clamp(0.0, 1.0), torch.where(inside, (UPPER - LOWER) * s * (1 - s), 0.0))
+    return stretched.clamp(0.0, 1.0), torch.where(inside, (UPPER - LOWER) * s * (1 - s), 0.0)
 
 
-def open_share(alpha: Tensor) -> Tensor:
-    """Return the probability that a gate is not 0. Since UPPER = −LOWER, it is σ(α)."""
-    return torch.sigmoid(alpha)
-
-
-def settled(values: Gated, kept: int) -> Tensor:
-    """Return the difference with the gates of evaluation, with all but the `kept` largest elements set to
-    0."""
-    wide = _wide(values.w_NK)
-    whole = values.w_NK.to(wide) * gate(values.alpha_NK.to(wide)).z
+def pruned(values: Gated, kept: int) -> Tensor:
+    """Return the difference with the gates of evaluation; all but the `kept` largest elements are 0."""
+    dtype = wide(values.w_NK.dtype)
+    whole = values.w_NK.to(dtype) * gate(values.alpha_NK.to(dtype))[0]
     if values.group is not None:
-        whole = whole * gate(values.group.to(wide)).z
+        whole = whole * gate(values.group.to(dtype))[0]
     largest = whole.abs().flatten().topk(min(kept, whole.numel())).indices
     found = torch.zeros_like(whole)
     found.view(-1)[largest] = whole.view(-1)[largest]
     return found
 
 
-def fix(values: Gated, kept: int) -> None:
+def fix_gates(values: Gated, kept: int) -> None:
     """Set the difference to its value in evaluation, and fix its gates open or shut from here on."""
-    whole = settled(values, kept)
+    whole = pruned(values, kept)
     values.w_NK.copy_(whole)
     values.alpha_NK.copy_(torch.where(whole != 0, OPEN, SHUT))
     if values.group is not None:
@@ -117,16 +102,16 @@ class _DifferenceProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_LK)
         ctx.values, ctx.totals, ctx.drawn = values, totals, drawn
-        element, group = _gates(values, drawn)
-        delta_NK = (values.w_NK * element.z * group.z).to(x_LK.dtype)
+        (element_NK, _), (group, _) = _gates(values, drawn)
+        delta_NK = (values.w_NK * element_NK * group).to(x_LK.dtype)
         return x_LK @ delta_NK.T
 
     @staticmethod
     def backward(ctx: Any, dy_LN: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         (x_LK,) = ctx.saved_tensors
         values, totals, drawn = ctx.values, ctx.totals, ctx.drawn
-        element, group = _gates(values, drawn)
-        z_NK = element.z * group.z
+        (element_NK, slope_NK), (group, group_slope) = _gates(values, drawn)
+        z_NK = element_NK * group
         dx_LK = None
         if ctx.needs_input_grad[0]:
             dx_LK = dy_LN @ (values.w_NK * z_NK).to(dy_LN.dtype)
@@ -134,39 +119,35 @@ class _DifferenceProduct(torch.autograd.Function):
         totals.w_NK.add_(change_NK * z_NK)
         if drawn is not None:
             change_NK *= values.w_NK
-            totals.alpha_NK.add_(change_NK * element.slope * group.z)
+            totals.alpha_NK.add_(change_NK * slope_NK * group)
             if totals.group is not None:
-                totals.group.add_((change_NK * element.z).sum() * group.slope)
+                totals.group.add_((change_NK * element_NK).sum() * group_slope)
             _add_penalty(values, totals, drawn)
         return dx_LK, None, None, None, None
 
 
-def _gates(values: Gated, drawn: DrawnGates | None) -> tuple[Gate, Gate]:
-    """Return the gates of the elements and the gate of the whole tensor."""
-    alpha_NK = values.alpha_NK.to(_wide(values.alpha_NK))
-    one = alpha_NK.new_ones(1)
+def _gates(values: Gated, drawn: DrawnGates | None) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return the gates of the elements and the gate of the whole tensor, each with its slope."""
+    alpha_NK = values.alpha_NK.to(wide(values.alpha_NK.dtype))
+    fixed = alpha_NK.new_ones(1), alpha_NK.new_zeros(1)
     if drawn is None:
-        return gate(alpha_NK), Gate(one, torch.zeros_like(one))
+        return gate(alpha_NK), fixed
     rows, columns = alpha_NK.shape
     element = gate(alpha_NK, uniform(drawn.key, rows, columns, alpha_NK))
     if values.group is None:
-        return element, Gate(one, torch.zeros_like(one))
+        return element, fixed
     group = values.group.to(alpha_NK.dtype)
     return element, gate(group, uniform(drawn.group_key, 1, 1, group)[0])
 
 
 def _add_penalty(values: Gated, totals: Gated, drawn: DrawnGates) -> None:
     """Add the gradient of l0_weight times the expected number of elements whose gates are not 0."""
-    p_NK = open_share(values.alpha_NK.to(totals.alpha_NK.dtype))
+    # The probability that a gate is not 0 is σ(α), since UPPER = −LOWER.
+    p_NK = torch.sigmoid(values.alpha_NK.to(totals.alpha_NK.dtype))
     cost = drawn.l0_weight * drawn.bears.to(p_NK.dtype)
     if values.group is None or totals.group is None:
         totals.alpha_NK.add_(cost * p_NK * (1 - p_NK))
         return
-    p = open_share(values.group.to(p_NK.dtype))
+    p = torch.sigmoid(values.group.to(p_NK.dtype))
     totals.group.add_(cost * p * (1 - p) * p_NK.sum())
     totals.alpha_NK.add_(cost * p * p_NK * (1 - p_NK))
-
-
-def _wide(value: Tensor) -> torch.dtype:
-    """Return the value's dtype, widened to at least float32."""
-    return torch.promote_types(value.dtype, torch.float32)

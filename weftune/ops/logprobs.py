@@ -1,4 +1,5 @@
-"""Log-probabilities of the target tokens without ever holding the logits of all rows.
+"""Log-probabilities of the target tokens without ever holding the logits of all rows, and sums over the rows
+of each job.
 
 Rows are independent and the head is frozen, so the gradient of each row's log-probability with respect to its
 hidden state is computed in the forward pass, chunk by chunk; the backward only scales it row by row.
@@ -6,20 +7,24 @@ hidden state is computed in the forward pass, chunk by chunk; the backward only 
 If a job replaces some of the head's rows by its own, their gradient is a product with the gradients of their
 logits only, which are kept.
 
-Shapes: S supervised rows, D hidden width, V vocabulary, n tokens with rows of a job's own.
+Shapes: S supervised rows, J runs of them (one of each job), D hidden width, V vocabulary, n tokens with rows
+of a job's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from weftune.core.batch import to_device
 from weftune.core.shapes import logit_rows
 from weftune.core.weights import Head, HeadRows
-from weftune.ops.triton.at_hand import kernels_at_hand
+from weftune.ops import triton as kernels
+from weftune.ops.triton import kernels_available
 
 
 def target_logprobs(
@@ -40,7 +45,7 @@ class _TargetLogprobs(torch.autograd.Function):
     def forward(ctx: Any, h_SD: Tensor, targets_S: Tensor, head: Head) -> tuple[Tensor, Tensor]:
         wants_gradient = ctx.needs_input_grad[0]
         rows = logit_rows(h_SD.device.type, head.weight_VD.shape[0])
-        by_chunk = _by_kernel if kernels_at_hand(h_SD) else _by_torch
+        by_chunk = _by_kernel if kernels_available(h_SD) else _by_torch
         logprobs, correct, gradients = [], [], []
         for h, targets in zip(h_SD.split(rows), targets_S.split(rows), strict=True):
             logprob, right, gradient = by_chunk(h, targets, head, wants_gradient)
@@ -102,8 +107,7 @@ def _by_torch(h: Tensor, targets: Tensor, head: Head, wants_gradient: bool) -> t
 
 
 def _product_gradient(normalised: Tensor, logits: Tensor, targets: Tensor, head: Head) -> Tensor:
-    """Return d log p(target) / d hWᵀ = (onehot − softmax) through soft-cap and multiplier; overwrites
-    `normalised`."""
+    """Return d log p(target) / d hWᵀ, through soft-cap and multiplier; overwrites `normalised`."""
     gradient = normalised.exp_().neg_()
     gradient[torch.arange(len(targets), device=targets.device), targets] += 1.0
     if head.softcap is not None:
@@ -114,15 +118,13 @@ def _product_gradient(normalised: Tensor, logits: Tensor, targets: Tensor, head:
 
 
 def _by_kernel(h: Tensor, targets: Tensor, head: Head, wants_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
-    from weftune.ops.triton import logprobs as kernels
-
     z = linear(h, head.weight_VD, head.bias_V)
     logprobs = torch.empty(len(h), dtype=torch.float32, device=h.device)
     correct = torch.empty(len(h), dtype=torch.bool, device=h.device)
     if not len(h):
         return logprobs, correct, h
     with torch.cuda.device_of(h):
-        kernels.target_logprobs[(len(h),)](
+        kernels.logprobs.target_logprobs[(len(h),)](
             z,
             targets,
             logprobs,
@@ -136,3 +138,18 @@ def _by_kernel(h: Tensor, targets: Tensor, head: Head, wants_gradient: bool) -> 
             num_warps=8,
         )
     return logprobs, correct, z @ head.weight_VD if wants_gradient else h
+
+
+def run_sums(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return the sum of each run, [J], given their lengths. It is differentiable."""
+    lengths_J = to_device(torch.tensor(lengths), values_S.device)
+    # Unsafe, since otherwise the lengths are checked on the device and the host waits for it.
+    return torch.segment_reduce(values_S, "sum", lengths=lengths_J, unsafe=True)
+
+
+def run_counts(found_S: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return the exact number of True values in each run, [J]."""
+    stops_J = to_device(torch.tensor(lengths).cumsum(0), found_S.device)
+    counted = torch.nn.functional.pad(found_S.cumsum(0), (1, 0))
+    ends_J = counted.index_select(0, stops_J)
+    return torch.diff(ends_J, prepend=ends_J.new_zeros(1))

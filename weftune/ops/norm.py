@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weftune.ops.triton.at_hand import kernels_at_hand, with_whole_rows
+from weftune.ops import triton as kernels
+from weftune.ops.triton import kernels_available, with_whole_rows
 
 TILE = 4096
 """Minimum number of values per program. Narrower rows share one: a head norm has millions of rows of 64 or
@@ -25,24 +26,23 @@ for the row's mean."""
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """Return x · rsqrt(mean x² + eps) · (weight + offset). Gemma's offset is 1."""
-    if not kernels_at_hand(x_TD):
+    if not kernels_available(x_TD):
         return rms_norm_reference(x_TD, weight_D, eps, offset)
-    return _RmsNorm.apply(x_TD, weight_D, eps, offset)
+    return _RmsNorm.apply(x_TD, None, weight_D, eps, offset)
 
 
 def skip_rms_norm(h_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return (h, its RMSNorm): the residual connection and the input of a branch, with one backward for
-    both."""
-    if not kernels_at_hand(h_TD):
+    """Return (h, its RMSNorm): residual connection and input of a branch, with one backward for both."""
+    if not kernels_available(h_TD):
         return h_TD, rms_norm_reference(h_TD, weight_D, eps, offset)
     return _SkipRmsNorm.apply(h_TD, weight_D, eps, offset)
 
 
 def rms_norm_onto(h_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """Return h + the RMSNorm of x: the residual connection plus the normalised output of a branch."""
-    if not kernels_at_hand(x_TD):
+    if not kernels_available(x_TD):
         return rms_norm_onto_reference(h_TD, x_TD, weight_D, eps, offset)
-    return _RmsNormOnto.apply(h_TD, x_TD, weight_D, eps, offset)
+    return _RmsNorm.apply(x_TD, h_TD, weight_D, eps, offset)
 
 
 def rms_norm_onto_reference(
@@ -62,9 +62,12 @@ def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float, offset: float
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float, offset: float) -> Tensor:
+    def forward(
+        ctx: Any, x_TD: Tensor, onto_TD: Tensor | None, weight_D: Tensor, eps: float, offset: float
+    ) -> Tensor:
         x_TD = with_whole_rows(x_TD)
-        n_TD, rstd_T = _forward(x_TD, weight_D, eps, offset)
+        onto_TD = None if onto_TD is None else with_whole_rows(onto_TD)
+        n_TD, rstd_T = _forward(x_TD, weight_D, eps, offset, onto_TD)
         ctx.offset = offset
         ctx.save_for_backward(x_TD, weight_D, rstd_T)
         return n_TD
@@ -73,7 +76,8 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dn_TD: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_D, rstd_T = ctx.saved_tensors
-        return _backward(dn_TD, None, x_TD, weight_D, rstd_T, ctx.offset), None, None, None
+        dx_TD = _backward(dn_TD, None, x_TD, weight_D, rstd_T, ctx.offset)
+        return dx_TD, dn_TD if ctx.needs_input_grad[1] else None, None, None, None
 
 
 class _SkipRmsNorm(torch.autograd.Function):
@@ -95,28 +99,9 @@ class _SkipRmsNorm(torch.autograd.Function):
         return _backward(dn_TD, dskip_TD, h_TD, weight_D, rstd_T, ctx.offset), None, None, None
 
 
-class _RmsNormOnto(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, h_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, offset: float) -> Tensor:
-        h_TD, x_TD = with_whole_rows(h_TD), with_whole_rows(x_TD)
-        sum_TD, rstd_T = _forward(x_TD, weight_D, eps, offset, h_TD)
-        ctx.offset = offset
-        ctx.save_for_backward(x_TD, weight_D, rstd_T)
-        return sum_TD
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dsum_TD: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, weight_D, rstd_T = ctx.saved_tensors
-        dx_TD = _backward(dsum_TD, None, x_TD, weight_D, rstd_T, ctx.offset)
-        return dsum_TD, dx_TD, None, None, None
-
-
 def _forward(
     x_TD: Tensor, weight_D: Tensor, eps: float, offset: float, onto_TD: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    from weftune.ops.triton.norm import norm_forward
-
     rows, width = x_TD.shape
     assert weight_D.shape == (width,)
     assert weight_D.is_contiguous()
@@ -125,7 +110,7 @@ def _forward(
     rstd_T = torch.empty(rows, dtype=torch.float32, device=x_TD.device)
     tile_rows, block, warps = _tile(width)
     with torch.cuda.device_of(x_TD):
-        norm_forward[(-(-rows // tile_rows),)](
+        kernels.norm.norm_forward[(-(-rows // tile_rows),)](
             x_TD,
             weight_D,
             n_TD,
@@ -147,15 +132,13 @@ def _forward(
 def _backward(
     dn_TD: Tensor, dskip_TD: Tensor | None, x_TD: Tensor, weight_D: Tensor, rstd_T: Tensor, offset: float
 ) -> Tensor:
-    from weftune.ops.triton.norm import norm_backward
-
     rows, width = x_TD.shape
     dn_TD = with_whole_rows(dn_TD)
     dskip_TD = None if dskip_TD is None else with_whole_rows(dskip_TD)
     dx_TD = torch.empty((rows, width), dtype=x_TD.dtype, device=x_TD.device)
     tile_rows, block, warps = _tile(width)
     with torch.cuda.device_of(x_TD):
-        norm_backward[(-(-rows // tile_rows),)](
+        kernels.norm.norm_backward[(-(-rows // tile_rows),)](
             dn_TD,
             dskip_TD,
             x_TD,

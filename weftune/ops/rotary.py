@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from weftune.ops import triton as kernels
 from weftune.ops.norm import rms_norm_reference
-from weftune.ops.triton.at_hand import kernels_at_hand, with_whole_rows
+from weftune.ops.triton import kernels_available, with_whole_rows
 
 TILE = 1024
 """Values of each half per program."""
@@ -46,7 +47,7 @@ def rotary_split(
     assert cos_TE.shape[1] <= width
     assert cos_TE.shape[1] % 2 == 0
     assert norms is None or norms.q_D.shape == norms.k_D.shape == (width,)
-    if not kernels_at_hand(qkv_TN):
+    if not kernels_available(qkv_TN):
         return rotary_split_reference(qkv_TN, cos_TE, sin_TE, heads, groups, norms)
     return _RotarySplit.apply(qkv_TN, cos_TE, sin_TE, heads, groups, norms)
 
@@ -107,16 +108,13 @@ class _RotarySplit(torch.autograd.Function):
 def _forward(
     qkv_TN: Tensor, cos_TE: Tensor, sin_TE: Tensor, heads: int, groups: int, norms: HeadNorms | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from weftune.ops.triton.rotary import rotary_forward
-
     rows, width = qkv_TN.shape[0], qkv_TN.shape[1] // (heads + 2 * groups)
     q_THD = torch.empty((rows, heads, width), dtype=qkv_TN.dtype, device=qkv_TN.device)
     k_TGD = torch.empty((rows, groups, width), dtype=qkv_TN.dtype, device=qkv_TN.device)
     v_TGD = torch.empty_like(k_TGD)
-    half = cos_TE.shape[1] // 2
-    chunk, half_block, rest_block = _tile(heads + 2 * groups, width, half)
+    programs, constants = _launch(heads, groups, width, cos_TE.shape[1] // 2)
     with torch.cuda.device_of(qkv_TN):
-        rotary_forward[(rows * -(-(heads + 2 * groups) // chunk),)](
+        kernels.rotary.rotary_forward[(rows * programs,)](
             qkv_TN,
             cos_TE,
             sin_TE,
@@ -130,14 +128,7 @@ def _forward(
             norms and norms.k_D,
             norms.eps if norms else 0.0,
             norms.offset if norms else 0.0,
-            HEADS=heads,
-            GROUPS=groups,
-            WIDTH=width,
-            HALF=half,
-            CHUNK=chunk,
-            HALF_BLOCK=half_block,
-            REST_BLOCK=rest_block,
-            num_warps=WARPS,
+            **constants,
         )
     return q_THD, k_TGD, v_TGD
 
@@ -151,16 +142,13 @@ def _backward(
     groups: int,
     norms: HeadNorms | None,
 ) -> Tensor:
-    from weftune.ops.triton.rotary import rotary_backward
-
     some = next(part for part in parts if part is not None)
     rows, width = some.shape[0], some.shape[2]
     dqkv_TN = torch.empty((rows, (heads + 2 * groups) * width), dtype=some.dtype, device=some.device)
-    half = cos_TE.shape[1] // 2
-    chunk, half_block, rest_block = _tile(heads + 2 * groups, width, half)
+    programs, constants = _launch(heads, groups, width, cos_TE.shape[1] // 2)
     strides = [stride for part in parts for stride in ((0, 0) if part is None else part.stride()[:2])]
     with torch.cuda.device_of(some):
-        rotary_backward[(rows * -(-(heads + 2 * groups) // chunk),)](
+        kernels.rotary.rotary_backward[(rows * programs,)](
             *parts,
             cos_TE,
             sin_TE,
@@ -174,24 +162,28 @@ def _backward(
             0 if qkv_TN is None else qkv_TN.stride(0),
             norms.eps if norms else 0.0,
             norms.offset if norms else 0.0,
-            HEADS=heads,
-            GROUPS=groups,
-            WIDTH=width,
-            HALF=half,
-            CHUNK=chunk,
-            HALF_BLOCK=half_block,
-            REST_BLOCK=rest_block,
-            num_warps=WARPS,
+            **constants,
         )
     return dqkv_TN
 
 
-def _tile(heads: int, width: int, half: int) -> tuple[int, int, int]:
-    """Return (heads per program, columns of a half and of the rest, each rounded up to a power of two)."""
-    half_block = _power_of_two(half)
-    chunk = max(1, min(TILE // half_block, _power_of_two(heads)))
-    return chunk, half_block, _power_of_two(max(1, width - 2 * half))
+def _launch(heads: int, groups: int, width: int, half: int) -> tuple[int, dict[str, int]]:
+    """Return the number of programs per row, and the constants of both kernels: heads per program, columns of
+    a half and of the rest, each rounded up to a power of two."""
+    all_heads, half_block = heads + 2 * groups, _power_of_two(half)
+    chunk = max(1, min(TILE // half_block, _power_of_two(all_heads)))
+    return -(-all_heads // chunk), {
+        "HEADS": heads,
+        "GROUPS": groups,
+        "WIDTH": width,
+        "HALF": half,
+        "CHUNK": chunk,
+        "HALF_BLOCK": half_block,
+        "REST_BLOCK": _power_of_two(max(1, width - 2 * half)),
+        "num_warps": WARPS,
+    }
 
 
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
+def _power_of_two(size: int) -> int:
+    """Return the smallest power of two that is at least `size`."""
+    return 1 << (size - 1).bit_length()

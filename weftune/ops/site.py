@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from weftune.core.weights import Weight, coded_product, frozen_product, frozen_product_by, is_coded, wide
-from weftune.ops.lora.operands import in_float32
+from weftune.ops.lora.products import in_float32
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -40,8 +40,7 @@ def scaled_rows(x_TM: Tensor, scales: Sequence[RowScale]) -> Tensor:
 
 
 def scaled_outputs(y_TN: Tensor, bias_N: Tensor | None, scales: Sequence[RowScale]) -> Tensor:
-    """Return y with scaled rows and the bias added: after the scale, or before it if the scale includes the
-    bias."""
+    """Return y with scaled rows, and the bias added after the scale, or before it if it is scaled too."""
     if bias_N is None:
         return scaled_rows(y_TN, scales)
 
@@ -68,10 +67,10 @@ def _by_rows(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def with_rows(y_TN: Tensor, made: Sequence[tuple[slice, Tensor]]) -> Tensor:
+def with_rows(y_TN: Tensor, values: Sequence[tuple[slice, Tensor]]) -> Tensor:
     """Return y with other values in some of its rows."""
     parts, row = [], 0
-    for rows, value_LN in sorted(made, key=lambda one: one[0].start):
+    for rows, value_LN in sorted(values, key=lambda one: one[0].start):
         parts += [y_TN[row : rows.start], value_LN]
         row = rows.stop
     return torch.cat([*parts, y_TN[row:]])
@@ -195,14 +194,9 @@ def _zero(x_TM: Tensor, rows: slice | GatheredRows) -> None:
 
 
 def summed_product(x_TK: Tensor, weight: Weight) -> Tensor:
-    """Return xWᵀ in the dtype of its sum: float32 for 16-bit numbers, so that later additions are not
-    rounded."""
+    """Return xWᵀ in the dtype of its sum: float32 for 16-bit numbers, so that additions are not rounded."""
     if is_coded(weight):
         return coded_product(x_TK, weight, wide(x_TK.dtype))
     if x_TK.dtype in HALVES:
-        return frozen_product_by(_in_float32, x_TK, weight, None)
+        return frozen_product_by(lambda x_TK, weight_NK, _: in_float32(x_TK, weight_NK.T), x_TK, weight, None)
     return frozen_product(x_TK, weight, None)
-
-
-def _in_float32(x_TK: Tensor, weight_NK: Tensor, _: None) -> Tensor:
-    return in_float32(x_TK, weight_NK.T)

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
-from weftune.ops.triton.at_hand import kernels_at_hand, with_whole_rows
+from weftune.ops import triton as kernels
+from weftune.ops.triton import kernels_available, with_whole_rows
 
 BLOCK = 1024
 WARPS = 4
@@ -22,30 +24,26 @@ tensors are live at once; more values of each would cost the occupancy that keep
 
 def swiglu(gate_up_TF: Tensor) -> Tensor:
     """Return silu(gate) · up, where gate is the first half of the columns."""
-    assert gate_up_TF.shape[1] % 2 == 0
-    if not kernels_at_hand(gate_up_TF):
-        return swiglu_reference(gate_up_TF)
-    return _Gated.apply(gate_up_TF, False)
+    return _gated(gate_up_TF, gelu=False)
 
 
 def geglu(gate_up_TF: Tensor) -> Tensor:
     """Return gelu(gate) · up with the tanh approximation, as in Gemma."""
+    return _gated(gate_up_TF, gelu=True)
+
+
+def _gated(gate_up_TF: Tensor, gelu: bool) -> Tensor:
     assert gate_up_TF.shape[1] % 2 == 0
-    if not kernels_at_hand(gate_up_TF):
-        return geglu_reference(gate_up_TF)
-    return _Gated.apply(gate_up_TF, True)
+    if not kernels_available(gate_up_TF):
+        return gated_reference(gate_up_TF, gelu)
+    return _Gated.apply(gate_up_TF, gelu)
 
 
-def swiglu_reference(gate_up_TF: Tensor) -> Tensor:
+def gated_reference(gate_up_TF: Tensor, gelu: bool) -> Tensor:
     wide = torch.promote_types(gate_up_TF.dtype, torch.float32)
     gate_TI, up_TI = gate_up_TF.to(wide).chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate_TI) * up_TI).to(gate_up_TF.dtype)
-
-
-def geglu_reference(gate_up_TF: Tensor) -> Tensor:
-    wide = torch.promote_types(gate_up_TF.dtype, torch.float32)
-    gate_TI, up_TI = gate_up_TF.to(wide).chunk(2, dim=-1)
-    return (torch.nn.functional.gelu(gate_TI, approximate="tanh") * up_TI).to(gate_up_TF.dtype)
+    act_TI = functional.gelu(gate_TI, approximate="tanh") if gelu else functional.silu(gate_TI)
+    return (act_TI * up_TI).to(gate_up_TF.dtype)
 
 
 class _Gated(torch.autograd.Function):
@@ -64,12 +62,10 @@ class _Gated(torch.autograd.Function):
 
 
 def _forward(gate_up_TF: Tensor, gelu: bool) -> Tensor:
-    from weftune.ops.triton.swiglu import swiglu_forward
-
     rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
     act_TI = torch.empty((rows, width), dtype=gate_up_TF.dtype, device=gate_up_TF.device)
     with torch.cuda.device_of(gate_up_TF):
-        swiglu_forward[(rows * -(-width // BLOCK),)](
+        kernels.swiglu.swiglu_forward[(rows * -(-width // BLOCK),)](
             gate_up_TF,
             act_TI,
             gate_up_TF.stride(0),
@@ -82,12 +78,10 @@ def _forward(gate_up_TF: Tensor, gelu: bool) -> Tensor:
 
 
 def _backward(dact_TI: Tensor, gate_up_TF: Tensor, gelu: bool) -> Tensor:
-    from weftune.ops.triton.swiglu import swiglu_backward
-
     rows, width = dact_TI.shape
     dgate_up_TF = torch.empty((rows, 2 * width), dtype=gate_up_TF.dtype, device=gate_up_TF.device)
     with torch.cuda.device_of(gate_up_TF):
-        swiglu_backward[(rows * -(-width // BLOCK),)](
+        kernels.swiglu.swiglu_backward[(rows * -(-width // BLOCK),)](
             dact_TI,
             gate_up_TF,
             dgate_up_TF,

@@ -8,9 +8,9 @@ import torch
 from torch.nn.functional import silu
 
 from tests.ops.lora.site_cases import flat
-from weftune.ops.experts import ExpertLinear, ExpertPart, experts_output_reference
-from weftune.ops.lora.experts import ExpertSite, Owners, lora_experts
-from weftune.ops.lora.table import Entry, Group, SlotTable, bands_for
+from weftune.ops.experts import ExpertPart, ExpertSite, experts_output_reference
+from weftune.ops.lora.experts import lora_experts
+from weftune.ops.lora.table import Group, LowRank, SlotTable, bands_for
 from weftune.ops.lora.tiling import ProductPlan
 
 
@@ -32,7 +32,7 @@ class Case:
     hidden: int = 48
     inner: int = 40
     dtype: torch.dtype = torch.float32
-    order: ProductPlan = ProductPlan.wide
+    plan: ProductPlan = ProductPlan.wide
     sick: int | None = None
     grown: float = 1.0
     """Multiplies every B."""
@@ -111,7 +111,7 @@ def wanted(case, device, dtype):
             for (site, number), pair in leaves.items()
             if site == at
         ]
-        linears.append(ExpertLinear(weight.to(dtype), parts))
+        linears.append(ExpertSite(weight.to(dtype), parts=parts))
     y_TD = experts_output_reference(x_TD, made.chosen_Tk, weights_Tk, *linears, silu)
     y_TD.backward(made.dy_TD.to(dtype))
     found = {"y": y_TD.detach(), "dx": x_TD.grad, "dweights": weights_Tk.grad}
@@ -134,19 +134,19 @@ def got(case, device, wants_dx=True, times=1):
         for (site, number), pair in made.factors.items():
             if site == at:
                 totals[site, number] = flat([torch.zeros_like(one) for one in pair], torch.float32)
-                entry = Entry(*pair, *totals[site, number], case.jobs[number].scale, dropout=0.0)
-                table.put_experts(table.host_views(), (room - 1 - number) * case.experts, entry)
+                entry = LowRank(*pair, *totals[site, number], case.jobs[number].scale, dropout=0.0)
+                table.put_experts((room - 1 - number) * case.experts, entry)
         table.send()
         group = Group(((0, outputs),), table, rank, drops=False)
         sites.append(ExpertSite(weight, group if any(job.ranks[at] for job in case.jobs) else None))
-    owners = Owners(case.owner_T.to(device), (None, *map(str, range(len(case.jobs)))))
+    owner_T = case.owner_T.to(device)
     numbers_J = torch.tensor(
         [-1, *(room - 1 - number for number in range(len(case.jobs)))], dtype=torch.int32, device=device
     )
     anchor = torch.zeros((), device=device, requires_grad=True)
     for _ in range(times):
         x_TD, weights_Tk = (t.clone().requires_grad_(wants_dx) for t in (made.x_TD, made.weights_Tk))
-        y_TD = lora_experts(x_TD, made.chosen_Tk, weights_Tk, anchor, sites, owners, numbers_J, case.order)
+        y_TD = lora_experts(x_TD, made.chosen_Tk, weights_Tk, anchor, sites, owner_T, numbers_J, case.plan)
         y_TD.backward(made.dy_TD)
     found = {"y": y_TD.detach(), "dx": x_TD.grad, "dweights": weights_Tk.grad}
     for (site, number), pair in totals.items():

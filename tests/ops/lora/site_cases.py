@@ -11,9 +11,9 @@ from torch import Tensor
 from weftune.core.weights import CodedMatrix, row_codes
 from weftune.ops import dropout
 from weftune.ops.dropout import step_key
-from weftune.ops.lora.operands import Right
+from weftune.ops.lora.products import Right
 from weftune.ops.lora.rows import Rows, Seat
-from weftune.ops.lora.table import ALIGNMENT, Entry, Group, SlotTable, bands_for
+from weftune.ops.lora.table import ALIGNMENT, Group, LowRank, SlotTable, bands_for
 from weftune.ops.lora.tiled import backward, forward, lora_linear
 from weftune.ops.lora.tiled_kernels import ds
 from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling, product_blocks
@@ -219,16 +219,16 @@ def flat(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return views
 
 
-def entries(case: Case, made: Values, slot: int) -> list[Entry | None]:
+def entries(case: Case, made: Values, slot: int) -> list[LowRank | None]:
     job = case.jobs[slot]
     parts = [part for part in range(len(case.widths)) if case.has(slot, part)]
     weights = flat([side[slot, part] for part in parts for side in (made.a, made.b)], case.dtype)
     gradients = flat([torch.zeros_like(weight) for weight in weights], torch.float32)
-    found: list[Entry | None] = [None] * len(case.widths)
+    found: list[LowRank | None] = [None] * len(case.widths)
     for index, part in enumerate(parts):
         a, b, da, db = *weights[2 * index : 2 * index + 2], *gradients[2 * index : 2 * index + 2]
         assert job is not None
-        found[part] = Entry(a, b, da, db, scale(slot, part), job.dropout)
+        found[part] = LowRank(a, b, da, db, scale(slot, part), job.dropout)
     return found
 
 
@@ -238,18 +238,18 @@ def run(
     training: bool = True,
     times: int = 1,
     wants_dx: bool = True,
-    order: ProductPlan | None = None,
+    plan: ProductPlan | None = None,
     one_read: bool | None = None,
     columns: int | None = None,
 ) -> dict[str, Tensor]:
-    """The tiled route; `order`, `one_read` and `columns` (of a fused product) go below the autograd node."""
+    """The tiled route; `plan`, `one_read` and `columns` (of a fused product) go below the autograd node."""
     made = values(case)
     weight = frozen_weight(case, made)
     aboard, group, rows = attached(case, made)
     anchor = torch.zeros((), device=case.device, requires_grad=True)
     found: dict[str, Tensor] = {}
     for _ in range(times):
-        if order is None and one_read is None:
+        if plan is None and one_read is None:
             x = made.x.clone().requires_grad_(wants_dx)
             residual = None if made.residual is None else made.residual.clone().requires_grad_()
             y = lora_linear(x, weight, made.bias, residual, anchor, group, rows, training)
@@ -263,7 +263,7 @@ def run(
             if columns is not None:
                 blocks = product_blocks(columns, case.dtype, chosen.y.programs)
                 chosen = replace(chosen, y=blocks, dx=blocks)
-            call = SiteCall(group, rows, training, chosen, order or ProductPlan.wide)
+            call = SiteCall(group, rows, training, chosen, plan or ProductPlan.wide)
             y, s, _ = forward(made.x, weight, made.bias, made.residual, call)
             dx = backward(made.dy, made.x, weight, s, call, wants_dx)
             found = {"y": y, "dx": dx}  # type: ignore[dict-item]
@@ -277,7 +277,7 @@ def run(
     return found
 
 
-def attached(case: Case, made: Values) -> tuple[dict[int, list[Entry | None]], Group, Rows]:
+def attached(case: Case, made: Values) -> tuple[dict[int, list[LowRank | None]], Group, Rows]:
     """The jobs seated in the tables, and the rows dealt out."""
     device = torch.device(case.device)
     slots = max(4, len(case.jobs))
@@ -300,7 +300,7 @@ def attached(case: Case, made: Values) -> tuple[dict[int, list[Entry | None]], G
 
 
 @torch.no_grad()
-def kept_of_a_young_adapter(case: Case, order: ProductPlan) -> dict[str, float]:
+def kept_of_a_young_adapter(case: Case, plan: ProductPlan) -> dict[str, float]:
     """What is there, after rounding and on average, of what the only job's adapter adds to y and to dx.
 
     It adds a fraction of their last digit: all traces of it are in how sums have been rounded.
@@ -308,7 +308,7 @@ def kept_of_a_young_adapter(case: Case, order: ProductPlan) -> dict[str, float]:
     made = values(case)
     made.b = {place: b / 4000 for place, b in made.b.items()}
     aboard, group, rows = attached(case, made)
-    call = SiteCall(group, rows, True, choose_tiling(rows, group, case.features, case.dtype), order)
+    call = SiteCall(group, rows, True, choose_tiling(rows, group, case.features, case.dtype), plan)
     (entry,) = aboard[0]
     assert entry is not None
 
@@ -339,17 +339,17 @@ def kept_of_a_young_adapter(case: Case, order: ProductPlan) -> dict[str, float]:
 _KNOWN: dict[tuple[str, ProductPlan | None], dict[str, Tensor]] = {}
 
 
-def _clean(case: Case, order: ProductPlan | None) -> dict[str, Tensor]:
+def _clean(case: Case, plan: ProductPlan | None) -> dict[str, Tensor]:
     """The run without poison, once for all poisons of a case."""
-    known = (repr(case), order)
+    known = (repr(case), plan)
     if known not in _KNOWN:
-        _KNOWN[known] = run(case, order=order)
+        _KNOWN[known] = run(case, plan=plan)
     return _KNOWN[known]
 
 
-def healthy_after(case: Case, poison: str, order: ProductPlan | None = None) -> None:
+def healthy_after(case: Case, poison: str, plan: ProductPlan | None = None) -> None:
     """What is not of slot 1 (or, where padding is poisoned, all that is not padding) has the bits it had."""
-    clean, sick = _clean(case, order), run(case.poisoned(poison, slot=1), order=order)
+    clean, sick = _clean(case, plan), run(case.poisoned(poison, slot=1), plan=plan)
     hurt = case.padding_rows if poison == "padding" else case.rows_of(1)
     healthy = torch.ones(case.rows, dtype=torch.bool)
     healthy[hurt] = False

@@ -60,25 +60,25 @@ MIXED = Case(
 ORDERS = (ProductPlan.wide, ProductPlan.fused, ProductPlan.wide_beside, ProductPlan.fused_beside)
 
 
-@pytest.mark.parametrize("order", slow_but(ORDERS, [ProductPlan.fused_beside]))
-def test_ranks_in_bands_beside_small_ones_equal_plain_autograd(order, band):
-    close(run(MIXED, order=order), truth(MIXED))
+@pytest.mark.parametrize("plan", slow_but(ORDERS, [ProductPlan.fused_beside]))
+def test_ranks_in_bands_beside_small_ones_equal_plain_autograd(plan, band):
+    close(run(MIXED, plan=plan), truth(MIXED))
 
 
-@pytest.mark.parametrize("order", slow_but([ProductPlan.wide, ProductPlan.fused], [ProductPlan.fused]))
-def test_in_bands_ds_and_db_are_the_same_from_one_read_of_dy(order, band):
-    close(run(MIXED, order=order, one_read=True), truth(MIXED))
+@pytest.mark.parametrize("plan", slow_but([ProductPlan.wide, ProductPlan.fused], [ProductPlan.fused]))
+def test_in_bands_ds_and_db_are_the_same_from_one_read_of_dy(plan, band):
+    close(run(MIXED, plan=plan, one_read=True), truth(MIXED))
 
 
 def test_sums_in_shares_are_right_in_bands(band):
     """From so many columns on, sums over inputs and outputs are split among programs."""
     jobs = [Job(9, rank=130), Job(20, rank=4), Job(7, rank=40, dropout=0.1)]
     case = Case(jobs, features=264, widths=(256,))
-    close(run(case, order=ProductPlan.fused_beside), truth(case))
+    close(run(case, plan=ProductPlan.fused_beside), truth(case))
 
 
 def test_evaluating_drops_nothing_in_bands():
-    got = run(MIXED, training=False, order=ProductPlan.fused)
+    got = run(MIXED, training=False, plan=ProductPlan.fused)
     close(got, truth(MIXED.dropping(0.0)))
 
 
@@ -87,14 +87,14 @@ SICK = Case([Job(20, rank=4), Job(40, rank=130), Job(9, rank=70), Job(8, rank=16
 
 
 @pytest.mark.parametrize(
-    ("poison", "order"),
+    ("poison", "plan"),
     slow_but(
-        [(poison, order) for poison in POISONS for order in (ProductPlan.fused, ProductPlan.wide_beside)],
+        [(poison, plan) for poison in POISONS for plan in (ProductPlan.fused, ProductPlan.wide_beside)],
         [("x", ProductPlan.fused), ("dy", ProductPlan.fused)],
     ),
 )
-def test_a_nan_in_bands_stays_with_its_owner_though_all_share_a_block_of_rows(poison, order):
-    healthy_after(SICK.dropping(0.1), poison, order)
+def test_a_nan_in_bands_stays_with_its_owner_though_all_share_a_block_of_rows(poison, plan):
+    healthy_after(SICK.dropping(0.1), poison, plan)
 
 
 def test_a_nan_of_a_small_job_does_not_reach_one_in_bands():
@@ -107,7 +107,7 @@ def test_masks_of_a_large_job_are_those_of_the_reference_bit_for_bit():
     case = Case([Job(150, rank=96, dropout=0.3)], features=96, widths=(96,), gap=2, seed=5)
     case = case.reading_the_mask()
     kept = dropout.kept_TK(case.site_key(0, 0), case.token_index[2:152], 96, 0.3)
-    assert torch.equal(run(case, order=ProductPlan.fused)["dx"][2:152] != 0, kept)
+    assert torch.equal(run(case, plan=ProductPlan.fused)["dx"][2:152] != 0, kept)
 
 
 def test_what_a_young_adapter_of_many_ranks_adds_is_not_rounded_away_in_16_bits():
@@ -118,7 +118,7 @@ def test_what_a_young_adapter_of_many_ranks_adds_is_not_rounded_away_in_16_bits(
 
 def test_who_drops_nothing_has_the_same_bits_beside_one_that_drops():
     alone = replace(MIXED, jobs=[job and replace(job, dropout=0.0) for job in MIXED.jobs])
-    beside, without = run(MIXED, order=ProductPlan.fused), run(alone, order=ProductPlan.fused)
+    beside, without = run(MIXED, plan=ProductPlan.fused), run(alone, plan=ProductPlan.fused)
     rows = torch.ones(MIXED.rows, dtype=torch.bool)
     for slot in (1, 2):
         rows[MIXED.rows_of(slot)] = False

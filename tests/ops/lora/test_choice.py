@@ -1,11 +1,10 @@
-"""The rule that chooses an order: what it measures, what it remembers, and where."""
+"""The rule that chooses a plan: what it measures, what it remembers, and where."""
 
 import json
 import multiprocessing
 import time
 import zlib
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +15,19 @@ import torch
 from tests.cases import slow_but
 from weftune.core.deterministic import deterministic_kernels
 from weftune.ops.lora import choice_trial
-from weftune.ops.lora.choice import MOST_ROWS, Candidates, Choices, fastest, shape_of
-from weftune.ops.lora.choice_file import ChoiceFile, MeasuredPlan, TrialMachine, file_for
-from weftune.ops.lora.choice_trial import JOBS, choices_on, made_up_site
+from weftune.ops.lora.choice import MAX_ROWS, ChoiceFile, Choices, MeasuredPlan, PlanTrial, fastest, file_for
+from weftune.ops.lora.choice_trial import JOBS, choices_on, synthetic_site
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.table import Group, SlotTable, bands_for
 from weftune.ops.lora.tiling import ProductPlan, choose_tiling
 
-MACHINE = TrialMachine("Loom 9000/X", "12.3", "2.99.0+cu1", "9.9", "0badcafe")
+MACHINE = {
+    "device": "Loom 9000/X",
+    "capability": "12.3",
+    "torch": "2.99.0+cu1",
+    "triton": "9.9",
+    "kernels": "0badcafe",
+}
 BOTH = (ProductPlan.wide, ProductPlan.wide_beside)
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]
@@ -37,11 +41,11 @@ class Clock:
         self.lacks_memory = lacks_memory
         self.asked = []
 
-    def __call__(self, shape, orders):
-        self.asked.append(shape)
+    def __call__(self, trial):
+        self.asked.append(trial)
         if self.lacks_memory:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return {order: self.times[order] for order in orders if order in self.times}
+        return {plan: self.times[plan] for plan in trial.plans if plan in self.times}
 
 
 class Call:
@@ -63,19 +67,17 @@ class Call:
         self.rows = Rows.empty(rows, slots, torch.device(device))
         assert not changes
 
-    def of(self, choices, orders=BOTH):
-        return choices.order(self.x, self.weight, self.residual, self.group, self.rows, orders)
+    def of(self, choices, plans=BOTH):
+        return choices.plan(self.x, self.weight, self.residual, self.group, self.rows, plans)
 
-    @property
-    def shape(self):
-        return shape_of(self.x.dtype, self.weight, self.residual is not None, self.group, self.rows)
-
-    def contest(self, orders=BOTH):
-        return f"{self.shape.text}: {' or '.join(orders)}"
+    def trial(self, plans=BOTH):
+        return PlanTrial.at(
+            plans, self.x.dtype, self.weight, self.residual is not None, self.group, self.rows
+        )
 
 
 def choices(clock, folder, machine=MACHINE, capturing=False):
-    return Choices(clock, ChoiceFile(folder, machine), lambda: capturing)
+    return Choices(clock, ChoiceFile(folder, **machine), lambda: capturing)
 
 
 def test_the_fastest_order_is_chosen_and_measured_once(tmp_path):
@@ -120,7 +122,7 @@ def test_a_shape_that_differs_is_measured_by_itself(name, tmp_path):
     Call().of(made)
     Call(**OTHERS[name]).of(made)
     assert len(clock.asked) == 2
-    assert len(ChoiceFile(tmp_path, MACHINE).read()) == 2
+    assert len(ChoiceFile(tmp_path, **MACHINE).read()) == 2
 
 
 @pytest.mark.parametrize("same", [dict(rows=65), dict(rows=128), dict(rank=1), dict(rank=16)])
@@ -134,21 +136,21 @@ def test_rows_and_ranks_of_one_block_share_a_measurement(same, tmp_path):
 
 
 def test_no_trial_has_more_rows_than_keep_a_device_busy():
-    assert Call(rows=MOST_ROWS + 1, features=1, widths=(1,), aligned=False).shape.rows == MOST_ROWS
+    assert Call(rows=MAX_ROWS + 1, features=1, widths=(1,), aligned=False).trial().rows == MAX_ROWS
 
 
 @pytest.mark.parametrize("field", ["device", "capability", "torch", "triton", "kernels"])
 def test_another_machine_measures_for_itself(field, tmp_path):
-    other, clock = replace(MACHINE, **{field: "another"}), Clock(wide=1.0, beside=2.0)
+    other, clock = {**MACHINE, field: "another"}, Clock(wide=1.0, beside=2.0)
     Call().of(choices(Clock(), tmp_path))
     assert Call().of(choices(clock, tmp_path, other)) is ProductPlan.wide
     assert len(clock.asked) == 1
-    assert [known.order for known in ChoiceFile(tmp_path, other).read().values()] == [ProductPlan.wide]
+    assert [known.plan for known in ChoiceFile(tmp_path, **other).read().values()] == [ProductPlan.wide]
 
 
 def test_while_a_graph_is_captured_nothing_is_measured_nor_remembered(tmp_path):
     clock, capturing = Clock(), True
-    made = Choices(clock, ChoiceFile(tmp_path, MACHINE), lambda: capturing)
+    made = Choices(clock, ChoiceFile(tmp_path, **MACHINE), lambda: capturing)
     assert Call().of(made) is ProductPlan.wide
     assert not clock.asked
     assert not list(tmp_path.iterdir())
@@ -161,29 +163,29 @@ def test_while_a_graph_is_captured_nothing_is_measured_nor_remembered(tmp_path):
 def test_pinned_the_first_order_is_taken_unmeasured_whatever_a_file_says(tmp_path):
     Call().of(choices(Clock(wide=200.0, beside=100.0), tmp_path))
     clock = Clock(wide=200.0, beside=100.0)
-    pinned = Choices(clock, ChoiceFile(tmp_path, MACHINE), lambda: False, pinned=True)
+    pinned = Choices(clock, ChoiceFile(tmp_path, **MACHINE), lambda: False, pinned=True)
     assert Call().of(pinned) is ProductPlan.wide
     assert Call(features=128).of(pinned) is ProductPlan.wide
     assert not clock.asked
-    assert len(ChoiceFile(tmp_path, MACHINE).read()) == 1
+    assert len(ChoiceFile(tmp_path, **MACHINE).read()) == 1
 
 
 def test_pinned_only_the_first_order_is_compiled_ahead_whatever_a_file_says(tmp_path):
     Call().of(choices(Clock(), tmp_path))
     compiler, call = Compiler(), Call()
-    file = ChoiceFile(tmp_path, MACHINE)
-    Choices(Clock(), file, lambda: False, compiler, pinned=True).compile_ahead([Candidates(call.shape, BOTH)])
-    assert compiler.asked == [(call.shape, BOTH[0])]
+    file = ChoiceFile(tmp_path, **MACHINE)
+    Choices(Clock(), file, lambda: False, compiler, pinned=True).compile_ahead([call.trial()])
+    assert compiler.asked == [(call.trial(), BOTH[0])]
 
 
 def test_a_forced_order_is_taken_and_compiled_whatever_may_be_used(tmp_path):
     Call().of(choices(Clock(), tmp_path))
     compiler, call, clock = Compiler(), Call(), Clock()
-    made = Choices(clock, ChoiceFile(tmp_path, MACHINE), lambda: False, compiler)
+    made = Choices(clock, ChoiceFile(tmp_path, **MACHINE), lambda: False, compiler)
     made.forced = ProductPlan.wide
     assert Call().of(made, (ProductPlan.fused, ProductPlan.fused_beside)) is ProductPlan.wide
-    made.compile_ahead([Candidates(call.shape, BOTH)])
-    assert compiler.asked == [(call.shape, ProductPlan.wide)]
+    made.compile_ahead([call.trial()])
+    assert compiler.asked == [(call.trial(), ProductPlan.wide)]
     assert not clock.asked
 
 
@@ -217,10 +219,12 @@ def test_another_choice_of_orders_is_measured_by_itself(tmp_path):
 
 
 def test_a_file_that_names_an_order_that_may_not_be_used_is_not_believed(tmp_path):
-    file = ChoiceFile(tmp_path, MACHINE)
-    file.add(Call().contest(), MeasuredPlan(ProductPlan.fused, {ProductPlan.fused: 1.0}), tuple(ProductPlan))
+    file = ChoiceFile(tmp_path, **MACHINE)
+    file.add(
+        Call().trial().key, MeasuredPlan(ProductPlan.fused, {ProductPlan.fused: 1.0}), tuple(ProductPlan)
+    )
     assert Call().of(choices(Clock(), tmp_path)) is ProductPlan.wide_beside
-    assert file.read()[Call().contest()].order is ProductPlan.wide_beside
+    assert file.read()[Call().trial().key].plan is ProductPlan.wide_beside
 
 
 def test_an_order_that_the_device_cannot_run_is_not_chosen(tmp_path):
@@ -240,10 +244,7 @@ def test_without_a_gpu_the_first_order_is_taken_and_no_file_written(tmp_path, mo
 
 
 def known_text(entry):
-    machine = {
-        name: getattr(MACHINE, name) for name in ("device", "capability", "torch", "triton", "kernels")
-    }
-    return json.dumps({"machine": machine, "shapes": {Call().contest(): entry}})
+    return json.dumps({"machine": MACHINE, "shapes": {Call().trial().key: entry}})
 
 
 SPOILED = {
@@ -269,17 +270,17 @@ SPOILED = {
 
 @pytest.mark.parametrize("name", SPOILED)
 def test_a_spoiled_file_is_ignored_and_written_anew(name, tmp_path):
-    file, clock = ChoiceFile(tmp_path, MACHINE), Clock()
+    file, clock = ChoiceFile(tmp_path, **MACHINE), Clock()
     file.path.write_bytes(SPOILED[name])
     assert file.read() == {}
     assert Call().of(choices(clock, tmp_path)) is ProductPlan.wide_beside
     assert len(clock.asked) == 1
-    times = {order: clock.times[order] for order in BOTH}
-    assert file.read() == {Call().contest(): MeasuredPlan(ProductPlan.wide_beside, times)}
+    times = {plan: clock.times[plan] for plan in BOTH}
+    assert file.read() == {Call().trial().key: MeasuredPlan(ProductPlan.wide_beside, times)}
 
 
 def test_one_bad_entry_costs_the_others_nothing(tmp_path):
-    file = ChoiceFile(tmp_path, MACHINE)
+    file = ChoiceFile(tmp_path, **MACHINE)
     file.add("good", MeasuredPlan(ProductPlan.wide_beside, {ProductPlan.wide_beside: 1.0}), BOTH)
     content = json.loads(file.path.read_text())
     content["shapes"]["bad"] = {"order": 3}
@@ -297,25 +298,25 @@ def test_a_cache_that_cannot_be_written_only_costs_the_memory_of_other_processes
 
 def test_what_another_process_wrote_during_the_trial_stands(tmp_path):
     """So both go on with the same order, and so does every run after them."""
-    file = ChoiceFile(tmp_path, MACHINE)
+    file = ChoiceFile(tmp_path, **MACHINE)
 
-    def slow(shape, orders):
-        file.add(Call().contest(), MeasuredPlan(ProductPlan.wide, {ProductPlan.wide: 1.0}), BOTH)
+    def slow(trial):
+        file.add(Call().trial().key, MeasuredPlan(ProductPlan.wide, {ProductPlan.wide: 1.0}), BOTH)
         return {ProductPlan.wide: 2.0, ProductPlan.wide_beside: 1.0}
 
     assert Call().of(Choices(slow, file, lambda: False)) is ProductPlan.wide
-    assert file.read()[Call().contest()].order is ProductPlan.wide
+    assert file.read()[Call().trial().key].plan is ProductPlan.wide
 
 
 def write(folder, name):
-    file = ChoiceFile(folder, MACHINE)
+    file = ChoiceFile(folder, **MACHINE)
     for number in range(150):
         measured = MeasuredPlan(ProductPlan.wide_beside, {ProductPlan.wide_beside: float(number)})
         file.add(f"{name} {number}", measured, BOTH)
 
 
 def test_two_processes_that_write_at_once_never_leave_a_broken_file(tmp_path):
-    file = ChoiceFile(tmp_path, MACHINE)
+    file = ChoiceFile(tmp_path, **MACHINE)
     fork = multiprocessing.get_context("fork")
     writers = [fork.Process(target=write, args=(tmp_path, name)) for name in ("one", "two")]
     for writer in writers:
@@ -333,7 +334,7 @@ def test_two_processes_that_write_at_once_never_leave_a_broken_file(tmp_path):
 
 
 def test_the_name_of_the_file_says_what_it_is_for_and_nothing_a_path_would_mind(tmp_path):
-    name = ChoiceFile(tmp_path, MACHINE).path.name
+    name = ChoiceFile(tmp_path, **MACHINE).path.name
     assert name == "loom-9000-x-12.3-torch-2.99.0-cu1-triton-9.9.json"
 
 
@@ -341,39 +342,41 @@ LADEN = dict(drops=True, residual=True, transposed=True)
 
 
 @pytest.mark.parametrize(
-    ("order", "changes"),
+    ("plan", "changes"),
     slow_but(
         product(BOTH, ({}, LADEN, dict(rows=3))),
         [(ProductPlan.wide_beside, LADEN), (ProductPlan.wide, dict(rows=3))],
     ),
 )
-def test_a_trial_computes_a_site_with_rows_for_eight_jobs(order, changes, device):
-    shape = Call(**(dict(rows=100, device=device) | changes)).shape
-    site = made_up_site(shape, device)
-    site.step(order)
-    assert site.x_TK.shape == (shape.rows, 64)
-    assert (site.weight_NK.stride(0) == 1) == shape.transposed
-    assert len(site.entries) == min(JOBS, shape.rows)
-    for entry in (entry for seated in site.entries for entry in seated):
+def test_a_trial_computes_a_site_with_rows_for_eight_jobs(plan, changes, device):
+    trial = Call(**(dict(rows=100, device=device) | changes)).trial()
+    site = synthetic_site(trial, device)
+    site.step(plan)
+    assert site.x_TK.shape == (trial.rows, 64)
+    assert (site.weight_NK.stride(0) == 1) == trial.transposed
+    assert len(site.adapters) == min(JOBS, trial.rows)
+    for entry in (entry for seated in site.adapters for entry in seated):
         assert entry.rank == 16
         for gradient in (entry.da_RK, entry.db_RN):
             assert gradient.isfinite().all()
             assert gradient.norm() > 0
 
 
-def test_a_shape_reads_as_text():
-    assert Call().shape.text == "float32, 128 rows, 64 inputs, 32+16 outputs, rank 16, 8 slots, aligned"
+def test_a_trial_reads_as_text():
+    assert Call().trial().key == (
+        "float32, 128 rows, 64 inputs, 32+16 outputs, rank 16, 8 slots, aligned: wide or wide, beside"
+    )
     changed = Call(rows=1, drops=True, residual=True, transposed=True, aligned=False, dtype=torch.bfloat16)
-    assert changed.shape.text == (
-        "bfloat16, 1 rows, 64 inputs, 32+16 outputs, rank 16, 8 slots, drops, residual, transposed"
+    assert changed.trial(BOTH[:1]).key == (
+        "bfloat16, 1 rows, 64 inputs, 32+16 outputs, rank 16, 8 slots, drops, residual, transposed: wide"
     )
 
 
 @pytest.mark.parametrize(("rows", "counted"), [(1, 1), (2, 2), (3, 4), (16384, 16384), (16385, 16384)])
 def test_rows_are_counted_up_to_a_power_of_two_that_keeps_a_device_busy(rows, counted):
     call = Call(rows=rows, features=1, widths=(1,), aligned=False)
-    assert call.shape.rows == counted
-    assert not call.shape.transposed
+    assert call.trial().rows == counted
+    assert not call.trial().transposed
 
 
 class Compiler:
@@ -382,22 +385,22 @@ class Compiler:
     def __init__(self, broken=False):
         self.broken, self.asked = broken, []
 
-    def __call__(self, shape, order):
-        self.asked.append((shape, order))
+    def __call__(self, trial, plan):
+        self.asked.append((trial, plan))
         if self.broken:
             raise RuntimeError("no such instruction")
 
 
 def ahead(folder, compiler, capturing=False):
-    return Choices(Clock(), ChoiceFile(folder, MACHINE), lambda: capturing, compiler)
+    return Choices(Clock(), ChoiceFile(folder, **MACHINE), lambda: capturing, compiler)
 
 
 def test_every_order_of_every_shape_is_compiled_ahead_once(tmp_path):
     compiler, calls = Compiler(), [Call(), Call(), Call(features=128)]
     made = ahead(tmp_path, compiler)
     for _ in range(2):
-        made.compile_ahead(Candidates(call.shape, BOTH) for call in calls)
-    wanted = {(call.shape, order) for call in calls for order in BOTH}
+        made.compile_ahead(call.trial() for call in calls)
+    wanted = {(call.trial(), plan) for call in calls for plan in BOTH}
     assert len(compiler.asked) == len(wanted) == 4
     assert set(compiler.asked) == wanted
 
@@ -406,20 +409,20 @@ def test_what_is_decided_or_no_choice_is_not_compiled_ahead(tmp_path):
     compiler = Compiler()
     Call().of(ahead(tmp_path, None))
     later = ahead(tmp_path, compiler)
-    later.compile_ahead([Candidates(Call().shape, BOTH), Candidates(Call(features=128).shape, BOTH[:1])])
+    later.compile_ahead([Call().trial(), Call(features=128).trial(BOTH[:1])])
     assert compiler.asked == []
 
 
 def test_nothing_is_compiled_ahead_inside_a_capture(tmp_path):
     compiler = Compiler()
-    ahead(tmp_path, compiler, capturing=True).compile_ahead([Candidates(Call().shape, BOTH)])
+    ahead(tmp_path, compiler, capturing=True).compile_ahead([Call().trial()])
     assert compiler.asked == []
 
 
 def test_a_kernel_that_does_not_compile_ahead_is_left_to_its_pass(tmp_path):
     compiler = Compiler(broken=True)
     made = ahead(tmp_path, compiler)
-    made.compile_ahead([Candidates(Call().shape, BOTH)])
+    made.compile_ahead([Call().trial()])
     assert len(compiler.asked) == 2
     assert Call().of(made) is ProductPlan.wide_beside
 
@@ -438,7 +441,7 @@ def test_a_trial_out_of_memory_gives_back_what_it_took(tmp_path, monkeypatch):
 
 
 def test_the_file_is_made_with_its_folders_and_is_read_by_people(tmp_path):
-    file = ChoiceFile(tmp_path / "made" / "for it", MACHINE)
+    file = ChoiceFile(tmp_path / "made" / "for it", **MACHINE)
     file.add("z", MeasuredPlan(ProductPlan.wide, {ProductPlan.wide_beside: 2.0, ProductPlan.wide: 1.0}), BOTH)
     file.add("a", MeasuredPlan(ProductPlan.wide, {}), BOTH)
     assert file.path.read_text() == (
@@ -458,8 +461,8 @@ def test_a_write_that_fails_leaves_nothing_half_done(error, gone, tmp_path, monk
             partial.unlink()
         raise error
 
-    monkeypatch.setattr("weftune.ops.lora.choice_file.os.replace", fail)
-    file = ChoiceFile(tmp_path, MACHINE)
+    monkeypatch.setattr("weftune.ops.lora.choice.os.replace", fail)
+    file = ChoiceFile(tmp_path, **MACHINE)
     ends = pytest.raises(KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else nullcontext()
     with ends:
         file.add("a", MeasuredPlan(ProductPlan.wide, {}), BOTH)
@@ -473,15 +476,15 @@ def test_the_file_of_a_gpu_is_that_of_its_name_its_versions_and_the_kernels(tmp_
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     sources = sorted((ROOT / "weftune" / "ops").rglob("*.py"))
     kernels = f"{zlib.crc32(b''.join(source.read_bytes() for source in sources)):08x}"
-    machine = TrialMachine("Loom 9000", "9.1", torch.__version__, triton.__version__, kernels)
-    assert file_for(torch.device("cuda", 3)) == ChoiceFile(tmp_path / "routes", machine)
+    machine = "Loom 9000", "9.1", torch.__version__, triton.__version__, kernels
+    assert file_for(torch.device("cuda", 3)) == ChoiceFile(tmp_path / "routes", *machine)
 
 
 def test_a_made_up_site_has_the_shape_that_is_asked_for():
     call = Call(rows=100, slots=16, drops=True, residual=True)
-    site = made_up_site(call.shape, CPU)
-    assert len(site.entries) == 8
-    assert {(one.scale, one.dropout) for seated in site.entries for one in seated} == {(1.0, 0.1)}
+    site = synthetic_site(call.trial(), CPU)
+    assert len(site.adapters) == 8
+    assert {(one.scale, one.dropout) for seated in site.adapters for one in seated} == {(1.0, 0.1)}
     assert site.group.columns == ((0, 32), (32, 48))
     assert (site.group.rank, site.group.drops) == (16, True)
     assert (site.dy_TN.shape, site.weight_NK.shape) == ((128, 48), (48, 64))
@@ -489,21 +492,21 @@ def test_a_made_up_site_has_the_shape_that_is_asked_for():
     assert site.rows.token_index_T.tolist() == list(range(128))
     owners = [slot for start, stop, slot in site.rows.tiles_G3.tolist() for _ in range(start, stop)]
     assert owners == [row // 16 for row in range(128)]
-    plain = made_up_site(Call(slots=3, rows=100).shape, CPU)
+    plain = synthetic_site(Call(slots=3, rows=100).trial(), CPU)
     assert plain.residual_TN is None
-    assert {(one.scale, one.dropout) for seated in plain.entries for one in seated} == {(1.0, 0.0)}
-    assert len(plain.entries) == 3
+    assert {(one.scale, one.dropout) for seated in plain.adapters for one in seated} == {(1.0, 0.0)}
+    assert len(plain.adapters) == 3
 
 
 def test_a_step_of_a_trial_is_a_forward_and_a_backward_of_training(monkeypatch):
-    site, seen = made_up_site(Call(rows=100, features=640, residual=True).shape, CPU), []
+    site, seen = synthetic_site(Call(rows=100, features=640, residual=True).trial(), CPU), []
     monkeypatch.setattr(choice_trial, "forward", lambda *given: seen.append(given) or ("y", "s", None))
     monkeypatch.setattr(choice_trial, "backward", lambda *given, **named: seen.append((*given, named)))
     site.step(ProductPlan.wide_beside)
     forward, backward = seen
     assert forward[:4] == (site.x_TK, site.weight_NK, None, site.residual_TN)
     call = forward[4]
-    assert (call.group, call.rows, call.training, call.order) == (
+    assert (call.group, call.rows, call.training, call.plan) == (
         *(site.group, site.rows),
         *(True, ProductPlan.wide_beside),
     )
@@ -517,10 +520,10 @@ class Steps:
     def __init__(self, seconds=0.0, fails=()):
         self.taken, self.seconds, self.fails, self.now = [], seconds, fails, 0.0
 
-    def step(self, order):
-        self.taken.append(order)
+    def step(self, plan):
+        self.taken.append(plan)
         self.now += self.seconds
-        if order in self.fails:
+        if plan in self.fails:
             from triton.errors import TritonError
 
             raise TritonError("more shared memory than there is")
@@ -529,7 +532,7 @@ class Steps:
 def test_an_order_that_triton_cannot_compile_does_not_run():
     pytest.importorskip("triton")
     site = Steps(fails=(ProductPlan.fused,))
-    assert [choice_trial._runs(site, order) for order in (ProductPlan.wide, ProductPlan.fused)] == [
+    assert [choice_trial._runs(site, plan) for plan in (ProductPlan.wide, ProductPlan.fused)] == [
         True,
         False,
     ]
@@ -540,9 +543,9 @@ def test_a_round_times_every_order_behind_a_head_start_with_a_cold_cache(monkeyp
     scratch, log = torch.ones(4, dtype=torch.int8), []
 
     class Site(Steps):
-        def step(self, order):
+        def step(self, plan):
             scratch.fill_(1)
-            super().step(order)
+            super().step(plan)
 
     class Event:
         def __init__(self, enable_timing):
@@ -571,23 +574,23 @@ def rounds_of(first, monkeypatch, fails=()):
     site, sizes, grads = Steps(fails=fails), [], []
     times = iter([first, *(float(number) for number in range(1, 20))])
 
-    def made(shape, device):
+    def made(trial, device):
         grads.append(torch.is_grad_enabled())
         return site
 
-    def one_round(asked, orders, scratch):
+    def one_round(asked, plans, scratch):
         assert asked is site
         sizes.append(scratch.nbytes)
         taken = next(times)
-        return dict.fromkeys(orders, taken / 2)
+        return dict.fromkeys(plans, taken / 2)
 
-    monkeypatch.setattr(choice_trial, "made_up_site", made)
+    monkeypatch.setattr(choice_trial, "synthetic_site", made)
     monkeypatch.setattr(choice_trial, "_round", one_round)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1000)
     )
-    found = choice_trial.time_orders(Call().shape, BOTH, device=CPU)
+    found = choice_trial.time_plans(Call().trial(), device=CPU)
     assert set(sizes) <= {2000}
     assert grads == [False]
     return len(sizes) - 1, found

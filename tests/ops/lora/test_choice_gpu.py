@@ -1,4 +1,4 @@
-"""The rule that chooses an order, with real trials on a CUDA device: run with `pytest -m gpu`."""
+"""The rule that chooses a plan, with real trials on a CUDA device: run with `pytest -m gpu`."""
 
 import time
 from functools import partial
@@ -10,10 +10,9 @@ pytest.importorskip("triton")
 
 from tests.cases import call_side_by_side, some_of
 from tests.ops.lora.test_choice import Call
-from weftune.ops.lora.choice import fastest
-from weftune.ops.lora.choice_file import file_for
-from weftune.ops.lora.choice_trial import choices_on, time_orders
-from weftune.ops.lora.tiling import ProductPlan, orders_for
+from weftune.ops.lora.choice import fastest, file_for
+from weftune.ops.lora.choice_trial import choices_on, time_plans
+from weftune.ops.lora.tiling import ProductPlan, plans_for
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,12 +36,12 @@ def call(name):
     return Call(**(dict(device="cuda", dtype=torch.bfloat16, slots=64) | CALLS[name]))
 
 
-def orders(asked):
-    return orders_for(asked.weight, asked.group, DEVICE)
+def plans(asked):
+    return plans_for(asked.weight, asked.group, DEVICE)
 
 
 def timed(asked):
-    return time_orders(asked.shape, orders(asked), DEVICE)
+    return time_plans(asked.trial(plans(asked)), DEVICE)
 
 
 @pytest.fixture(autouse=True)
@@ -58,10 +57,10 @@ def _compiled_side_by_side():
     """Orders of one call share kernels, so neighbours are calls of different names."""
     asked = [call(name) for name in NAMES]
     call_side_by_side(
-        partial(time_orders, one.shape, [order], DEVICE)
-        for order in ProductPlan
+        partial(time_plans, one.trial((plan,)), DEVICE)
+        for plan in ProductPlan
         for one in asked
-        if order in orders(one)
+        if plan in plans(one)
     )
     torch.cuda.synchronize()
 
@@ -69,10 +68,10 @@ def _compiled_side_by_side():
 @pytest.mark.parametrize("name", NAMES)
 def test_every_order_gets_a_time_and_the_fastest_is_written_down(name):
     asked = call(name)
-    allowed = orders(asked)
+    allowed = plans(asked)
     chosen = asked.of(choices_on(DEVICE), allowed)
-    known = file_for(DEVICE).read()[asked.contest(allowed)]
-    assert known.order is chosen is fastest(known.microseconds)
+    known = file_for(DEVICE).read()[asked.trial(allowed).key]
+    assert known.plan is chosen is fastest(known.microseconds)
     assert set(known.microseconds) == set(allowed)
     assert all(0.0 < taken < 1e6 for taken in known.microseconds.values())
     assert asked.of(choices_on(DEVICE), allowed) is chosen
@@ -111,7 +110,7 @@ def test_a_trial_that_does_not_fit_takes_the_first_order_and_gives_its_memory_ba
     held, total = torch.cuda.memory_allocated(), torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (4 << 20)) / total)
     try:
-        assert asked.of(choices_on(DEVICE), orders(asked)) is orders(asked)[0]
+        assert asked.of(choices_on(DEVICE), plans(asked)) is plans(asked)[0]
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert torch.cuda.memory_allocated() == held
@@ -124,10 +123,10 @@ def test_while_a_graph_is_captured_the_first_order_is_taken_and_the_capture_succ
     total = torch.zeros((), device="cuda")
     with torch.cuda.graph(graph):
         total += 1
-        during = asked.of(choices, orders(asked))
-    assert during is orders(asked)[0]
+        during = asked.of(choices, plans(asked))
+    assert during is plans(asked)[0]
     assert file_for(DEVICE).read() == {}
     graph.replay()
     assert total.item() == 1.0
-    asked.of(choices, orders(asked))
-    assert list(file_for(DEVICE).read()) == [asked.contest(orders(asked))]
+    asked.of(choices, plans(asked))
+    assert list(file_for(DEVICE).read()) == [asked.trial(plans(asked)).key]

@@ -18,10 +18,10 @@ from tests.ops.lora.site_cases import (
     run,
     values,
 )
-from weftune.ops.lora import fused, tiling
-from weftune.ops.lora.choice import shape_of
-from weftune.ops.lora.choice_trial import made_up_site
-from weftune.ops.lora.tiled import contest_at
+from weftune.ops.lora import products, tiling
+from weftune.ops.lora.choice import PlanTrial
+from weftune.ops.lora.choice_trial import synthetic_site
+from weftune.ops.lora.tiled import trial_at
 from weftune.ops.lora.tiling import (
     ProductPlan,
     SiteCall,
@@ -47,13 +47,13 @@ BOUND = 1e-5
 
 
 @pytest.mark.parametrize("case", [ONE, PARTS], ids=["one site", "three with bias and residual"])
-@pytest.mark.parametrize("order", slow_but(ProductPlan, [ProductPlan.wide, ProductPlan.fused]))
-def test_values_and_gradients_are_those_of_the_codes(order, case):
+@pytest.mark.parametrize("plan", slow_but(ProductPlan, [ProductPlan.wide, ProductPlan.fused]))
+def test_values_and_gradients_are_those_of_the_codes(plan, case):
     case = case.dropping(0.1)
     want = coded_truth(case)
-    close(run(case, order=order), want, BOUND)
+    close(run(case, plan=plan), want, BOUND)
     with pytest.raises(AssertionError):
-        close(run(replace(case, coded=False), order=order), want, BOUND)
+        close(run(replace(case, coded=False), plan=plan), want, BOUND)
 
 
 def test_the_autograd_node_takes_codes_as_it_takes_a_matrix():
@@ -63,16 +63,16 @@ def test_the_autograd_node_takes_codes_as_it_takes_a_matrix():
 def test_blocks_of_256_columns_and_sums_that_are_not_rough_give_the_same(monkeypatch):
     case = replace(PARTS, widths=(256, 32))
     want = coded_truth(case)
-    close(run(case, order=ProductPlan.fused, columns=256), want, BOUND)
+    close(run(case, plan=ProductPlan.fused, columns=256), want, BOUND)
     monkeypatch.setattr(tiling, "ROUGH_SUMS", 100)
-    close(run(case, order=ProductPlan.fused, columns=256), want, BOUND)
+    close(run(case, plan=ProductPlan.fused, columns=256), want, BOUND)
 
 
 @pytest.mark.parametrize("poison", slow_but(["x", "a", "b", "dy", "padding"], ["x", "dy"]))
-@pytest.mark.parametrize("order", [ProductPlan.wide, ProductPlan.fused])
-def test_a_nan_stays_with_its_owner(order, poison):
+@pytest.mark.parametrize("plan", [ProductPlan.wide, ProductPlan.fused])
+def test_a_nan_stays_with_its_owner(plan, poison):
     case = Case([Job(20, rank=4), Job(40, rank=8), Job(9, rank=2)], widths=(128, 16), coded=True)
-    healthy_after(case.dropping(0.1), poison, order)
+    healthy_after(case.dropping(0.1), poison, plan)
 
 
 def test_a_program_takes_as_many_bytes_of_codes_at_a_time_and_reads_both_operands_along_the_sum(monkeypatch):
@@ -85,8 +85,8 @@ def test_a_program_takes_as_many_bytes_of_codes_at_a_time_and_reads_both_operand
     use = SiteCall(
         group, rows, True, choose_tiling(rows, group, PARTS.features, PARTS.dtype), ProductPlan.fused
     )
-    fused.fused_y(made.x, weight, None, None, made.x, None, use)
-    fused.fused_dx(made.dy, weight, made.x, use)
+    products.fused_y(made.x, weight, None, None, made.x, None, use)
+    products.fused_dx(made.dy, weight, made.x, use)
     for launch in launches:
         assert [one.block_shape for one in launch.given[:2]] == [[128, 128], [launch.constants["C"], 128]]
         assert launch.of("TURNED", "D", "ROUGH") == (True, 128, None)
@@ -112,14 +112,14 @@ def test_a_trial_is_made_of_codes_and_known_as_such():
     made = values(PARTS)
     weight = frozen_weight(PARTS, made)
     _, group, rows = attached(PARTS, made)
-    contest = contest_at(weight, True, group, rows, torch.float32)
-    assert contest is not None
-    assert contest.shape == shape_of(torch.float32, weight.codes(), True, group, rows)
-    assert contest.shape.coded
-    assert contest.text.split(":")[0].endswith("fp8")
-    plain = contest_at(made.weight, True, group, rows, torch.float32)
+    trial = trial_at(weight, True, group, rows, torch.float32)
+    assert trial is not None
+    assert trial == PlanTrial.at(trial.plans, torch.float32, weight.codes(), True, group, rows)
+    assert trial.coded
+    assert trial.key.split(":")[0].endswith("fp8")
+    plain = trial_at(made.weight, True, group, rows, torch.float32)
     assert plain is not None
-    assert "fp8" not in plain.text
-    site = made_up_site(replace(contest.shape, rows=32), torch.device("cpu"))
+    assert "fp8" not in plain.key
+    site = synthetic_site(replace(trial, rows=32), torch.device("cpu"))
     assert site.weight_NK.codes().shape == (304, 176)
     site.step(ProductPlan.fused)

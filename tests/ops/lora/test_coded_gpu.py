@@ -20,7 +20,7 @@ from tests.ops.lora.site_cases import (
 )
 from weftune.ops.lora import tiling
 from weftune.ops.lora.tiled import backward, forward
-from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling, orders_for
+from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling, plans_for
 
 GPU = torch.device("cuda")
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
@@ -46,7 +46,7 @@ CASES = {
 def allowed(case):
     made = values(case)
     _, group, _ = attached(case, made)
-    return orders_for(frozen_weight(case, made).codes(), group, GPU)
+    return plans_for(frozen_weight(case, made).codes(), group, GPU)
 
 
 def off(got, want):
@@ -55,22 +55,22 @@ def off(got, want):
     return ((got - want).square().mean().sqrt() / want.square().mean().sqrt().clamp(min=1e-9)).item()
 
 
-def compare(case, order, bound, **how):
-    got, want = run(case, order=order, **how), coded_truth(case)
+def compare(case, plan, bound, **how):
+    got, want = run(case, plan=plan, **how), coded_truth(case)
     for name, value in want.items():
         # What adapters learn is computed in bfloat16 from what is not rounded to codes.
         limit = bound if name in ("y", "dx") else 1e-2
         assert off(got[name], value) < limit, (name, off(got[name], value))
 
 
-@pytest.mark.parametrize("order", ProductPlan)
+@pytest.mark.parametrize("plan", ProductPlan)
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_are_those_of_the_codes(name, order):
+def test_values_and_gradients_are_those_of_the_codes(name, plan):
     case = CASES[name].dropping(0.1)
-    if order not in allowed(case):
+    if plan not in allowed(case):
         pytest.skip("no copy engines")
     # bfloat16 itself is off by 1.7e-3; the rest is what a tensor core cuts off of its sums.
-    compare(case, order, 3e-2 if "long" in name else 1e-2)
+    compare(case, plan, 3e-2 if "long" in name else 1e-2)
 
 
 @pytest.mark.parametrize("columns", [128, 256])
@@ -89,29 +89,29 @@ def test_how_much_a_tensor_core_cuts_off(capsys):
         pytest.skip("no copy engines")
     for features in (512, 4096, 14336, 28672):
         case = Case([Job(256, rank=16)], features=features, widths=(1024,), **BIG)
-        got, want = run(case, order=ProductPlan.fused)["y"].double(), coded_truth(case)["y"].double()
+        got, want = run(case, plan=ProductPlan.fused)["y"].double(), coded_truth(case)["y"].double()
         shrunk = 1 - ((got * want).sum() / want.square().sum()).item()
         with capsys.disabled():
             print(f"\n{features} products: off by {off(got, want):.2%}, too small by {shrunk:.3%}", end="")
         assert abs(shrunk) < 0.03
 
 
-@pytest.mark.parametrize("order", ProductPlan)
-def test_what_a_young_adapter_adds_is_not_rounded_away(order):
+@pytest.mark.parametrize("plan", ProductPlan)
+def test_what_a_young_adapter_adds_is_not_rounded_away(plan):
     case = Case([Job(512, rank=16)], gap=0, padding=0, features=1024, widths=(1024,), **BIG)
-    if order not in allowed(case):
+    if plan not in allowed(case):
         pytest.skip("no copy engines")
-    for name, kept in kept_of_a_young_adapter(case, order).items():
+    for name, kept in kept_of_a_young_adapter(case, plan).items():
         assert kept == pytest.approx(1.0, abs=0.1), name
 
 
-@pytest.mark.parametrize("order", [ProductPlan.wide, ProductPlan.fused])
+@pytest.mark.parametrize("plan", [ProductPlan.wide, ProductPlan.fused])
 @pytest.mark.parametrize("poison", ["x", "a", "b", "dy", "padding"])
-def test_a_nan_stays_with_its_owner(poison, order):
+def test_a_nan_stays_with_its_owner(poison, plan):
     case = Case([Job(20, rank=4), Job(40, rank=8), Job(9, rank=2)], features=256, widths=(128, 16), **BIG)
-    if order not in allowed(case):
+    if plan not in allowed(case):
         pytest.skip("no copy engines")
-    healthy_after(case.dropping(0.1), poison, order)
+    healthy_after(case.dropping(0.1), poison, plan)
 
 
 def test_a_captured_graph_replays_to_the_bits_of_the_ops():

@@ -27,8 +27,8 @@ pytestmark = [
 GPU = torch.device("cuda")
 ORDERS = ProductPlan.wide, ProductPlan.fused
 FOUR = tuple(Job(tokens, (4, 4), 1.0) for tokens in (100, 64, 3, 70))
-USUAL = {order: Case(FOUR, 9, 4, 256, 128, torch.bfloat16, order) for order in ORDERS}
-SICK = {order: replace(SMALL, order=order, dtype=torch.bfloat16) for order in ORDERS}
+USUAL = {plan: Case(FOUR, 9, 4, 256, 128, torch.bfloat16, plan) for plan in ORDERS}
+SICK = {plan: replace(SMALL, plan=plan, dtype=torch.bfloat16) for plan in ORDERS}
 YOUNG = Case((Job(400, (4, 4), 1.0),), 9, 4, 256, 128, torch.bfloat16, ProductPlan.fused, grown=1 / 500)
 CUT = Case((Job(90, (5, 3)), Job(60, (16, 40)), Job(3)), 3, 2, 136, 72, torch.bfloat16, ProductPlan.fused)
 
@@ -40,9 +40,9 @@ def _compiled_side_by_side():
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_they_are_as_near_to_float64_as_plain_autograd_is_in_bfloat16(order):
-    assert_earned(USUAL[order], GPU)
+@pytest.mark.parametrize("plan", ORDERS)
+def test_they_are_as_near_to_float64_as_plain_autograd_is_in_bfloat16(plan):
+    assert_earned(USUAL[plan], GPU)
 
 
 def test_what_a_young_adapter_adds_is_not_rounded_away():
@@ -60,6 +60,6 @@ def test_so_they_are_where_nothing_is_whole():
     assert_earned(CUT, GPU)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_nan_of_one_job_leaves_the_others_their_bits(order):
-    assert_healthy_beside_a_sick_job(SICK[order], GPU)
+@pytest.mark.parametrize("plan", ORDERS)
+def test_a_nan_of_one_job_leaves_the_others_their_bits(plan):
+    assert_healthy_beside_a_sick_job(SICK[plan], GPU)

@@ -8,7 +8,7 @@ import torch
 from tests.cases import slow_but
 from tests.ops.lora.site_cases import Case, Job, attached, close, healthy_after, run, truth, values
 from weftune.ops import dropout
-from weftune.ops.lora.tiling import ProductPlan, contestants, orders_for
+from weftune.ops.lora.tiling import ProductPlan, candidate_plans, plans_for
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -41,25 +41,25 @@ CASES = {
 )
 def test_values_and_gradients_equal_plain_autograd_over_one_job_after_another(name, drop):
     case = CASES[name].dropping(drop)
-    close(run(case, order=ProductPlan.fused), truth(case))
+    close(run(case, plan=ProductPlan.fused), truth(case))
 
 
 @pytest.mark.parametrize("name", ["several pieces", "small ranks beside rank 64", "nobody aboard", "parts"])
 def test_gradients_beside_the_product_equal_plain_autograd_too(name):
     case = CASES[name].dropping(0.1)
-    close(run(case, order=ProductPlan.fused_beside), truth(case))
+    close(run(case, plan=ProductPlan.fused_beside), truth(case))
 
 
 @pytest.mark.parametrize("rank", [8, 64])
 def test_wide_blocks_give_the_same_as_plain_autograd(rank):
     case = Case([Job(120, rank=rank), Job(49, rank=5)], widths=(256, 8), features=72).dropping(0.1)
-    close(run(case, order=ProductPlan.fused, columns=256), truth(case))
+    close(run(case, plan=ProductPlan.fused, columns=256), truth(case))
 
 
 def test_two_dozen_adapters_keep_apart_in_one_block_of_rows():
     jobs = [Job(1 + index % 3, rank=1 + index % 9, dropout=0.1) for index in range(24)]
     case = Case(jobs, features=32, widths=(32,), gap=0)
-    close(run(case, order=ProductPlan.fused), truth(case))
+    close(run(case, plan=ProductPlan.fused), truth(case))
 
 
 def test_masks_of_the_backward_are_those_of_the_reference_bit_for_bit():
@@ -67,17 +67,17 @@ def test_masks_of_the_backward_are_those_of_the_reference_bit_for_bit():
     case = Case([Job(150, rank=32, dropout=0.3)], features=32, widths=(32,), gap=2, seed=5)
     case = case.reading_the_mask()
     kept = dropout.kept_TK(case.site_key(0, 0), case.token_index[2:152], 32, 0.3)
-    assert torch.equal(run(case, order=ProductPlan.fused)["dx"][2:152] != 0, kept)
+    assert torch.equal(run(case, plan=ProductPlan.fused)["dx"][2:152] != 0, kept)
 
 
 def test_evaluating_drops_nothing_and_scales_nothing_up():
     case = Case([Job(20, rank=4, dropout=0.5), Job(9, rank=8, dropout=0.1)])
-    close(run(case, training=False, order=ProductPlan.fused), truth(case.dropping(0.0)))
+    close(run(case, training=False, plan=ProductPlan.fused), truth(case.dropping(0.0)))
 
 
 def test_an_input_that_needs_no_gradient_gets_none_and_the_adapters_get_theirs():
     case = Case([Job(20, rank=4), Job(9, rank=8)])
-    got, want = run(case, wants_dx=False, order=ProductPlan.fused), truth(case)
+    got, want = run(case, wants_dx=False, plan=ProductPlan.fused), truth(case)
     assert got.pop("dx") is None
     close(got, {name: value for name, value in want.items() if name != "dx"})
 
@@ -86,21 +86,24 @@ POISONS = ("x", "a", "b", "dy", "padding")
 
 
 @pytest.mark.parametrize(
-    ("poison", "order"),
+    ("poison", "plan"),
     slow_but(
         product(POISONS, (ProductPlan.fused, ProductPlan.fused_beside)),
         [("x", ProductPlan.fused), ("b", ProductPlan.fused), ("dy", ProductPlan.fused_beside)],
     ),
 )
-def test_a_nan_stays_with_its_owner_though_all_share_a_block_of_rows(poison, order):
+def test_a_nan_stays_with_its_owner_though_all_share_a_block_of_rows(poison, plan):
     case = Case([Job(20, rank=4), Job(40, rank=8), Job(9, rank=2)], widths=(128, 8))
-    healthy_after(case.dropping(0.1), poison, order)
+    healthy_after(case.dropping(0.1), poison, plan)
 
 
 def test_a_cpu_allows_only_the_orders_of_the_librarys_product():
     case = Case([Job(20, rank=4)], widths=(128,), features=128)
     made = values(case)
     _, group, _ = attached(case, made)
-    allowed = orders_for(made.weight.bfloat16(), group, torch.device("cpu"))
+    allowed = plans_for(made.weight.bfloat16(), group, torch.device("cpu"))
     assert allowed == (ProductPlan.wide, ProductPlan.wide_beside)
-    assert contestants(made.weight, group, torch.device("cpu")) == (ProductPlan.wide, ProductPlan.wide_beside)
+    assert candidate_plans(made.weight, group, torch.device("cpu")) == (
+        ProductPlan.wide,
+        ProductPlan.wide_beside,
+    )

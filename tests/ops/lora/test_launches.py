@@ -10,12 +10,10 @@ import torch
 
 from tests.ops.launches import noted
 from tests.ops.lora.site_cases import Case, Job, attached, values
-from weftune.ops.lora import fused, side_stream, tiled, wide
-from weftune.ops.lora.operands import in_float32
+from weftune.ops.lora import products, tiled
+from weftune.ops.lora.products import in_float32, spans
 from weftune.ops.lora.rows import BLOCK
-from weftune.ops.lora.side_stream import SideStream
 from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling, product_blocks
-from weftune.ops.lora.wide import spans
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ONE = Case([Job(300, rank=8, dropout=0.1)], gap=0, padding=0, features=200, widths=(264,))
@@ -26,12 +24,12 @@ LAUNCHERS = (
 )
 
 
-def call_of(case, order=ProductPlan.fused, training=True, programs=3):
+def call_of(case, plan=ProductPlan.fused, training=True, programs=3):
     made = values(case)
     _, group, rows = attached(case, made)
     chosen = choose_tiling(rows, group, case.features, case.dtype)
     blocks = product_blocks(128, case.dtype, programs)
-    return made, SiteCall(group, rows, training, replace(chosen, y=blocks, dx=blocks), order)
+    return made, SiteCall(group, rows, training, replace(chosen, y=blocks, dx=blocks), plan)
 
 
 def product(monkeypatch, case, backward, residual=False, **changes):
@@ -42,10 +40,12 @@ def product(monkeypatch, case, backward, residual=False, **changes):
     launches = noted(monkeypatch, kernels, "product")
     made, call = call_of(case, **changes)
     if backward:
-        target = fused.fused_dx(made.dy, made.weight, made.x, call)
+        target = products.fused_dx(made.dy, made.weight, made.x, call)
         assert target.shape == made.x.shape
     else:
-        target = fused.fused_y(made.x, made.weight, None, made.dy if residual else None, made.x, None, call)
+        target = products.fused_y(
+            made.x, made.weight, None, made.dy if residual else None, made.x, None, call
+        )
         assert target.shape == made.dy.shape
     (launch,) = launches
     return launch
@@ -120,11 +120,11 @@ def taken(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("order", ProductPlan)
+@pytest.mark.parametrize("plan", ProductPlan)
 @pytest.mark.parametrize("residual", [None, torch.zeros(2, 3).T])
-def test_a_forward_makes_s_and_then_the_product_of_its_order(order, residual, taken):
-    _, call = call_of(ONE, order)
-    product = "fused_y" if order in (ProductPlan.fused, ProductPlan.fused_beside) else "wide_y"
+def test_a_forward_makes_s_and_then_the_product_of_its_order(plan, residual, taken):
+    _, call = call_of(ONE, plan)
+    product = "fused_y" if plan in (ProductPlan.fused, ProductPlan.fused_beside) else "wide_y"
     made = tiled.forward(torch.zeros(3, 2), torch.zeros(2, 2), None, residual, call)
     assert made == (product, "down", None)
     assert taken == ["down", product]
@@ -134,14 +134,14 @@ BEFORE = ["ds_db", "room_for_da", "da", "add_gradients"]
 BESIDE = ["ds", "room_for_da", "room_for_db"], ["db", "da", "add_gradients"]
 
 
-@pytest.mark.parametrize("order", ProductPlan)
-def test_a_backward_makes_the_gradients_before_or_beside_the_product(order, taken):
-    _, call = call_of(ONE, order)
+@pytest.mark.parametrize("plan", ProductPlan)
+def test_a_backward_makes_the_gradients_before_or_beside_the_product(plan, taken):
+    _, call = call_of(ONE, plan)
     x = torch.zeros(3, 2)
-    product = "fused_dx" if order in (ProductPlan.fused, ProductPlan.fused_beside) else "wide_dx"
+    product = "fused_dx" if plan in (ProductPlan.fused, ProductPlan.fused_beside) else "wide_dx"
     assert tiled.backward(x, x, x, x, call, wants_dx=True) == product
     before, after = BESIDE
-    beside = order in (ProductPlan.wide_beside, ProductPlan.fused_beside)
+    beside = plan in (ProductPlan.wide_beside, ProductPlan.fused_beside)
     assert taken == ([*before, product, *after] if beside else [*BEFORE, product])
     taken.clear()
     assert tiled.backward(x, x, x, x, call, wants_dx=False) is None
@@ -154,7 +154,7 @@ class Chosen:
     def __init__(self):
         self.asked = []
 
-    def order(self, *given):
+    def plan(self, *given):
         self.asked.append(given)
         return ProductPlan.wide_beside
 
@@ -172,10 +172,10 @@ def test_a_linear_takes_the_first_order_or_the_one_that_is_chosen(monkeypatch):
     given = (made.x, made.weight, None, None, anchor, call.group, call.rows, True)
     for choices in (None, rule):
         tiled.lora_linear(*given, choices)
-    assert [use.order for use in seen] == [ProductPlan.wide, ProductPlan.wide_beside]
-    ((x, weight, residual, group, rows, orders),) = rule.asked
+    assert [use.plan for use in seen] == [ProductPlan.wide, ProductPlan.wide_beside]
+    ((x, weight, residual, group, rows, plans),) = rule.asked
     assert (x, weight, residual, group, rows) == (made.x, made.weight, None, call.group, call.rows)
-    assert orders == (ProductPlan.wide, ProductPlan.wide_beside)
+    assert plans == (ProductPlan.wide, ProductPlan.wide_beside)
     assert seen[0].tiling == choose_tiling(call.rows, call.group, 200, torch.float32)
     assert seen[0].tiling != choose_tiling(call.rows, call.group, 300, torch.float32)
 
@@ -234,15 +234,15 @@ def test_a_product_is_summed_up_in_float32(dtype):
 def test_wide_products_are_made_of_the_columns_of_each_span(monkeypatch):
     made, call = call_of(PARTS, ProductPlan.wide)
     seen = []
-    monkeypatch.setattr(wide, "up", lambda s, product, span, *others: seen.append((product, span)))
-    monkeypatch.setattr(wide, "add_dx", lambda ds, product, span, *others: seen.append((product, span)))
-    monkeypatch.setattr(wide, "SPAN_BYTES", 4 * 300 * call.tiling.up.columns * 3)
-    assert wide.wide_y(made.x, made.weight, None, None, made.x, None, call).shape == (300, 192)
+    monkeypatch.setattr(products, "up", lambda s, product, span, *others: seen.append((product, span)))
+    monkeypatch.setattr(products, "add_dx", lambda ds, product, span, *others: seen.append((product, span)))
+    monkeypatch.setattr(products, "SPAN_BYTES", 4 * 300 * call.tiling.up.columns * 3)
+    assert products.wide_y(made.x, made.weight, None, None, made.x, None, call).shape == (300, 192)
     whole = torch.cat([product for product, _ in seen], dim=1)
     torch.testing.assert_close(whole, made.x @ made.weight.T)
     assert [(span.low, span.high) for _, span in seen] == [(0, 96), (96, 192)]
     seen.clear()
-    assert wide.wide_dx(made.dy, made.weight, made.x, call).shape == (300, 200)
+    assert products.wide_dx(made.dy, made.weight, made.x, call).shape == (300, 200)
     torch.testing.assert_close(torch.cat([product for product, _ in seen], dim=1), made.dy @ made.weight)
     assert [(span.low, span.high) for _, span in seen] == [(0, 64), (64, 128), (128, 200)]
 
@@ -273,23 +273,23 @@ class Stream:
 def test_what_is_done_aside_waits_for_what_came_before_and_what_comes_after_waits_for_it(monkeypatch):
     log: list[str] = []
     usual, other = Stream("the stream", log), Stream("the other", log)
-    monkeypatch.setattr(side_stream, "_stream", lambda device: other)
+    monkeypatch.setattr(tiled, "_stream", lambda device: other)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: usual)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    made = SideStream(CUDA)
+    made = tiled.SideStream(CUDA)
     log.append("the product")
     with made.done():
-        log.append("what is side_stream")
+        log.append("what is aside")
     assert log == [
         *("the stream records", "the product", "the other waits for ready", "on the other"),
-        *("what is side_stream", "off the other", "the stream waits for the other"),
+        *("what is aside", "off the other", "the stream waits for the other"),
     ]
 
 
 def test_without_a_gpu_what_is_aside_is_done_at_once(monkeypatch):
     monkeypatch.setattr(torch, "cuda", SimpleNamespace())
     done = []
-    with SideStream(CPU).done():
+    with tiled.SideStream(CPU).done():
         done.append(True)
     assert done
 
@@ -297,5 +297,5 @@ def test_without_a_gpu_what_is_aside_is_done_at_once(monkeypatch):
 def test_a_device_has_one_stream_for_what_is_aside(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
     first, second = torch.device("cuda", 61), torch.device("cuda", 62)
-    assert side_stream._stream(first) is side_stream._stream(first)
-    assert side_stream._stream(first) is not side_stream._stream(second)
+    assert tiled._stream(first) is tiled._stream(first)
+    assert tiled._stream(first) is not tiled._stream(second)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from weftune.ops.dropout import kept_TK
-from weftune.ops.lora.routes import Block, Blocks, Factors, Route, _zero_outside, add_lora
+from weftune.ops.lora.routes import Block, Blocks, Route, _zero_outside, add_lora
+from weftune.ops.lora.table import LowRank
 
 FAST = [Route.segmented]
 WHOLE = [Route.reference, *FAST]
@@ -19,26 +20,25 @@ def case(ranks, lengths, dropouts=None, dtype=torch.float64, k=24, n=20, gap=3, 
     blocks, row = [], 0
     for index, (rank, length, dropout) in enumerate(zip(ranks, lengths, dropouts, strict=True)):
         row += gap
-        weights = Factors(torch.randn(rank, k, dtype=dtype), torch.randn(rank, n, dtype=dtype))
-        blocks.append(block(row, row + length, weights, (1 + index) / 3, dropout, 1000 + index))
+        weights = torch.randn(rank, k, dtype=dtype), torch.randn(rank, n, dtype=dtype)
+        blocks.append(Block(row, row + length, adapter(*weights, (1 + index) / 3, dropout), 1000 + index))
         row += length
     row += gap
     x, y = torch.randn(row, k, dtype=dtype), torch.randn(row, n, dtype=dtype)
     return x, y, Blocks(tuple(blocks), torch.arange(row) * 3 + 1, torch.zeros((), requires_grad=True))
 
 
-def block(start, stop, weights, scale, dropout, key):
-    totals = Factors(torch.zeros_like(weights.a_rK), torch.zeros_like(weights.b_rN))
-    return Block(start, stop, weights, totals, scale, dropout, key)
+def adapter(a, b, scale, dropout):
+    return LowRank(a, b, torch.zeros_like(a), torch.zeros_like(b), scale, dropout)
 
 
-def fresh(blocks, dtype=None, change=lambda index, weights: weights):
+def fresh(blocks, dtype=None, change=lambda index, adapter: adapter):
     """The same blocks with totals of their own, in another dtype or with other weights."""
     made = []
     for index, one in enumerate(blocks.blocks):
-        weights = change(index, one.weights)
-        weights = Factors(weights.a_rK.to(dtype), weights.b_rN.to(dtype)) if dtype else weights
-        made.append(block(one.start, one.stop, weights, one.scale, one.dropout, one.key))
+        own = change(index, one.adapter)
+        own = adapter(own.a_RK.to(dtype), own.b_RN.to(dtype), own.scale, own.dropout)
+        made.append(replace(one, adapter=own))
     return Blocks(tuple(made), blocks.token_index_T, blocks.anchor)
 
 
@@ -49,8 +49,8 @@ def run(route, x, y, blocks):
     out = add_lora(leaves[0], leaves[1] * 1.0, blocks, route)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     (out * weights).sum().backward()
-    da = torch.cat([one.gradient.a_rK for one in blocks.blocks])
-    db = torch.cat([one.gradient.b_rN for one in blocks.blocks])
+    da = torch.cat([one.adapter.da_RK for one in blocks.blocks])
+    db = torch.cat([one.adapter.db_RN for one in blocks.blocks])
     return [out.detach(), *(leaf.grad for leaf in leaves), da, db]
 
 
@@ -82,7 +82,7 @@ def test_gradients_equal_finite_differences_with_half_of_the_values_dropped(rout
 
 
 @pytest.mark.parametrize("route", WHOLE)
-@pytest.mark.parametrize("which", ["a_rK", "b_rN"])
+@pytest.mark.parametrize("which", ["a_RK", "b_RN"])
 def test_what_is_added_to_the_totals_equals_finite_differences(route, which):
     x, y, blocks = case([2, 3], [4, 3], [0.5, 0.0], k=5, n=4, gap=1)
 
@@ -97,7 +97,7 @@ def test_what_is_added_to_the_totals_equals_finite_differences(route, which):
         return replace(weights, **{which: values})
 
     x.requires_grad_()
-    found = run(route, x.detach(), y, blocks)[3 if which == "a_rK" else 4]
+    found = run(route, x.detach(), y, blocks)[3 if which == "a_RK" else 4]
     for at in [(0, 0), (2, 3), (1, 2)]:
         slope = (loss(1e-6, at) - loss(-1e-6, at)) / 2e-6
         assert found[2 + at[0], at[1]].item() == pytest.approx(slope, rel=1e-6, abs=1e-8)
@@ -107,7 +107,10 @@ def test_what_is_added_to_the_totals_equals_finite_differences(route, which):
 def test_totals_add_up_over_passes_in_their_own_dtype(route):
     x, y, blocks = case([2, 3], [4, 3], dtype=torch.bfloat16)
     wide = [
-        replace(one, gradient=Factors(one.gradient.a_rK.float(), one.gradient.b_rN.float()))
+        replace(
+            one,
+            adapter=replace(one.adapter, da_RK=one.adapter.da_RK.float(), db_RN=one.adapter.db_RN.float()),
+        )
         for one in blocks.blocks
     ]
     once = run(route, x, y, blocks)
@@ -115,7 +118,7 @@ def test_totals_add_up_over_passes_in_their_own_dtype(route):
     for _ in range(2):
         out = add_lora(x.clone().requires_grad_(), y * 1.0, twice, route)
         (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
-    torch.testing.assert_close(wide[0].gradient.b_rN, 2 * once[4][:2].float(), rtol=0.02, atol=1e-3)
+    torch.testing.assert_close(wide[0].adapter.db_RN, 2 * once[4][:2].float(), rtol=0.02, atol=1e-3)
 
 
 def test_the_reference_is_the_formula_with_scale_and_dropout():
@@ -123,7 +126,7 @@ def test_the_reference_is_the_formula_with_scale_and_dropout():
     (one,) = blocks.blocks
     kept = kept_TK(one.key, blocks.token_index_T[one.rows], x.shape[1], 0.5)
     expected = y.clone()
-    expected[2:8] += (1 / 3) * ((x[2:8] * kept / 0.5) @ one.weights.a_rK.T) @ one.weights.b_rN
+    expected[2:8] += (1 / 3) * ((x[2:8] * kept / 0.5) @ one.adapter.a_RK.T) @ one.adapter.b_RN
     torch.testing.assert_close(add_lora(x, y, blocks, Route.reference).detach(), expected)
 
 
@@ -148,7 +151,9 @@ def test_segmented_keeps_a_nan_with_its_owner():
     x[sick.rows] = float("inf")
     spoilt = fresh(
         blocks,
-        change=lambda index, w: Factors(w.a_rK * float("nan"), w.b_rN * float("nan")) if index == 0 else w,
+        change=lambda index, own: (
+            replace(own, a_RK=own.a_RK * float("nan"), b_RN=own.b_RN * float("nan")) if index == 0 else own
+        ),
     )
     out, dx, _, da, db = run(Route.segmented, x, y, spoilt)
     assert torch.equal(out[healthy.rows], clean[0][healthy.rows])
@@ -161,8 +166,8 @@ def test_segmented_keeps_a_nan_with_its_owner():
 def test_a_block_knows_its_rows_its_rank_and_what_its_kept_values_are_scaled_by():
     _, _, blocks = case([3, 2], [6, 1], [0.75, 0.0], gap=2)
     one, other = blocks.blocks
-    assert (one.rows, one.rank) == (slice(2, 8), 3)
-    assert (one.factor, other.factor) == (pytest.approx(4 / 3), pytest.approx(2 / 3))
+    assert (one.rows, one.adapter.rank) == (slice(2, 8), 3)
+    assert (one.adapter.factor, other.adapter.factor) == (pytest.approx(4 / 3), pytest.approx(2 / 3))
     assert blocks.kept(other, 24) is None
     assert blocks.kept(one, 24).shape == (6, 24)
 
@@ -184,7 +189,7 @@ def test_only_who_needs_a_gradient_gets_one_and_the_adapters_always_do(route, wa
     out = add_lora(x, y * 1.0, blocks, route)
     out.sum().backward()
     assert (x.grad is not None, y.grad is not None) == wants
-    assert all(one.gradient.a_rK.any() and one.gradient.b_rN.any() for one in blocks.blocks)
+    assert all(one.adapter.da_RK.any() and one.adapter.db_RN.any() for one in blocks.blocks)
 
 
 def test_the_fast_route_writes_into_y_and_says_so():

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.ops.lora.site_cases import Case, Job, Values, attached, scale, values
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.scales import SiteScale, put_scales, scale_table
-from weftune.ops.lora.table import Entry, Group
+from weftune.ops.lora.table import Group, LowRank
 from weftune.ops.lora.tiled import lora_linear
 from weftune.ops.lora.tiling import ProductPlan
 
@@ -30,12 +30,12 @@ CASES = {
 
 
 class Forced:
-    """Takes one order whatever the device."""
+    """Takes one plan whatever the device."""
 
-    def __init__(self, order: ProductPlan) -> None:
-        self._order = order
+    def __init__(self, plan: ProductPlan) -> None:
+        self._order = plan
 
-    def order(self, *_: object) -> ProductPlan:
+    def plan(self, *_: object) -> ProductPlan:
         return self._order
 
 
@@ -45,7 +45,7 @@ def drawn(seed: int, size: int) -> Tensor:
 
 def made(
     case: Case,
-) -> tuple[dict[int, list[Entry | None]], Group, Rows, dict[tuple[int, int], SiteScale], Values]:
+) -> tuple[dict[int, list[LowRank | None]], Group, Rows, dict[tuple[int, int], SiteScale], Values]:
     """As `attached`, with a scale of outputs for all slots but the second: the first divided by the lengths
     of rows, the third with its bias."""
     found = values(case)
@@ -65,7 +65,7 @@ def made(
     return aboard, replace(group, g_out=table, lengths=True), rows, scales, found
 
 
-def plain(case: Case, aboard: dict[int, list[Entry | None]], found: Values) -> dict[str, Tensor]:
+def plain(case: Case, aboard: dict[int, list[LowRank | None]], found: Values) -> dict[str, Tensor]:
     """The same in float64 by autograd."""
     x = found.x.double().requires_grad_()
     residual = torch.zeros(()) if found.residual is None else found.residual.double()
@@ -103,15 +103,15 @@ def plain(case: Case, aboard: dict[int, list[Entry | None]], found: Values) -> d
     return {"y": y.detach(), **{name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}}
 
 
-@pytest.mark.parametrize("order", [ProductPlan.wide, ProductPlan.fused, ProductPlan.fused_beside])
+@pytest.mark.parametrize("plan", [ProductPlan.wide, ProductPlan.fused, ProductPlan.fused_beside])
 @pytest.mark.parametrize("name", CASES)
-def test_scaled_outputs_and_their_gradients_equal_plain_autograd(name: str, order: ProductPlan) -> None:
+def test_scaled_outputs_and_their_gradients_equal_plain_autograd(name: str, plan: ProductPlan) -> None:
     case = CASES[name]
-    if not case.residual and order is ProductPlan.fused_beside and name != "parts":
+    if not case.residual and plan is ProductPlan.fused_beside and name != "parts":
         case = replace(case, residual=True)
     aboard, group, rows, scales, found = made(case)
     x, anchor = found.x.clone().requires_grad_(), torch.zeros((), requires_grad=True, device=found.x.device)
-    forced = Forced(order)
+    forced = Forced(plan)
     y = lora_linear(
         x, found.weight, found.bias, found.residual, anchor, group, rows, True, forced  # type: ignore[arg-type]
     )  # fmt: skip

@@ -7,15 +7,15 @@ import zlib
 import pytest
 import torch
 
-from weftune.ops.lora.table import BAND, Entry, Group, SlotTable, bands_for
+from weftune.ops.lora.table import BAND, Group, LowRank, SlotTable, bands_for
 
 CPU = torch.device("cpu")
 SITES = ("model.q", "model.up", "k")
 
 
-def entry(rank: int = 4, scale: float = 2.0, dropout: float = 0.0) -> Entry:
+def entry(rank: int = 4, scale: float = 2.0, dropout: float = 0.0) -> LowRank:
     a_RK, b_RN = torch.zeros(rank, 8), torch.zeros(rank, 16)
-    return Entry(a_RK, b_RN, torch.zeros(rank, 8), torch.zeros(rank, 16), scale, dropout)
+    return LowRank(a_RK, b_RN, torch.zeros(rank, 8), torch.zeros(rank, 16), scale, dropout)
 
 
 def test_an_empty_table_seats_nobody_and_knows_its_sites():
@@ -41,7 +41,7 @@ def test_a_job_is_seated_at_its_sites_and_nowhere_else():
     assert table.threshold_PS[:, 1].tolist() == [0, -(2**31), -(2**31)]
     assert not table.address_PS4[:, (0, 2)].any()
     table.write(2, [entry(1), entry(2), entry(3)])
-    table.clear(1)
+    table.write(1, [None] * 3)
     assert table.rank_PS.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3]]
 
 
@@ -59,7 +59,7 @@ def test_a_rank_above_a_band_is_seated_in_several_parts_of_whole_rows():
     assert table.crc_P.tolist() == table.crc_P[:2].tolist() * 3
     table.write(1, [entry(BAND), None])
     assert table.rank_PS[:, 1].tolist() == [BAND, 0, 0, 0, 0, 0]
-    table.clear(1)
+    table.write(1, [None] * 2)
     assert not table.rank_PS.any()
     with pytest.raises(AssertionError):
         table.write(0, [entry(3 * BAND + 1), None])
@@ -68,7 +68,7 @@ def test_a_rank_above_a_band_is_seated_in_several_parts_of_whole_rows():
 def test_experts_of_several_bands_are_seated_each_where_its_rows_begin():
     table = SlotTable.empty(SITES[:1], slots=6, device=CPU, bands=2)
     a, b = torch.zeros(3, BAND + 8, 8), torch.zeros(3, BAND + 8, 16)
-    stacked = Entry(a, b, torch.zeros_like(a), torch.zeros_like(b), 2.0, 0.0)
+    stacked = LowRank(a, b, torch.zeros_like(a), torch.zeros_like(b), 2.0, 0.0)
     table.put_experts(table.host_views(), 3, stacked)
     table.send()
     assert table.rank_PS.tolist() == [[0, 0, 0, BAND, BAND, BAND], [0, 0, 0, 8, 8, 8]]
@@ -84,16 +84,16 @@ def test_bands_have_room_for_all_ranks(rank, bands):
 
 def test_addresses_are_those_of_whole_tensors_with_gradients_in_float32():
     sound = entry()
-    shifted = Entry(torch.zeros(33)[1:].view(4, 8), sound.b_RN, sound.da_RK, sound.db_RN, 1.0, 0.0)
+    shifted = LowRank(torch.zeros(33)[1:].view(4, 8), sound.b_RN, sound.da_RK, sound.db_RN, 1.0, 0.0)
     SlotTable.empty(SITES[:1], 1, CPU, aligned=False).write(0, [shifted])
     with pytest.raises(AssertionError):
         SlotTable.empty(SITES[:1], 1, CPU).write(0, [shifted])
-    strided = Entry(torch.zeros(8, 4).T, sound.b_RN, sound.da_RK, sound.db_RN, 1.0, 0.0)
-    half = Entry(sound.a_RK, sound.b_RN, sound.da_RK.bfloat16(), sound.db_RN, 1.0, 0.0)
+    strided = LowRank(torch.zeros(8, 4).T, sound.b_RN, sound.da_RK, sound.db_RN, 1.0, 0.0)
+    half = LowRank(sound.a_RK, sound.b_RN, sound.da_RK.bfloat16(), sound.db_RN, 1.0, 0.0)
     for wrong in (strided, half):
         with pytest.raises(AssertionError):
             _ = wrong.addresses
-    weights = Entry(sound.a_RK.bfloat16(), sound.b_RN.bfloat16(), sound.da_RK, sound.db_RN, 1.0, 0.0)
+    weights = LowRank(sound.a_RK.bfloat16(), sound.b_RN.bfloat16(), sound.da_RK, sound.db_RN, 1.0, 0.0)
     assert len(weights.addresses) == 4
 
 

@@ -67,7 +67,7 @@ def test_sixty_four_adapters_keep_apart():
 
 
 @pytest.mark.parametrize(
-    ("order", "residual", "bias"),
+    ("plan", "residual", "bias"),
     slow_but(
         product((ProductPlan.wide, ProductPlan.wide_beside), (False, True), (False, True)),
         [
@@ -77,9 +77,9 @@ def test_sixty_four_adapters_keep_apart():
         ],
     ),
 )
-def test_the_order_of_the_frozen_product_does_not_matter(bias, residual, order):
+def test_the_order_of_the_frozen_product_does_not_matter(bias, residual, plan):
     case = Case([Job(20, rank=4), Job(9, rank=8)], widths=(24, 8), bias=bias, residual=residual)
-    close(run(case, order=order), truth(case))
+    close(run(case, plan=plan), truth(case))
 
 
 def test_gradients_beside_the_frozen_product_are_the_same_as_before_it():
@@ -90,7 +90,7 @@ def test_gradients_beside_the_frozen_product_are_the_same_as_before_it():
     chosen = choose_tiling(rows, group, case.features, case.dtype)
     assert chosen.split > 1
     assert chosen.ds_split > 1
-    close(run(case, order=ProductPlan.wide_beside), truth(case))
+    close(run(case, plan=ProductPlan.wide_beside), truth(case))
 
 
 @pytest.mark.parametrize("large", ["residual", "bias"])
@@ -161,7 +161,7 @@ BESIDE = (32, 0.1, ProductPlan.wide_beside)
 
 
 @pytest.mark.parametrize(
-    ("poison", "piece", "drop", "order"),
+    ("poison", "piece", "drop", "plan"),
     slow_but(
         ((poison, *how) for poison, how in product(POISONS, (IN_PIECES, IN_ONE, BESIDE))),
         [
@@ -171,16 +171,16 @@ BESIDE = (32, 0.1, ProductPlan.wide_beside)
         ],
     ),
 )
-def test_a_nan_stays_with_its_owner(poison, piece, drop, order):
+def test_a_nan_stays_with_its_owner(poison, piece, drop, plan):
     case = Case([Job(20, rank=4), Job(40, rank=8), Job(9, rank=2)], widths=(24, 8), piece=piece)
-    healthy_after(case.dropping(drop), poison, order)
+    healthy_after(case.dropping(drop), poison, plan)
 
 
-@pytest.mark.parametrize("orders", slow_but(["few", "every"], []))
-def test_kernels_compile_without_a_gpu_and_use_the_tensor_cores(orders, tmp_path):
+@pytest.mark.parametrize("plans", slow_but(["few", "every"], []))
+def test_kernels_compile_without_a_gpu_and_use_the_tensor_cores(plans, tmp_path):
     """In a process of its own, since Triton is either an interpreter or a compiler."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    asked = [sys.executable, "-m", "tests.ops.lora.tiled_compiled", orders]
+    asked = [sys.executable, "-m", "tests.ops.lora.tiled_compiled", plans]
     root = Path(__file__).parents[3]
     done = subprocess.run(asked, env=environment, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

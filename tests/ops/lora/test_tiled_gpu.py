@@ -23,10 +23,10 @@ from tests.ops.lora.site_cases import (
     values,
 )
 from weftune.ops import dropout
-from weftune.ops.lora import wide
+from weftune.ops.lora import products
 from weftune.ops.lora.table import Group
 from weftune.ops.lora.tiled import backward, forward, lora_linear
-from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling, orders_for
+from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling, plans_for
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,11 +70,11 @@ COMPILED = {
 GPU = torch.device("cuda")
 
 
-def orders_of(case):
+def plans_of(case):
     """The orders that a case allows here."""
     made = values(case)
     _, group, _ = attached(case, made)
-    return orders_for(made.weight, group, GPU)
+    return plans_for(made.weight, group, GPU)
 
 
 def no_worse_than_plain_torch(got, case, factor=2.0):
@@ -143,20 +143,18 @@ def calls():
     Orders of one case share kernels, so neighbours are calls of different cases.
     """
     cases = [COMPILED[name].dropping(drop) for name, drop in CASES]
-    by_order = zip_longest(
-        *([partial(run, case, order=order) for order in orders_of(case)] for case in cases)
-    )
-    yield from (call for calls in by_order for call in calls if call)
-    for order in OF_LARGE:
-        if order in orders_of(LARGE):
-            yield partial(run, LARGE, order=order)
+    by_plan = zip_longest(*([partial(run, case, plan=plan) for plan in plans_of(case)] for case in cases))
+    yield from (call for calls in by_plan for call in calls if call)
+    for plan in OF_LARGE:
+        if plan in plans_of(LARGE):
+            yield partial(run, LARGE, plan=plan)
     for rank, drop, columns in BLOCKS:
-        yield partial(run, in_blocks(rank, drop), order=ProductPlan.fused_beside, columns=columns)
-    for order, rows, residual in YOUNG:
-        yield partial(kept_of_a_young_adapter, young(rows, residual), order)
+        yield partial(run, in_blocks(rank, drop), plan=ProductPlan.fused_beside, columns=columns)
+    for plan, rows, residual in YOUNG:
+        yield partial(kept_of_a_young_adapter, young(rows, residual), plan)
     yield partial(kept_of_a_young_adapter, YOUNG_OF_MANY_RANKS, ProductPlan.fused)
     yield partial(run, MASKED.reading_the_mask())
-    yield partial(run, MASKED_IN_BACKWARD.reading_the_mask(), order=ProductPlan.fused)
+    yield partial(run, MASKED_IN_BACKWARD.reading_the_mask(), plan=ProductPlan.fused)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -169,17 +167,17 @@ def _compiled_side_by_side():
 @pytest.mark.parametrize(("name", "drop"), CASES)
 def test_the_error_is_at_most_twice_that_of_plain_torch(name, drop):
     case = COMPILED[name].dropping(drop)
-    for order in orders_of(case):
-        no_worse_than_plain_torch(run(case, order=order), case)
+    for plan in plans_of(case):
+        no_worse_than_plain_torch(run(case, plan=plan), case)
 
 
-@pytest.mark.parametrize("order", OF_LARGE)
-def test_large_ranks_beside_small_ones_are_right_and_a_nan_stays_with_its_owner(order):
-    if order not in orders_of(LARGE):
+@pytest.mark.parametrize("plan", OF_LARGE)
+def test_large_ranks_beside_small_ones_are_right_and_a_nan_stays_with_its_owner(plan):
+    if plan not in plans_of(LARGE):
         pytest.skip("not on this device")
-    no_worse_than_plain_torch(run(LARGE, order=order), LARGE)
+    no_worse_than_plain_torch(run(LARGE, plan=plan), LARGE)
     for poison in ("x", "b", "dy", "padding"):
-        healthy_after(LARGE, poison, order)
+        healthy_after(LARGE, poison, plan)
 
 
 @hopper
@@ -196,39 +194,39 @@ def test_through_autograd_the_error_is_as_small():
 @pytest.mark.parametrize("one_read", [False, True])
 def test_neither_the_order_of_the_frozen_product_nor_the_reads_of_dy_matter(one_read):
     case = COMPILED["ranks 1 to 24"].dropping(0.1)
-    for order in orders_of(case):
-        no_worse_than_plain_torch(run(case, order=order, one_read=one_read), case)
+    for plan in plans_of(case):
+        no_worse_than_plain_torch(run(case, plan=plan, one_read=one_read), case)
 
 
 @hopper
 @pytest.mark.parametrize(("rank", "drop", "columns"), BLOCKS)
 def test_the_fused_product_is_right_in_blocks_of_either_width(rank, drop, columns):
     case = in_blocks(rank, drop)
-    no_worse_than_plain_torch(run(case, order=ProductPlan.fused_beside, columns=columns), case)
+    no_worse_than_plain_torch(run(case, plan=ProductPlan.fused_beside, columns=columns), case)
 
 
 @hopper
 def test_the_fused_product_is_taken_where_it_can_be_and_only_there():
     refused = {"a transposed weight", "float32", "widths of no alignment"}
     for name, case in COMPILED.items():
-        assert (ProductPlan.fused in orders_of(case)) == (name not in refused), name
+        assert (ProductPlan.fused in plans_of(case)) == (name not in refused), name
 
 
-@pytest.mark.parametrize(("order", "rows", "residual"), YOUNG)
-def test_what_a_young_adapter_adds_is_not_rounded_away(order, rows, residual):
+@pytest.mark.parametrize(("plan", "rows", "residual"), YOUNG)
+def test_what_a_young_adapter_adds_is_not_rounded_away(plan, rows, residual):
     """It is a twentieth of the last digit of what the frozen weights give, and there all the same on average.
 
     Where the library adds its product to a 16-bit tensor it rounds the product first, whatever it is told of
     its sums: a sixth was kept here when the adapters' part went before the product."""
     case = young(rows, residual)
-    if order not in orders_of(case):
+    if plan not in plans_of(case):
         pytest.skip("not on this device")
-    for name, kept in kept_of_a_young_adapter(case, order).items():
+    for name, kept in kept_of_a_young_adapter(case, plan).items():
         assert kept == pytest.approx(1.0, abs=0.1), name
 
 
 @pytest.mark.parametrize(
-    ("name", "order"),
+    ("name", "plan"),
     some_of(
         product(
             (
@@ -242,20 +240,20 @@ def test_what_a_young_adapter_adds_is_not_rounded_away(order, rows, residual):
         [("ranks 4 to 256 in three parts", ProductPlan.wide), ("bias and residual", ProductPlan.wide_beside)],
     ),
 )
-def test_a_wide_product_in_spans_is_right(name, order, monkeypatch):
-    monkeypatch.setattr(wide, "SPAN_BYTES", 1)
+def test_a_wide_product_in_spans_is_right(name, plan, monkeypatch):
+    monkeypatch.setattr(products, "SPAN_BYTES", 1)
     case = COMPILED[name].dropping(0.1)
-    no_worse_than_plain_torch(run(case, order=order), case)
+    no_worse_than_plain_torch(run(case, plan=plan), case)
 
 
-@pytest.mark.parametrize("order", [ProductPlan.wide, ProductPlan.wide_beside])
-def test_no_more_of_a_wide_product_than_a_span_is_in_memory(order):
+@pytest.mark.parametrize("plan", [ProductPlan.wide, ProductPlan.wide_beside])
+def test_no_more_of_a_wide_product_than_a_span_is_in_memory(plan):
     """Whole, each would be 512 MiB."""
     large = BIG | dict(features=8192, widths=(8192,), piece=1024)
     case = Case([Job(16384, rank=16)], **large, gap=0, padding=0)
     made = values(case)
     aboard, group, rows = attached(case, made)
-    call = SiteCall(group, rows, True, choose_tiling(rows, group, case.features, case.dtype), order)
+    call = SiteCall(group, rows, True, choose_tiling(rows, group, case.features, case.dtype), plan)
 
     def most(asked):
         torch.cuda.synchronize()
@@ -268,28 +266,28 @@ def test_no_more_of_a_wide_product_than_a_span_is_in_memory(order):
     forward(made.x, made.weight, None, None, call)
     (y, s, _), of_y = most(lambda: forward(made.x, made.weight, None, None, call))
     dx, of_dx = most(lambda: backward(made.dy, made.x, made.weight, s, call, wants_dx=True))
-    room = wide.SPAN_BYTES + (128 << 20)
+    room = products.SPAN_BYTES + (128 << 20)
     assert of_y < y.nbytes + room
     assert of_dx < dx.nbytes + room
     del aboard
 
 
-@pytest.mark.parametrize("order", ProductPlan)
-def test_two_runs_give_the_same_bits(order):
+@pytest.mark.parametrize("plan", ProductPlan)
+def test_two_runs_give_the_same_bits(plan):
     case = COMPILED["ranks 1 to 24"].dropping(0.1)
-    if order not in orders_of(case):
+    if plan not in plans_of(case):
         pytest.skip("not on this device")
-    first, second = run(case, order=order), run(case, order=order)
+    first, second = run(case, plan=plan), run(case, plan=plan)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("order", ProductPlan)
+@pytest.mark.parametrize("plan", ProductPlan)
 @pytest.mark.parametrize("poison", ["x", "a", "b", "dy", "padding"])
-def test_a_nan_stays_with_its_owner(poison, order):
+def test_a_nan_stays_with_its_owner(poison, plan):
     case = COMPILED["ranks 1 to 24"].dropping(0.1)
-    if order not in orders_of(case):
+    if plan not in plans_of(case):
         pytest.skip("not on this device")
-    healthy_after(case, poison, order)
+    healthy_after(case, poison, plan)
 
 
 def test_masks_are_those_of_the_reference_bit_for_bit():
@@ -303,27 +301,27 @@ def test_masks_of_the_fused_backward_are_those_of_the_reference_bit_for_bit():
     """With A the identity and no frozen weight, dx is ds where the mask kept it, and 0 elsewhere."""
     case = MASKED_IN_BACKWARD.reading_the_mask()
     kept = dropout.kept_TK(case.site_key(0, 0), case.token_index[2:502].cuda(), 64, 0.3)
-    assert torch.equal(run(case, order=ProductPlan.fused)["dx"][2:502] != 0, kept)
+    assert torch.equal(run(case, plan=ProductPlan.fused)["dx"][2:502] != 0, kept)
 
 
 class Always:
     """Choices that are no choice."""
 
-    def __init__(self, order):
-        self.chosen = order
+    def __init__(self, plan):
+        self.chosen = plan
 
-    def order(self, *_):
+    def plan(self, *_):
         return self.chosen
 
 
-@pytest.mark.parametrize("order", ProductPlan)
-def test_a_captured_graph_follows_the_jobs_that_come_and_go(order):
+@pytest.mark.parametrize("plan", ProductPlan)
+def test_a_captured_graph_follows_the_jobs_that_come_and_go(plan):
     before = Case([Job(37, rank=1), Job(300, rank=7)], **BIG, padding=70).dropping(0.1)
     after = Case(
         [None, Job(100, rank=16), Job(3, rank=4), Job(250, rank=9)], **BIG, padding=51, seed=9
     ).dropping(0.2)
     assert before.rows == after.rows
-    if order not in orders_of(before):
+    if plan not in plans_of(before):
         pytest.skip("not on this device")
     made = values(before)
     _, small, rows = attached(before, made)
@@ -334,7 +332,7 @@ def test_a_captured_graph_follows_the_jobs_that_come_and_go(order):
         # Leaves of this call's stream, and not of the first call's.
         x = held_x.detach().requires_grad_()
         anchor = torch.zeros((), device="cuda", requires_grad=True)
-        y = lora_linear(x, made.weight, None, None, anchor, group, rows, True, Always(order))
+        y = lora_linear(x, made.weight, None, None, anchor, group, rows, True, Always(plan))
         return y, *torch.autograd.grad(y, [x], dy)
 
     stream = torch.cuda.Stream()
@@ -347,7 +345,7 @@ def test_a_captured_graph_follows_the_jobs_that_come_and_go(order):
         y, dx = step()
     fresh = values(after)
     aboard = {slot: entries(after, fresh, slot) for slot in (1, 2, 3)}
-    group.table.clear(0)
+    group.write(0, [None] * len(group.columns))
     for slot, found in aboard.items():
         group.write(slot, found)
     rows.fill(after.seats, after.token_index.numpy())

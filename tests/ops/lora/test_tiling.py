@@ -1,4 +1,4 @@
-"""How the tiled route is launched: the blocks that were measured, and which orders a case allows.
+"""How the tiled route is launched: the blocks that were measured, and which plans a case allows.
 
 Written down as numbers: a launch that changes by mistake computes the same, only slower, and on a GPU.
 """
@@ -19,10 +19,10 @@ from weftune.ops.lora.tiling import (
     KernelLaunch,
     ProductPlan,
     SiteCall,
+    candidate_plans,
     choose_tiling,
-    contestants,
-    orders_for,
     parts_together,
+    plans_for,
     product_blocks,
     rank_block,
 )
@@ -248,7 +248,7 @@ def test_a_call_counts_its_parts_ranks_slots_and_blocks():
     assert use.columns == (0, 100, 100, 228, 228, 357)
     assert use.blocks(64) == [2, 2, 3]
     assert use.blocks(128) == [1, 1, 2]
-    assert use.order is ProductPlan.wide
+    assert use.plan is ProductPlan.wide
     assert (use.sites, use.bands, use.has_large) == (3, 1, False)
 
 
@@ -266,8 +266,8 @@ def test_a_rank_above_a_band_is_several_parts_of_a_site(rank, bands, ranks, larg
 
 
 def test_an_order_says_whether_it_fuses_and_what_is_made_beside():
-    assert [order for order in ProductPlan if order.fuses] == [ProductPlan.fused, ProductPlan.fused_beside]
-    assert [order for order in ProductPlan if order.beside] == [
+    assert [plan for plan in ProductPlan if plan.fuses] == [ProductPlan.fused, ProductPlan.fused_beside]
+    assert [plan for plan in ProductPlan if plan.beside] == [
         ProductPlan.wide_beside,
         ProductPlan.fused_beside,
     ]
@@ -314,18 +314,18 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", ALLOWED)
 def test_a_product_of_our_own_is_allowed_where_the_copy_engines_take_it(name, card):
-    assert orders_for(*ALLOWED[name], CUDA) == (*WIDE, *FUSED)
-    assert contestants(*ALLOWED[name], CUDA) == FUSED
+    assert plans_for(*ALLOWED[name], CUDA) == (*WIDE, *FUSED)
+    assert candidate_plans(*ALLOWED[name], CUDA) == FUSED
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_elsewhere_the_librarys_product_is_taken(name, card):
-    assert orders_for(*REFUSED[name], CUDA) == WIDE
-    assert contestants(*REFUSED[name], CUDA) == WIDE
+    assert plans_for(*REFUSED[name], CUDA) == WIDE
+    assert candidate_plans(*REFUSED[name], CUDA) == WIDE
 
 
 @pytest.mark.parametrize(
-    ("device", "capability", "shared", "orders"),
+    ("device", "capability", "shared", "plans"),
     [
         (CUDA, (9, 0), 232_448, FUSED),
         (CUDA, (10, 0), 300_000, FUSED),
@@ -334,9 +334,9 @@ def test_elsewhere_the_librarys_product_is_taken(name, card):
         (CPU, (9, 0), 232_448, WIDE),
     ],
 )
-def test_copy_engines_and_room_are_those_of_gpus_for_data_centres(device, capability, shared, orders, card):
+def test_copy_engines_and_room_are_those_of_gpus_for_data_centres(device, capability, shared, plans, card):
     card.capability, card.shared_memory_per_block_optin = capability, shared
-    assert contestants(weight(), group_of(), device) == orders
+    assert candidate_plans(weight(), group_of(), device) == plans
 
 
 def test_a_gpu_has_a_program_for_every_multiprocessor_and_the_shared_memory_that_it_says(card):

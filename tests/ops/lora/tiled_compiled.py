@@ -103,8 +103,8 @@ def main(every):
     print(json.dumps(found))
 
 
-def laden(order, rank, drops, columns=128, coded=False):
-    """An order with all that it can take; the columns are those of a fused product."""
+def laden(plan, rank, drops, columns=128, coded=False):
+    """A plan with all that it can take; the columns are those of a fused product."""
     case = Case(
         [Job(60, rank=rank, dropout=0.1 * drops)],
         features=512,
@@ -118,7 +118,7 @@ def laden(order, rank, drops, columns=128, coded=False):
     _, group, rows = attached(case, made)
     blocks = product_blocks(columns, case.dtype, programs=132)
     chosen = replace(choose_tiling(rows, group, case.features, case.dtype), y=blocks, dx=blocks)
-    call = SiteCall(group, rows, True, chosen, order)
+    call = SiteCall(group, rows, True, chosen, plan)
     weight = frozen_weight(case, made)
     _, s, _ = forward(made.x, weight, made.bias, made.residual, call)
     backward(made.dy, made.x, weight, s, call, wants_dx=True)

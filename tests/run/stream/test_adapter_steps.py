@@ -27,7 +27,7 @@ from tests.run.travellers import (
     steps_for,
 )
 from weftune.ops.adamw import update
-from weftune.ops.triton.at_hand import kernels_run
+from weftune.ops.triton import kernels_available_on
 from weftune.plan.cost import ring
 from weftune.plan.cost.ring import PIECES
 from weftune.run.stream import adapter_steps
@@ -37,7 +37,7 @@ from weftune.run.stream.adapters import OUTSIDE
 
 def assert_told(found, wanted):
     """Kernels sum the squares of parts apart, in float64: the last digit of a norm may be another."""
-    exact = not kernels_run(CPU, torch.float32)
+    exact = not kernels_available_on(CPU, torch.float32)
     for one, other in zip(found, wanted, strict=True):
         assert one.grad_norm == (other.grad_norm if exact else pytest.approx(other.grad_norm, rel=1e-14))
         assert replace(one, grad_norm=other.grad_norm) == other

@@ -27,7 +27,7 @@ from weftune.adapters.plain_kind import PREFIX, JobAt, JobPart, MergeAt, PlainKi
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
 from weftune.ops.dropout import key
-from weftune.ops.hard_concrete import DrawnGates, Gated, difference_product, fix, settled
+from weftune.ops.hard_concrete import DrawnGates, Gated, difference_product, fix_gates, pruned
 
 ALPHA_START = 5.0
 """Initial value of alpha, chosen by the method's authors: gates start open except for a few draws."""
@@ -42,7 +42,7 @@ class Diff(PlainKind):
         spec: DiffSpec = at.adapter.spec
         values = _gated(at.weights, at.site.name)
         if not at.bound.training:
-            delta_NK = settled(values, spec.kept_at(values.w_NK.numel())).to(values.w_NK.dtype)
+            delta_NK = pruned(values, spec.kept_at(values.w_NK.numel())).to(values.w_NK.dtype)
             return JobPart(add=lambda x_LK: x_LK @ delta_NK.T)
         totals = _gated(at.bound.totals[at.adapter.job], at.site.name)
         drawn = self._drawn(at) if at.segment.step <= spec.relaxed_steps(at.adapter.steps) else None
@@ -72,7 +72,7 @@ class Diff(PlainKind):
         parameters = masters()
         for site in dict.fromkeys(site for site, _ in parameters):
             values = _gated(parameters, site)
-            fix(values, spec.kept_at(values.w_NK.numel()))
+            fix_gates(values, spec.kept_at(values.w_NK.numel()))
 
     # -- files -------------------------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ class Diff(PlainKind):
         targeted = list(dict.fromkeys(site for site, _ in parameters))
         for site in targeted:
             values = _gated(parameters, site)
-            flat = settled(values, spec.kept_at(values.w_NK.numel())).flatten()
+            flat = pruned(values, spec.kept_at(values.w_NK.numel())).flatten()
             indices = flat.nonzero().flatten()
             tensors[f"{PREFIX}{site}.{INDICES}"], tensors[f"{PREFIX}{site}.{VALUES}"] = indices, flat[indices]
         write_folder(folder, tensors, self.config(spec, targeted, sites, base))

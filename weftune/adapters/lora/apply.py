@@ -42,20 +42,17 @@ from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
 from weftune.ops.draw import fill_uniform_alike
 from weftune.ops.dropout import key
-from weftune.ops.lora.routes import Block, Blocks, Factors, add_lora
-from weftune.ops.lora.table import Entry
+from weftune.ops.lora.routes import Block, Blocks, add_lora
+from weftune.ops.lora.table import LowRank
 
 
 class LoraBank:
     def __init__(self, sites: Sequence[SiteShape]) -> None:
-        self._sites = [site.name for site in sites]
-        self._attached: dict[str, tuple[JobAdapter, Mapping[str, Factors]]] = {}
-        """Job → its adapter and its A and B at every site that it adapts."""
+        self._attached: dict[str, tuple[JobAdapter, Parameters]] = {}
+        """Job → its adapter and its weights."""
 
     def attach(self, adapter: JobAdapter, weights: Parameters) -> None:
-        names = [site for site in self._sites if (site, A) in weights]
-        factors = {site: Factors(weights[site, A], weights[site, B]) for site in names}
-        self._attached[adapter.job] = adapter, factors
+        self._attached[adapter.job] = adapter, weights
 
     def detach(self, job: str) -> None:
         del self._attached[job]
@@ -66,9 +63,9 @@ class LoraBank:
     def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
         found = [(segment, *self._attached[segment.through or ""]) for segment in self.segments(bound)]
         blocks = tuple(
-            _block(adapter, weights[site], site, segment, bound)
+            _block(adapter, weights, site, segment, bound)
             for segment, adapter, weights in found
-            if site in weights
+            if (site, A) in weights
         )
         if not blocks:
             return SiteParts()
@@ -76,26 +73,26 @@ class LoraBank:
         return SiteParts(add=partial(add_lora, blocks=together, route=bound.route))
 
 
-def _block(adapter: JobAdapter, weights: Factors, site: str, segment: Segment, bound: Pass) -> Block:
+def _block(adapter: JobAdapter, weights: Parameters, site: str, segment: Segment, bound: Pass) -> Block:
     spec: LoraSpec = adapter.spec
     drops = bound.training and spec.dropout > 0.0
     totals = bound.totals[adapter.job]
-    return Block(
-        start=segment.start,
-        stop=segment.stop,
-        weights=weights,
-        gradient=Factors(totals[site, A], totals[site, B]),
+    own = LowRank(
+        a_RK=weights[site, A],
+        b_RN=weights[site, B],
+        da_RK=totals[site, A],
+        db_RN=totals[site, B],
         scale=spec.scale_at(site),
         dropout=spec.dropout if drops else 0.0,
-        key=key(adapter.seed, segment.step, site) if drops else 0,
     )
+    return Block(segment.start, segment.stop, own, key(adapter.seed, segment.step, site) if drops else 0)
 
 
-def low_rank(at: SiteTensors) -> Entry:
+def low_rank(at: SiteTensors) -> LowRank:
     """Return A and B as the tiled kernels find them."""
     spec: LoraSpec = at.adapter.spec
     scale = spec.scale_at(at.site.name)
-    return Entry(at.weight(A), at.weight(B), at.total(A), at.total(B), scale, spec.dropout)
+    return LowRank(at.weight(A), at.weight(B), at.total(A), at.total(B), scale, spec.dropout)
 
 
 def draw(new: NewAdapter) -> None:

@@ -20,7 +20,7 @@ from weftune.adapters.vector import SHARED
 from weftune.adapters.vera.spec import D, E, VeraSpec
 from weftune.core.shapes import SiteShape
 from weftune.ops.lora.computed import ComputedPair
-from weftune.ops.lora.table import Entry
+from weftune.ops.lora.table import LowRank
 
 A, B = "vera_A", "vera_B"
 
@@ -55,7 +55,7 @@ class Vera(PlainKind):
         da_rK, db_rN = (scratch(name, "gradient", torch.float32) for name in (A, B))
         constants = at.weights[SHARED, A], at.weights[SHARED, B]
         return TiledPart(
-            low_rank=Entry(a_rK, b_rN, da_rK, db_rN, scale=1.0, dropout=spec.dropout),
+            low_rank=LowRank(a_rK, b_rN, da_rK, db_rN, scale=1.0, dropout=spec.dropout),
             computed=ComputedPair(d_r, e_N, at.total(D), at.total(E), *constants),
         )
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weftune.ops.lora.addresses import AddressTable
-from weftune.ops.lora.scales import Columns
+from weftune.ops import triton as kernels
+from weftune.ops.lora.table import AddressEntry, AddressTable, Group
 
 RANKS, COLUMNS = 16, 256
 """Block of A and B that a program processes at a time."""
@@ -26,8 +26,7 @@ RANK_COLUMNS = 2048
 
 @dataclass(frozen=True, slots=True)
 class ComputedPair:
-    """One job's computed A and B at one site. The kernels keep only the addresses: the job keeps the tensors
-    alive."""
+    """One job's computed A and B at one site. The kernels keep only addresses; the job keeps the tensors."""
 
     d_R: Tensor
     e_N: Tensor
@@ -46,49 +45,41 @@ def computed_table(sites: int, slots: int, device: torch.device) -> AddressTable
     return AddressTable.empty(sites, slots, device, addresses=6, numbers=3)
 
 
-def put_computed(table: AddressTable, slot: int, found: Sequence[ComputedPair | None]) -> None:
+def put_computed(table: AddressTable, slot: int, pairs: Sequence[ComputedPair | None]) -> None:
     """Set a slot's entries, one per site."""
-    table.put(slot, [None if one is None else (_addresses(one), _numbers(one)) for one in found])
+    table.put(slot, [None if pair is None else _entry(pair) for pair in pairs])
 
 
-def _addresses(one: ComputedPair) -> list[int]:
-    return [each.data_ptr() for each in (one.d_R, one.e_N, one.dd_R, one.de_N, one.a_RK, one.b_RN)]
+def _entry(pair: ComputedPair) -> AddressEntry:
+    tensors = pair.d_R, pair.e_N, pair.dd_R, pair.de_N, pair.a_RK, pair.b_RN
+    numbers = len(pair.d_R), pair.a_RK.stride(0), pair.b_RN.stride(0)
+    return [tensor.data_ptr() for tensor in tensors], numbers
 
 
-def _numbers(one: ComputedPair) -> tuple[int, int, int]:
-    return len(one.d_R), one.a_RK.stride(0), one.b_RN.stride(0)
-
-
-def write_pairs(like_TK: Tensor, table: AddressTable, matrices_PS4: Tensor, columns: Columns) -> None:
+def write_pairs(like_TK: Tensor, table: AddressTable, group: Group) -> None:
     """Write A and B of all slots that have them computed, for inputs like these."""
-    from weftune.ops.triton import computed
+    _launch(kernels.computed.write_pairs, like_TK, table, group)
 
-    computed.write_pairs[(len(columns) * table.slots, _blocks(like_TK, columns))](
-        *_given(like_TK, table, matrices_PS4), **_constants(table, columns)
+
+def add_pair_gradients(like_TK: Tensor, table: AddressTable, group: Group) -> None:
+    """Add the gradients of d and e that follow from dA and dB to their accumulators; zero dA and dB."""
+    _launch(kernels.computed.add_pair_gradients, like_TK, table, group, WIDE=RANK_COLUMNS)
+
+
+def _launch(kernel: Any, like_TK: Tensor, table: AddressTable, group: Group, **constants: int) -> None:
+    widths = tuple(high - low for low, high in group.columns)
+    features = like_TK.shape[1]
+    kernel[(len(widths) * table.slots, -(-max(features, *widths) // COLUMNS))](
+        like_TK,
+        table.address_PSA,
+        table.number_PSn,
+        group.table.address_PS4,
+        features,
+        WIDTHS=widths,
+        S=table.slots,
+        P=len(widths),
+        R=RANKS,
+        C=COLUMNS,
+        num_warps=4,
+        **constants,
     )
-
-
-def add_pair_gradients(like_TK: Tensor, table: AddressTable, matrices_PS4: Tensor, columns: Columns) -> None:
-    """Add the gradients that follow from dA and dB to the accumulators of d and e, and set dA and dB to
-    zero."""
-    from weftune.ops.triton import computed
-
-    computed.add_pair_gradients[(len(columns) * table.slots, _blocks(like_TK, columns))](
-        *_given(like_TK, table, matrices_PS4), WIDE=RANK_COLUMNS, **_constants(table, columns)
-    )
-
-
-def _blocks(like_TK: Tensor, columns: Columns) -> int:
-    """Return the number of column blocks of the widest matrix."""
-    widest = max(like_TK.shape[1], *(high - low for low, high in columns))
-    return -(-widest // COLUMNS)
-
-
-def _given(like_TK: Tensor, table: AddressTable, matrices_PS4: Tensor) -> tuple[Tensor | int, ...]:
-    return like_TK, table.address_PSA, table.number_PSn, matrices_PS4, like_TK.shape[1]
-
-
-def _constants(table: AddressTable, columns: Columns) -> dict[str, Any]:
-    widths = tuple(high - low for low, high in columns)
-    blocks = {"R": RANKS, "C": COLUMNS, "num_warps": 4}
-    return {"WIDTHS": widths, "S": table.slots, "P": len(columns), **blocks}

@@ -21,18 +21,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weftune.ops.experts import grouped_product, has_kernel
+from weftune.ops import triton as kernels
+from weftune.ops.experts import ExpertSite, grouped_product, has_kernel
 from weftune.ops.lora.rows import BLOCK, Rows
-from weftune.ops.lora.table import Group
-from weftune.ops.lora.tiled_kernels import add_dx, alignment, da, down, ds_db, precision, room_for_da, up
+from weftune.ops.lora.tiled_kernels import ColumnSpan, add_dx, da, down, ds_db, room_for_da, up
 from weftune.ops.lora.tiling import (
     DIRECT_RANKS,
     ProductPlan,
-    RowSpan,
     SiteCall,
     blocks_for,
     choose_tiling,
     fuses,
+    precision,
 )
 
 TILE = 64
@@ -42,27 +42,8 @@ COLUMNS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Owners:
-    """The owner of each row of a microbatch."""
-
-    owner_T: Tensor
-    """int32 index into `jobs`."""
-    jobs: tuple[str | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertSite:
-    """One linear of all experts of a layer, with the adapters there."""
-
-    weight_ENK: Tensor
-    group: Group | None
-    """Group whose table has the n-th adapter at expert e in slot n · E + e. None if no job has an adapter
-    here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dealt:
-    """The choices of a microbatch, sorted, and how they are assigned to programs."""
+class SortedChoices:
+    """The choices of a microbatch, sorted by expert and job, and how they are assigned to programs."""
 
     order_S: Tensor
     """Sorted choice → choice."""
@@ -81,12 +62,12 @@ class Dealt:
         return x_TD.index_select(0, self.order_S // self.places_Tk.shape[1])
 
 
-def deal(chosen_Tk: Tensor, owners: Owners, numbers_J: Tensor, experts: int, slots: int) -> Dealt:
+def sort_choices(
+    chosen_Tk: Tensor, owner_T: Tensor, numbers_J: Tensor, experts: int, slots: int
+) -> SortedChoices:
     """Sort the choices and assign them to programs, without waiting for the device."""
-    from weftune.ops.triton import experts as kernels
-
-    count, device = len(owners.jobs), chosen_Tk.device
-    key_S, order_S = (chosen_Tk.int() * count + owners.owner_T[:, None]).flatten().sort(stable=True)
+    count, device = len(numbers_J), chosen_Tk.device
+    key_S, order_S = (chosen_Tk.int() * count + owner_T[:, None]).flatten().sort(stable=True)
     rows, runs = len(key_S), experts * count
     places_S = torch.empty_like(key_S)
     places_S[order_S] = torch.arange(rows, dtype=torch.int32, device=device)
@@ -97,7 +78,7 @@ def deal(chosen_Tk: Tensor, owners: Owners, numbers_J: Tensor, experts: int, slo
     pieces_U4 = key_S.new_full((min(rows, runs), 4), -1)
     tiles_G3 = key_S.new_zeros(rows // TILE + len(pieces_U4), 3)
     blocks_G5 = key_S.new_empty(rows // BLOCK + experts, 5)
-    kernels.deal_runs[(runs + experts,)](
+    kernels.experts.assign_runs[(runs + experts,)](
         edges,
         _ends(edges, rows),
         _ends(edges, TILE),
@@ -114,19 +95,8 @@ def deal(chosen_Tk: Tensor, owners: Owners, numbers_J: Tensor, experts: int, slo
         STEP=16,
         num_warps=1,
     )
-    dealt = _dealt_rows(key_S, pieces_U4, tiles_G3, slots)
-    places_Tk, stops_E = places_S.view(chosen_Tk.shape), edges[count::count].contiguous()
-    return Dealt(order_S, places_Tk, stops_E, blocks_G5, used[-1:], dealt)
-
-
-def _ends(edges: Tensor, most: int) -> Tensor:
-    """Return the number of parts of at most `most` rows up to the end of each run."""
-    return ((edges.diff() + (most - 1)) // most).cumsum(dim=0, dtype=torch.int32)
-
-
-def _dealt_rows(key_S: Tensor, pieces_U4: Tensor, tiles_G3: Tensor, slots: int) -> Rows:
     none = key_S[:0]
-    return Rows(
+    assigned = Rows(
         tile=TILE,
         piece=TILE,
         buffer=tiles_G3,
@@ -139,6 +109,13 @@ def _dealt_rows(key_S: Tensor, pieces_U4: Tensor, tiles_G3: Tensor, slots: int) 
         key_S=key_S.new_empty(slots),
         token_index_T=key_S,
     )
+    places_Tk, stops_E = places_S.view(chosen_Tk.shape), edges[count::count].contiguous()
+    return SortedChoices(order_S, places_Tk, stops_E, blocks_G5, used[-1:], assigned)
+
+
+def _ends(edges: Tensor, max_rows: int) -> Tensor:
+    """Return the number of parts of at most `max_rows` rows up to the end of each run."""
+    return ((edges.diff() + (max_rows - 1)) // max_rows).cumsum(dim=0, dtype=torch.int32)
 
 
 def lora_experts(
@@ -147,23 +124,21 @@ def lora_experts(
     weights_Tk: Tensor,
     anchor: Tensor,
     sites: Sequence[ExpertSite],
-    owners: Owners,
-    numbers_J: Tensor | None,
-    order: ProductPlan | None = None,
+    owner_T: Tensor,
+    numbers_J: Tensor,
+    plan: ProductPlan | None = None,
 ) -> Tensor:
     """Return Σ over a token's experts of down(weight · silu(gate) ⊙ up), every job's adapters included.
 
-    `sites` are gate and up as one site, and down. `numbers_J` is the number of each owner's adapter in their
-    tables, −1 for none; None if no owner has an adapter. The backward adds dA and dB to the jobs' own
-    accumulators. `anchor` is a scalar that requires a gradient and gets none: with it the backward is called
-    even where x needs no gradient.
+    `sites` are gate and up as one site, and down. `owner_T` is the int32 index of each token's owner, and
+    `numbers_J` the number of each owner's adapter in the sites' tables, −1 for none. The backward adds dA and
+    dB to the jobs' own accumulators. `anchor` is a scalar that requires a gradient and gets none: with it the
+    backward is called even where x needs no gradient.
     """
-    if numbers_J is None:
-        numbers_J = torch.full((len(owners.jobs),), -1, dtype=torch.int32, device=x_TD.device)
     slots = max((site.group.table.rank_PS.shape[1] for site in sites if site.group), default=0)
-    dealt = deal(chosen_Tk, owners, numbers_J, len(sites[0].weight_ENK), slots)
-    linears = [ExpertLinears.of(site, dealt, order) for site in sites]
-    return _Experts.apply(x_TD, weights_Tk, anchor, dealt, *linears)
+    choices = sort_choices(chosen_Tk, owner_T, numbers_J, len(sites[0].weight_ENK), slots)
+    linears = [ExpertLinears.of(site, choices, plan) for site in sites]
+    return _Experts.apply(x_TD, weights_Tk, anchor, choices, *linears)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,27 +146,27 @@ class ExpertLinears:
     """A linear of all experts in one pass."""
 
     weight_ENK: Tensor
-    dealt: Dealt
-    order: ProductPlan
+    choices: SortedChoices
+    plan: ProductPlan
     call: SiteCall | None
     """None if no job has an adapter."""
 
     @classmethod
-    def of(cls, site: ExpertSite, dealt: Dealt, order: ProductPlan | None = None) -> ExpertLinears:
-        weight_ENK, group, rows = site.weight_ENK, site.group, dealt.rows
-        order = order or best_order(site)
+    def of(cls, site: ExpertSite, choices: SortedChoices, plan: ProductPlan | None = None) -> ExpertLinears:
+        weight_ENK, group, rows = site.weight_ENK, site.group, choices.rows
+        plan = plan or best_plan(site)
         if group is None:
-            return cls(weight_ENK, dealt, order, None)
+            return cls(weight_ENK, choices, plan, None)
         chosen = choose_tiling(rows, group, weight_ENK.shape[2], weight_ENK.dtype)
         # There is no dropout, so training and evaluation are the same.
-        return cls(weight_ENK, dealt, order, SiteCall(group, rows, True, chosen, order))
+        return cls(weight_ENK, choices, plan, SiteCall(group, rows, True, chosen, plan))
 
     def forward(self, x_SK: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return y and the s that its backward needs."""
         s_SR = None if self.call is None else down(x_SK, self.call)
-        if self.order.fuses:
+        if self.plan.fuses:
             return self._product(x_SK, s_SR, backward=False), s_SR
-        y_SN = grouped_product(x_SK, self.weight_ENK.transpose(1, 2), self.dealt.stops_E)
+        y_SN = grouped_product(x_SK, self.weight_ENK.transpose(1, 2), self.choices.stops_E)
         if self.call is not None and s_SR is not None:
             up(s_SR, y_SN, _whole(y_SN, self.call), None, None, y_SN, None, self.call)
         return y_SN, s_SR
@@ -205,30 +180,28 @@ class ExpertLinears:
             da(x_SK, ds_SR, room_for_da(x_SK, self.call), self.call)
 
     def dx(self, dy_SN: Tensor, ds_SR: Tensor | None) -> Tensor:
-        if self.order.fuses:
+        if self.plan.fuses:
             return self._product(dy_SN, ds_SR, backward=True)
-        dx_SK = grouped_product(dy_SN, self.weight_ENK, self.dealt.stops_E)
+        dx_SK = grouped_product(dy_SN, self.weight_ENK, self.choices.stops_E)
         if self.call is not None and ds_SR is not None:
             add_dx(ds_SR, dx_SK, _whole(dx_SK, self.call), dx_SK, self.call)
         return dx_SK
 
-    def _product(self, left: Tensor, s_SR: Tensor | None, backward: bool) -> Tensor:
+    def _product(self, left_SM: Tensor, s_SR: Tensor | None, backward: bool) -> Tensor:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        from weftune.ops.triton import experts
-
-        (rows, inputs), outputs = left.shape, self.weight_ENK.shape[2 if backward else 1]
-        blocks = blocks_for(rows, ((0, outputs),), left.dtype, left.device)
+        (rows, inputs), outputs = left_SM.shape, self.weight_ENK.shape[2 if backward else 1]
+        blocks = blocks_for(rows, ((0, outputs),), left_SM.dtype, left_SM.device)
         right = [blocks.inner, blocks.columns] if backward else [blocks.columns, blocks.inner]
-        target, call = left.new_empty(rows, outputs), self.call
-        experts.expert_product[(blocks.programs,)](
-            TensorDescriptor.from_tensor(left, [BLOCK, blocks.inner]),
+        target, call = left_SM.new_empty(rows, outputs), self.call
+        kernels.experts.expert_product[(blocks.programs,)](
+            TensorDescriptor.from_tensor(left_SM, [BLOCK, blocks.inner]),
             TensorDescriptor.from_tensor(self.weight_ENK.flatten(0, 1), right),
             target,
             s_SR,
-            self.dealt.rows.pieces_Q4,
-            self.dealt.blocks_G5,
-            self.dealt.used_1,
+            self.choices.rows.pieces_Q4,
+            self.choices.blocks_G5,
+            self.choices.used_1,
             call and call.group.table.address_PS4,
             call and call.group.table.rank_PS,
             outputs,
@@ -240,21 +213,21 @@ class ExpertLinears:
             C=blocks.columns,
             D=blocks.inner,
             GROUP=blocks.group,
-            ALIGNMENT=alignment(left, call) if call else 1,
-            PRECISION=precision(left),
+            ALIGNMENT=call.alignment(left_SM) if call else 1,
+            PRECISION=precision(left_SM),
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
         return target
 
 
-def _whole(y_SN: Tensor, call: SiteCall) -> RowSpan:
+def _whole(y_SN: Tensor, call: SiteCall) -> ColumnSpan:
     """Return the span of all columns."""
-    return RowSpan(0, -(-y_SN.shape[1] // call.tiling.up.columns), 0, y_SN.shape[1])
+    return ColumnSpan(0, -(-y_SN.shape[1] // call.tiling.up.columns), 0, y_SN.shape[1])
 
 
-def best_order(site: ExpertSite) -> ProductPlan:
-    """Return the fused order if the device supports it: it adds the adapters before it rounds."""
+def best_plan(site: ExpertSite) -> ProductPlan:
+    """Return the fused plan if the device supports it: it adds the adapters before it rounds."""
     weight_NK, rank = site.weight_ENK.flatten(0, 1), site.group.rank if site.group else 1
     aligned = site.weight_ENK.shape[1] % 8 == 0
     fused = aligned and rank <= DIRECT_RANKS and fuses(weight_NK, weight_NK.device)
@@ -263,7 +236,7 @@ def best_order(site: ExpertSite) -> ProductPlan:
 
 def multiplies_at_once(site: ExpertSite) -> bool:
     """Return whether one kernel handles all experts."""
-    return best_order(site).fuses or has_kernel(site.weight_ENK)
+    return best_plan(site).fuses or has_kernel(site.weight_ENK)
 
 
 class _Experts(torch.autograd.Function):
@@ -273,25 +246,25 @@ class _Experts(torch.autograd.Function):
         x_TD: Tensor,
         weights_Tk: Tensor,
         anchor: Tensor,
-        dealt: Dealt,
+        choices: SortedChoices,
         gate_up: ExpertLinears,
         down: ExpertLinears,
     ) -> Tensor:
         with torch.cuda.device_of(x_TD):
-            gate_up_SF, up_s_SR = gate_up.forward(dealt.sorted_tokens(x_TD))
-            weight_S = weights_Tk.flatten()[dealt.order_S]
+            gate_up_SF, up_s_SR = gate_up.forward(choices.sorted_tokens(x_TD))
+            weight_S = weights_Tk.flatten()[choices.order_S]
             y_SD, down_s_SR = down.forward(_gated(gate_up_SF, weight_S))
-            ctx.dealt, ctx.gate_up, ctx.down = dealt, gate_up, down
+            ctx.choices, ctx.gate_up, ctx.down = choices, gate_up, down
             ctx.save_for_backward(x_TD, weight_S, gate_up_SF, up_s_SR, down_s_SR)
-            return _summed(y_SD, dealt.places_Tk)
+            return _summed(y_SD, choices.places_Tk)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_S, gate_up_SF, up_s_SR, down_s_SR = ctx.saved_tensors
-        dealt, gate_up, down = ctx.dealt, ctx.gate_up, ctx.down
+        choices, gate_up, down = ctx.choices, ctx.gate_up, ctx.down
         with torch.cuda.device_of(x_TD):
-            dy_SD = dealt.sorted_tokens(dy_TD)
+            dy_SD = choices.sorted_tokens(dy_TD)
             ds_SR = down.ds(dy_SD, down_s_SR)
             dact_SI = down.dx(dy_SD, ds_SR)
             del dy_SD
@@ -300,21 +273,19 @@ class _Experts(torch.autograd.Function):
             del act_SI, dact_SI
             ds_SR = gate_up.ds(dgate_up_SF, up_s_SR)
             if ds_SR is not None:
-                gate_up.add_da(dealt.sorted_tokens(x_TD), ds_SR)
+                gate_up.add_da(choices.sorted_tokens(x_TD), ds_SR)
             if not ctx.needs_input_grad[0]:
                 return (None,) * 6
             dx_SD = gate_up.dx(dgate_up_SF, ds_SR)
-            dx_TD = _summed(dx_SD, dealt.places_Tk)
-        return dx_TD, dweight_S[dealt.places_Tk], None, None, None, None
+            dx_TD = _summed(dx_SD, choices.places_Tk)
+        return dx_TD, dweight_S[choices.places_Tk], None, None, None, None
 
 
 def _gated(gate_up_SF: Tensor, weight_S: Tensor) -> Tensor:
     """Return weight · silu(gate) · up."""
-    from weftune.ops.triton import experts
-
     rows, width = gate_up_SF.shape[0], gate_up_SF.shape[1] // 2
     act_SI = gate_up_SF.new_empty(rows, width)
-    experts.gated_forward[(rows,)](
+    kernels.experts.gated_forward[(rows,)](
         gate_up_SF,
         weight_S,
         act_SI,
@@ -327,12 +298,10 @@ def _gated(gate_up_SF: Tensor, weight_S: Tensor) -> Tensor:
 
 def _gated_backward(dact_SI: Tensor, gate_up_SF: Tensor, weight_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Recompute the activation, and return it with the gradients of gate and up and of the weights."""
-    from weftune.ops.triton import experts
-
     rows, width = dact_SI.shape
     act_SI, dgate_up_SF = torch.empty_like(dact_SI), torch.empty_like(gate_up_SF)
     dweight_S = torch.empty_like(weight_S)
-    experts.gated_backward[(rows,)](
+    kernels.experts.gated_backward[(rows,)](
         dact_SI,
         gate_up_SF,
         weight_S,
@@ -348,11 +317,9 @@ def _gated_backward(dact_SI: Tensor, gate_up_SF: Tensor, weight_S: Tensor) -> tu
 
 def _summed(y_SD: Tensor, places_Tk: Tensor) -> Tensor:
     """Return Σ over a token's choices."""
-    from weftune.ops.triton import experts
-
     (tokens, active), width = places_Tk.shape, y_SD.shape[1]
     total_TD = y_SD.new_empty(tokens, width)
-    experts.summed_choices[(tokens * -(-width // COLUMNS),)](
+    kernels.experts.summed_choices[(tokens * -(-width // COLUMNS),)](
         y_SD, places_Tk, total_TD, WIDTH=width, ACTIVE=active, BLOCK=COLUMNS, num_warps=4
     )
     return total_TD

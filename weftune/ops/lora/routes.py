@@ -1,13 +1,13 @@
 """The LoRA part of a site over mixed segments: y += scale · drop(x)AᵀBᵀ, each job with its own A and B.
 
-Two routes compute the same thing from whole tensors (`ops.tiled` is the third, for GPUs):
+Two routes compute the same thing from whole tensors (`ops.lora.tiled` is the third, for GPUs):
 - `reference`: plain autograd over one job after another. The truth.
 - `segmented`: one autograd node that saves only x and rank-sized tensors, still one job after another, so
   that no reduction ever mixes rows of two jobs: a NaN stays with its owner.
 
 Gradients of A and B are added to each job's own accumulators by the backward; autograd sees x and y only.
 
-Shapes: T rows, K inputs, N outputs, r ranks of one job. B is held transposed, so that a job's A and B are
+Shapes: T rows, K inputs, N outputs, R ranks of one job. B is held transposed, so that a job's A and B are
 runs of whole rows.
 """
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from weftune.ops.accumulate import accumulated
 from weftune.ops.dropout import kept_TK
+from weftune.ops.lora.table import LowRank
 
 
 class Route(StrEnum):
@@ -31,38 +32,18 @@ class Route(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Factors:
-    """One job's A and B at one site, or the accumulators of their gradients."""
-
-    a_rK: Tensor
-    b_rN: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class Block:
-    """One job at one site: its rows of the microbatch, its weights, its scale and dropout."""
+    """One job at one site: its rows of the microbatch and its adapter."""
 
     start: int
     stop: int
-    weights: Factors
-    gradient: Factors
-    scale: float
-    dropout: float
+    adapter: LowRank
     key: int
     """`ops.dropout.key` of the job's seed, the step and the site."""
 
     @property
-    def factor(self) -> float:
-        """Scale, including dropout's factor for the kept values: applied once, to rank-sized tensors."""
-        return self.scale / (1.0 - self.dropout)
-
-    @property
     def rows(self) -> slice:
         return slice(self.start, self.stop)
-
-    @property
-    def rank(self) -> int:
-        return self.weights.a_rK.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +56,11 @@ class Blocks:
     """Scalar that requires a gradient and gets none: it makes autograd record sites whose x needs none."""
 
     def kept(self, block: Block, features: int) -> Tensor | None:
-        """Return the mask of values that dropout keeps in the block's rows of x, or None if it has no
-        dropout."""
-        if block.dropout == 0.0:
+        """Return the mask of values that dropout keeps in the block's rows of x, or None without dropout."""
+        dropout = block.adapter.dropout
+        if dropout == 0.0:
             return None
-        return kept_TK(block.key, self.token_index_T[block.rows], features, block.dropout)
+        return kept_TK(block.key, self.token_index_T[block.rows], features, dropout)
 
 
 def add_lora(x_TK: Tensor, y_TN: Tensor, blocks: Blocks, route: Route) -> Tensor:
@@ -93,12 +74,13 @@ def _reference(x_TK: Tensor, y_TN: Tensor, blocks: Blocks) -> Tensor:
     parts = []
     row = 0
     for block in blocks.blocks:
+        adapter = block.adapter
         parts.append(y_TN[row : block.start])
-        a_rK = accumulated(block.weights.a_rK, block.gradient.a_rK, blocks.anchor)
-        b_rN = accumulated(block.weights.b_rN, block.gradient.b_rN, blocks.anchor)
+        a_RK = accumulated(adapter.a_RK, adapter.da_RK, blocks.anchor)
+        b_RN = accumulated(adapter.b_RN, adapter.db_RN, blocks.anchor)
         kept = blocks.kept(block, x_TK.shape[1])
-        dropped = _masked(x_TK[block.rows], kept) / (1.0 - block.dropout)
-        parts.append(y_TN[block.rows] + block.scale * (dropped @ a_rK.T @ b_rN))
+        dropped = _masked(x_TK[block.rows], kept) / (1.0 - adapter.dropout)
+        parts.append(y_TN[block.rows] + adapter.scale * (dropped @ a_RK.T @ b_RN))
         row = block.stop
     parts.append(y_TN[row:])
     return torch.cat(parts)
@@ -110,8 +92,8 @@ class _Segmented(torch.autograd.Function):
         s_by_block = []
         for block in blocks.blocks:
             masked = _masked(x_TK[block.rows], blocks.kept(block, x_TK.shape[1]))
-            s = (masked @ block.weights.a_rK.T).mul_(block.factor)
-            _add_product(y_TN[block.rows], s, block.weights.b_rN)
+            s = (masked @ block.adapter.a_RK.T).mul_(block.adapter.factor)
+            _add_product(y_TN[block.rows], s, block.adapter.b_RN)
             s_by_block.append(s)
         ctx.blocks = blocks
         ctx.save_for_backward(x_TK, *s_by_block)
@@ -125,21 +107,21 @@ class _Segmented(torch.autograd.Function):
         for block, s in zip(ctx.blocks.blocks, s_by_block, strict=True):
             # If the site also has adapters of other kinds, y is summed in float32.
             dy, kept = dy_TN[block.rows].to(s.dtype), ctx.blocks.kept(block, x_TK.shape[1])
-            ds = (dy @ block.weights.b_rN.T).mul_(block.factor)
-            _add_product(block.gradient.b_rN, s.T, dy)
-            _add_product(block.gradient.a_rK, ds.T, _masked(x_TK[block.rows], kept))
+            ds = (dy @ block.adapter.b_RN.T).mul_(block.adapter.factor)
+            _add_product(block.adapter.db_RN, s.T, dy)
+            _add_product(block.adapter.da_RK, ds.T, _masked(x_TK[block.rows], kept))
             if dx_TK is not None:
-                dx = torch.mm(ds, block.weights.a_rK, out=dx_TK[block.rows])
+                dx = torch.mm(ds, block.adapter.a_RK, out=dx_TK[block.rows])
                 if kept is not None:
                     dx.masked_fill_(kept.logical_not_(), 0.0)
         return dx_TK, dy_TN, None, None
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
     else:
-        total.add_(left @ right)
+        total.add_(a @ b)
 
 
 def _zero_outside(blocks: Blocks, values_TK: Tensor) -> Tensor:

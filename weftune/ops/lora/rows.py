@@ -58,8 +58,7 @@ class Rows:
 
     @staticmethod
     def empty(rows: int, slots: int, device: torch.device, tile: int = 64, piece: int = 1024) -> Rows:
-        """Return a record for microbatches of `rows` rows, padding included; it holds only padding at
-        first."""
+        """Return a record for microbatches of `rows` rows, padding included; at first all is padding."""
         shapes = _row_shapes(rows, slots, tile, piece)
         buffer = torch.empty(words(shapes), dtype=torch.int32, device=device)
         record = Rows(tile, piece, buffer, *views(buffer, shapes))
@@ -72,8 +71,7 @@ class Rows:
         return 2 * len(self.sums_M3)
 
     def fill(self, seats: Sequence[Seat], token_index: np.ndarray) -> None:
-        """Assign the rows of another microbatch, which may be smaller than the capacity, by one async
-        copy."""
+        """Assign the rows of another microbatch, which may be smaller, by one asynchronous copy."""
         rows, slots = len(self.token_index_T), len(self.key_S)
         assert len({seat.slot for seat in seats}) == len(seats), "a slot holds one segment of a microbatch"
         shapes = _row_shapes(rows, slots, self.tile, self.piece)
@@ -124,8 +122,8 @@ def _runs(seats: Sequence[Seat], rows: int) -> list[Seat]:
     return runs
 
 
-def _split(run: Seat, most: int) -> list[tuple[int, int]]:
-    return [(start, min(start + most, run.stop)) for start in range(run.start, run.stop, most)]
+def _split(run: Seat, max_rows: int) -> list[tuple[int, int]]:
+    return [(start, min(start + max_rows, run.stop)) for start in range(run.start, run.stop, max_rows)]
 
 
 def _cut(run: Seat) -> list[tuple[int, int]]:
@@ -134,14 +132,14 @@ def _cut(run: Seat) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def _pieces(runs: Sequence[Seat], most: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+def _pieces(runs: Sequence[Seat], max_rows: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Return the pieces in the order documented in `Rows`, and the sums."""
     several: list[tuple[int, ...]] = []
     alone: list[tuple[int, ...]] = []
     nobody: list[tuple[int, ...]] = []
     sums: list[tuple[int, ...]] = []
     for run in runs:
-        parts = _split(run, most)
+        parts = _split(run, max_rows)
         if run.slot < 0:
             nobody += [(*part, -1, 0) for part in parts]
         elif len(parts) == 1:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weftune.ops.lora.addresses import AddressTable
+from weftune.ops import triton as kernels
 from weftune.ops.lora.rows import Rows
+from weftune.ops.lora.table import AddressTable
 
 COLUMNS, ROWS = 128, 32
 """Block that a program scales at a time."""
@@ -33,8 +34,7 @@ class SiteScale:
     total_M: Tensor
     """Accumulator of its gradient."""
     inverse_M: Tensor | None = None
-    """float32 factor of the value, which the kernels write at every forward. None if there is no such
-    factor."""
+    """float32 factor of the value, which the kernels write at every forward. None if there is none."""
     scales_bias: bool = False
 
 
@@ -59,10 +59,8 @@ def _addresses(scale: SiteScale) -> tuple[int, int, int]:
 
 def scaled(x_TM: Tensor, table: AddressTable, columns: Columns, rows: Rows) -> Tensor:
     """Return x ⊙ g, each row with its own job's g; rows of jobs without one are copied."""
-    from weftune.ops.triton import scales
-
     out_TM = torch.empty_like(x_TM)
-    scales.scale[(_blocks(columns), len(rows.tiles_G3))](
+    kernels.scales.scale[(_blocks(columns), len(rows.tiles_G3))](
         x_TM,
         out_TM,
         rows.tiles_G3,
@@ -89,12 +87,10 @@ def unscaled(
 ) -> Tensor:
     """Compute the backward of g ⊙ u: return g ⊙ dy, which overwrites dy if `in_place`. The sum of dy · u over
     a job's rows is added to its accumulator."""
-    from weftune.ops.triton import scales
-
     du_TM = dy_TM if in_place else torch.empty_like(dy_TM)
     partial_QM = dy_TM.new_empty(rows.partials, dy_TM.shape[1], dtype=torch.float32)
     where = {"COLUMNS": edges(columns), "S": table.slots, "P": len(columns), "C": COLUMNS, "num_warps": 4}
-    scales.unscale[(_blocks(columns), len(rows.pieces_Q4))](
+    kernels.scales.unscale[(_blocks(columns), len(rows.pieces_Q4))](
         dy_TM,
         u_TM,
         bias_M,
@@ -108,7 +104,7 @@ def unscaled(
         M=ROWS,
         **where,
     )
-    scales.add_shares[(_blocks(columns), len(rows.sums_M3))](
+    kernels.scales.add_shares[(_blocks(columns), len(rows.sums_M3))](
         partial_QM, rows.sums_M3, table.address_PSA, dy_TM.shape[1], **where
     )
     return du_TM

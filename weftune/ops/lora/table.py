@@ -7,8 +7,8 @@ A rank above BAND is cut into bands. A and B are stored by ranks, so a band of e
 the kernels treat it as a separate part at the address of its first row, with at most BAND ranks and the same
 columns and masks as the site's other bands. Parts are the first bands of all sites, then the second bands.
 
-Shapes: S slots, P parts (the bands of the sites of a group), R ranks of one job, K inputs, N outputs of one
-site.
+Shapes: S slots, P parts (the bands of the sites of a group; for an `AddressTable` its sites), R ranks of one
+job, K inputs, N outputs of one site, A addresses and n numbers of an entry.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weftune.core.batch import copy_to
 from weftune.ops.dropout import signed, threshold
-from weftune.ops.lora.addresses import AddressTable
 from weftune.ops.lora.rows import views, words
 
 ALIGNMENT = 16
@@ -34,8 +34,9 @@ NEVER = -(1 << 31)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One job's adapter at one site. The kernels keep only the addresses: the job keeps the tensors alive."""
+class LowRank:
+    """One job's A and B at one site, with the accumulators of their gradients. The kernels keep only the
+    addresses: the job keeps the tensors alive."""
 
     a_RK: Tensor
     b_RN: Tensor
@@ -47,6 +48,11 @@ class Entry:
     @property
     def rank(self) -> int:
         return self.a_RK.shape[0]
+
+    @property
+    def factor(self) -> float:
+        """Scale, including dropout's factor for the kept values: applied once, to rank-sized tensors."""
+        return self.scale / (1.0 - self.dropout)
 
     @property
     def matrices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -73,6 +79,8 @@ class SlotTable:
     bands: int
     """Bands of every site, whether or not a job has ranks in all of them."""
     host: Tensor
+    host_views: tuple[np.ndarray, ...]
+    """The five sections below on the host."""
     buffer: Tensor
     address_PS4: Tensor
     """int64 addresses of A, B, dA, dB."""
@@ -87,25 +95,27 @@ class SlotTable:
     def empty(
         sites: Sequence[str], slots: int, device: torch.device, aligned: bool = True, bands: int = 1
     ) -> SlotTable:
-        sections = _table_shapes(bands * len(sites), slots)
-        host = torch.zeros(words(sections), dtype=torch.int32)
+        parts = bands * len(sites)
+        # Sizes in 32-bit words; the 64-bit addresses come first, so that they are aligned.
+        shapes = [(parts, slots, 8), (parts, slots, 2), (parts, slots), (parts, slots), (parts,)]
+        host = torch.zeros(words(shapes), dtype=torch.int32)
+        host_views = tuple(view.numpy() for view in _table_views(host, shapes))
         buffer = torch.empty_like(host, device=device)
-        table = SlotTable(aligned, bands, host, buffer, *_table_views(buffer, sections))
-        *_, threshold_PS, crc_P = table.host_views()
+        table = SlotTable(aligned, bands, host, host_views, buffer, *_table_views(buffer, shapes))
+        *_, threshold_PS, crc_P = host_views
         threshold_PS[:] = NEVER
         crc_P[:] = [signed(zlib.crc32(site.encode())) for site in sites] * bands
         table.send()
         return table
 
-    def write(self, slot: int, entries: Sequence[Entry | None]) -> None:
+    def write(self, slot: int, entries: Sequence[LowRank | None]) -> None:
         """Put a job into a slot: one entry per site, None if it has no adapter there."""
-        self.put(self.host_views(), slot, entries)
+        self.put(slot, entries)
         self.send()
 
-    def put(self, views: Sequence[np.ndarray], slot: int, entries: Sequence[Entry | None]) -> None:
-        """Put a job into a slot on the host only, until `send`, which serves many jobs at once. `views` are
-        the `host_views`."""
-        address_PS4, factor_PS2, rank_PS, threshold_PS, _ = views
+    def put(self, slot: int, entries: Sequence[LowRank | None]) -> None:
+        """Put a job into a slot on the host only, until `send`, which serves many jobs at once."""
+        address_PS4, factor_PS2, rank_PS, threshold_PS, _ = self.host_views
         assert len(entries) * self.bands == len(rank_PS)
         for site, entry in enumerate(entries):
             bands = slice(site, None, len(entries))
@@ -115,7 +125,7 @@ class SlotTable:
             assert entry.rank <= self.bands * BAND
             addresses = entry.addresses
             assert not self.aligned or all(address % ALIGNMENT == 0 for address in addresses), addresses
-            factor_PS2[bands, slot] = entry.scale / (1.0 - entry.dropout), entry.scale
+            factor_PS2[bands, slot] = entry.factor, entry.scale
             threshold_PS[bands, slot] = threshold(entry.dropout)
             for band in range(bands_for(entry.rank)):
                 part = band * len(entries) + site
@@ -124,10 +134,10 @@ class SlotTable:
                 if band:
                     address_PS4[part, slot] += [band * step for step in entry.band_bytes]
 
-    def put_experts(self, views: Sequence[np.ndarray], first: int, entry: Entry) -> None:
+    def put_experts(self, first: int, entry: LowRank) -> None:
         """Put a job's adapters at all experts of the only site into the slots from `first` on: its matrices
         are stacked, [experts, R, K] and [experts, R, N]."""
-        address_PS4, factor_PS2, rank_PS, _, _ = views
+        address_PS4, factor_PS2, rank_PS, _, _ = self.host_views
         experts, rank, _ = entry.a_RK.shape
         assert rank <= self.bands * BAND == len(rank_PS) * BAND
         own = slice(first, first + experts)
@@ -139,18 +149,9 @@ class SlotTable:
             address_PS4[band, own] = begin + np.arange(experts)[:, None] * np.array(strides)
             rank_PS[band, own] = min(BAND, rank - band * BAND)
 
-    def clear(self, slot: int) -> None:
-        self.write(slot, [None] * (len(self.crc_P) // self.bands))
-
-    def host_views(self) -> tuple[np.ndarray, ...]:
-        """Return views of the host's table: addresses, factors, ranks, thresholds, checksums of the sites'
-        names."""
-        parts, slots = self.rank_PS.shape
-        return tuple(view.numpy() for view in _table_views(self.host, _table_shapes(parts, slots)))
-
     def send(self) -> None:
         """Copy the host's table to the device."""
-        self.buffer.copy_(self.host.pin_memory() if self.buffer.is_cuda else self.host, non_blocking=True)
+        copy_to(self.buffer, self.host)
 
 
 def bands_for(rank: int) -> int:
@@ -158,14 +159,49 @@ def bands_for(rank: int) -> int:
     return max(1, -(-rank // BAND))
 
 
-def _table_shapes(parts: int, slots: int) -> list[tuple[int, ...]]:
-    """Return the shapes in 32-bit words; the 64-bit addresses come first, so that they are aligned."""
-    return [(parts, slots, 8), (parts, slots, 2), (parts, slots), (parts, slots), (parts,)]
-
-
 def _table_views(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
     address, factor, *others = views(buffer, shapes)
     return address.view(torch.int64), factor.view(torch.float32), *others
+
+
+AddressEntry = tuple[Sequence[int], Sequence[int]]
+"""Addresses and numbers of one slot at one site."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddressTable:
+    """Addresses of the jobs' tensors at the sites of a group, by slot."""
+
+    host: Tensor
+    host_address_PSA: np.ndarray
+    host_number_PSn: np.ndarray
+    buffer: Tensor
+    address_PSA: Tensor
+    """int64 addresses; all are 0 if a slot has nothing at a site."""
+    number_PSn: Tensor
+
+    @staticmethod
+    def empty(sites: int, slots: int, device: torch.device, *, addresses: int, numbers: int) -> AddressTable:
+        # Sizes in 32-bit words; the 64-bit addresses come first, so that they are aligned.
+        shapes = [(sites, slots, 2 * addresses), (sites, slots, numbers)]
+        host = torch.zeros(words(shapes), dtype=torch.int32)
+        buffer = host.to(device, copy=True)
+        (host_address, host_number), (address, number) = views(host, shapes), views(buffer, shapes)
+        host_views = host_address.view(torch.int64).numpy(), host_number.numpy()
+        return AddressTable(host, *host_views, buffer, address.view(torch.int64), number)
+
+    @property
+    def slots(self) -> int:
+        return self.address_PSA.shape[1]
+
+    def put(self, slot: int, entries: Sequence[AddressEntry | None]) -> None:
+        """Set a slot's entries, one per site. They stay on the host until `send`."""
+        for site, entry in enumerate(entries):
+            addresses, numbers = (0, 0) if entry is None else entry
+            self.host_address_PSA[site, slot], self.host_number_PSn[site, slot] = addresses, numbers
+
+    def send(self) -> None:
+        copy_to(self.buffer, self.host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +228,7 @@ class Group:
     def bands(self) -> int:
         return self.table.bands
 
-    def write(self, slot: int, entries: Sequence[Entry | None]) -> None:
+    def write(self, slot: int, entries: Sequence[LowRank | None]) -> None:
         """Put a job into a slot: one entry per site, None if it has no adapter there."""
         present = [entry for entry in entries if entry is not None]
         assert all(entry.rank <= self.rank for entry in present)

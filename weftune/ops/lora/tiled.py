@@ -14,22 +14,23 @@ of slots that have several.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weftune.core.weights import FrozenWeight, Weight, is_coded, matrix_of
-from weftune.ops.lora.choice import Candidates, Choices, shape_of
-from weftune.ops.lora.fused import fused_dx, fused_y
-from weftune.ops.lora.operands import Right, matrix_like
+from weftune.ops.lora.choice import Choices, PlanTrial
+from weftune.ops.lora.computed import add_pair_gradients, write_pairs
+from weftune.ops.lora.products import Right, fused_dx, fused_y, matrix_like, wide_dx, wide_y
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.scales import scaled, unscaled
-from weftune.ops.lora.side_stream import SideStream
 from weftune.ops.lora.table import Group
 from weftune.ops.lora.tiled_kernels import (
     add_gradients,
-    compute_pairs,
     da,
     db,
     down,
@@ -38,22 +39,19 @@ from weftune.ops.lora.tiled_kernels import (
     room_for_da,
     room_for_db,
     row_lengths,
-    take_pair_gradients,
 )
-from weftune.ops.lora.tiling import SiteCall, choose_tiling, contestants
-from weftune.ops.lora.wide import wide_dx, wide_y
+from weftune.ops.lora.tiling import SiteCall, candidate_plans, choose_tiling
 
 
-def contest_at(
+def trial_at(
     weight: Weight, residual: bool, group: Group, rows: Rows, dtype: torch.dtype
-) -> Candidates | None:
-    """Return the contest that `lora_linear` will decide, or None for a weight that becomes a matrix only for
-    a product."""
+) -> PlanTrial | None:
+    """Return the trial of `lora_linear`, or None for a weight that becomes a matrix only for a product."""
     if not isinstance(weight, Tensor) and not is_coded(weight):
         return None
     weight_NK = _lying(weight)
-    orders = contestants(weight_NK, group, weight_NK.device)
-    return Candidates(shape_of(dtype, weight_NK, residual, group, rows), orders)
+    plans = candidate_plans(weight_NK, group, weight_NK.device)
+    return PlanTrial.at(plans, dtype, weight_NK, residual, group, rows)
 
 
 def lora_linear(
@@ -76,12 +74,12 @@ def lora_linear(
     assert x_TK.shape[0] == len(rows.token_index_T)
     right = multiplied(weight)
     weight_NK = _lying(right)
-    chosen = choose_tiling(rows, group, x_TK.shape[1], x_TK.dtype)
-    orders = contestants(weight_NK, group, x_TK.device)
-    order = choices.order(x_TK, weight_NK, residual_TN, group, rows, orders) if choices else orders[0]
-    call = SiteCall(group, rows, training, chosen, order)
-    made = None if isinstance(weight, Tensor) else weight
-    return _LoraLinear.apply(x_TK, right, bias_N, residual_TN, anchor, call, made)
+    plans = candidate_plans(weight_NK, group, x_TK.device)
+    plan = choices.plan(x_TK, weight_NK, residual_TN, group, rows, plans) if choices else plans[0]
+    tiling = choose_tiling(rows, group, x_TK.shape[1], x_TK.dtype)
+    call = SiteCall(group, rows, training, tiling, plan)
+    source = None if isinstance(weight, Tensor) else weight
+    return _LoraLinear.apply(x_TK, right, bias_N, residual_TN, anchor, call, source)
 
 
 def multiplied(weight: Weight) -> Right:
@@ -104,20 +102,20 @@ class _LoraLinear(torch.autograd.Function):
         residual_TN: Tensor | None,
         anchor: Tensor,
         call: SiteCall,
-        made: FrozenWeight | None,
+        source: FrozenWeight | None,
     ) -> Tensor:
-        """Compute y. `made` is the weight from which `right` is recomputed in the backward. None if `right`
+        """Compute y. `source` is the weight from which `right` is recomputed in the backward. None if `right`
         is a tensor of the base."""
         x_TK = x_TK.contiguous()
         y_TN, s_TPR, u_TN = forward(x_TK, right, bias_N, residual_TN, call)
-        ctx.call, ctx.made = call, made
-        ctx.save_for_backward(x_TK, right if made is None else None, s_TPR, u_TN, bias_N)
+        ctx.call, ctx.source = call, source
+        ctx.save_for_backward(x_TK, right if source is None else None, s_TPR, u_TN, bias_N)
         return y_TN
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         x_TK, weight_NK, s_TPR, u_TN, bias_N = ctx.saved_tensors
-        right = weight_NK if ctx.made is None else multiplied(ctx.made)
+        right = weight_NK if ctx.source is None else multiplied(ctx.source)
         wants_dx = ctx.needs_input_grad[0]
         own_TN = dy_TN.contiguous()
         dx_TK = backward(own_TN, x_TK, right, s_TPR, ctx.call, wants_dx, u_TN, bias_N)
@@ -127,12 +125,11 @@ class _LoraLinear(torch.autograd.Function):
 def forward(
     x_TK: Tensor, weight: Right, bias_N: Tensor | None, residual_TN: Tensor | None, call: SiteCall
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return y and what its backward needs: s, and u, the unscaled outputs, or None if outputs are not
-    scaled."""
+    """Return y and what its backward needs: s, and u, the unscaled outputs (None unless they are scaled)."""
     group = call.group
     with torch.cuda.device_of(x_TK):
         if group.computed is not None:
-            compute_pairs(x_TK, call)
+            write_pairs(x_TK, group.computed, group)
         if group.g_in is not None:
             x_TK = scaled(x_TK, group.g_in, ((0, x_TK.shape[1]),), call.rows)
         s_TPR = down(x_TK, call)
@@ -140,8 +137,8 @@ def forward(
             row_lengths(matrix_like(x_TK, weight), call)
         residual_TN = None if residual_TN is None else residual_TN.contiguous()
         u_TN = None if group.g_out is None else x_TK.new_empty(len(x_TK), group.columns[-1][1])
-        whole = fused_y if call.order.fuses else wide_y
-        return whole(x_TK, weight, bias_N, residual_TN, s_TPR, u_TN, call), s_TPR, u_TN
+        product = fused_y if call.plan.fuses else wide_y
+        return product(x_TK, weight, bias_N, residual_TN, s_TPR, u_TN, call), s_TPR, u_TN
 
 
 def backward(
@@ -158,7 +155,7 @@ def backward(
     group = call.group
     with torch.cuda.device_of(x_TK):
         if group.computed is not None:
-            compute_pairs(x_TK, call)
+            write_pairs(x_TK, group.computed, group)
         if group.g_out is not None:
             assert u_TN is not None
             # Only fused layers have groups of several sites: the operation after them has just computed dy
@@ -171,29 +168,26 @@ def backward(
             inputs = ((0, x_TK.shape[1]),)
             dx_TK = unscaled(dx_TK, x_TK, None, group.g_in, inputs, call.rows, in_place=True)
         if group.computed is not None:
-            take_pair_gradients(x_TK, call)
+            add_pair_gradients(x_TK, group.computed, group)
         return dx_TK if wants_dx else None
 
 
 def _low_rank_backward(
     dy_TN: Tensor, x_TK: Tensor, weight: Right, s_TPR: Tensor, call: SiteCall, wants_dx: bool
 ) -> Tensor | None:
-    if wants_dx and call.order.beside:
-        return _gradients_beside(dy_TN, x_TK, weight, s_TPR, call)
-    ds_TPR, partial_db_QLN = ds_db(dy_TN, s_TPR, call)
-    partial_da_QPRK = room_for_da(x_TK, call)
-    da(x_TK, ds_TPR, partial_da_QPRK, call)
-    add_gradients(partial_da_QPRK, partial_db_QLN, call)
-    return _dx(dy_TN, weight, ds_TPR, call) if wants_dx else None
-
-
-def _gradients_beside(dy_TN: Tensor, x_TK: Tensor, weight: Right, s_TPR: Tensor, call: SiteCall) -> Tensor:
-    """Return dx, which needs only ds; dA and dB are computed concurrently with the frozen product."""
+    """Return dx, which needs only ds. If the plan says so, dA and dB are computed concurrently with it."""
+    product = fused_dx if call.plan.fuses else wide_dx
+    if not wants_dx or not call.plan.beside:
+        ds_TPR, partial_db_QLN = ds_db(dy_TN, s_TPR, call)
+        partial_da_QPRK = room_for_da(x_TK, call)
+        da(x_TK, ds_TPR, partial_da_QPRK, call)
+        add_gradients(partial_da_QPRK, partial_db_QLN, call)
+        return product(dy_TN, weight, ds_TPR, call) if wants_dx else None
     ds_TPR = ds(dy_TN, call)
     partial_da_QPRK, partial_db_QLN = room_for_da(x_TK, call), room_for_db(dy_TN, call)
     aside = SideStream(x_TK.device)
     # The product first: the work on the second stream uses the multiprocessors that it leaves idle.
-    dx_TK = _dx(dy_TN, weight, ds_TPR, call)
+    dx_TK = product(dy_TN, weight, ds_TPR, call)
     with aside.done():
         db(dy_TN, s_TPR, partial_db_QLN, call)
         da(x_TK, ds_TPR, partial_da_QPRK, call)
@@ -201,6 +195,32 @@ def _gradients_beside(dy_TN: Tensor, x_TK: Tensor, weight: Right, s_TPR: Tensor,
     return dx_TK
 
 
-def _dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Tensor:
-    whole = fused_dx if call.order.fuses else wide_dx
-    return whole(dy_TN, weight, ds_TPR, call)
+class SideStream:
+    """A second stream, for work that is concurrent with the main stream's next kernels: a matrix product
+    leaves multiprocessors idle in its last wave, and memory-bound work that the product does not depend on
+    can use that time."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Make the second stream wait for everything launched on the current stream until now."""
+        self._stream = _stream(device) if device.type == "cuda" else None
+        self._ready = torch.cuda.current_stream(device).record_event() if self._stream else None
+
+    @contextmanager
+    def done(self) -> Iterator[None]:
+        """Run the work launched inside the context on the second stream; later work of the main stream waits
+        for it.
+
+        It must not allocate: the allocator would not know that freed memory is still in use there.
+        """
+        if self._stream is None or self._ready is None:
+            yield
+            return
+        self._stream.wait_event(self._ready)
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -1,40 +1,46 @@
 """Launchers of the kernels of the tiled route: their outputs, grids and arguments.
 
-Triton is imported when the first kernel is launched, so that this module loads without it.
-
 Shapes: T rows, K inputs, N outputs of all parts, P parts, R ranks of one part up to a power of two, C shares
 of a sum, Q pieces of slots that have several, L ranks of all bands of a site.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from weftune.ops.lora.computed import add_pair_gradients, write_pairs
+from weftune.ops import triton as kernels
 from weftune.ops.lora.rows import BLOCK
-from weftune.ops.lora.table import ALIGNMENT
-from weftune.ops.lora.tiling import DIRECT_RANKS, RowSpan, SiteCall
+from weftune.ops.lora.tiling import DIRECT_RANKS, SiteCall, precision
 
 LENGTH_ROWS, LENGTH_COLUMNS, LENGTH_RANKS = 64, 128, 64
 """Block of W that a program processes at a time to compute the norms of rows, and the total ranks of the
 slots that it computes them for."""
 LENGTH_WARPS, LENGTH_STAGES = 4, 3
 LARGE_SPAN = 1024
-"""Columns per program that writes the addition of large slots: most programs find no large slot, so there
-should be few."""
+"""Columns per program that writes the addition of large slots. Most programs find no large slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnSpan:
+    """Consecutive blocks of columns, and the columns that they have together."""
+
+    first: int
+    blocks: int
+    low: int
+    high: int
 
 
 def down(x_TK: Tensor, call: SiteCall) -> Tensor:
     """Return s = factor · drop(x)Aᵀ [T, P·R]; zero beyond a job's rank and in rows of no job."""
-    from weftune.ops.triton import site
-
-    (rows, features), tiling, table, ranks = x_TK.shape, call.tiling, call.group.table, call.ranks
-    s_TPR = x_TK.new_empty(rows, call.parts * ranks)
+    (rows, features), tiling, table = x_TK.shape, call.tiling, call.group.table
+    s_TPR = x_TK.new_empty(rows, call.parts * call.ranks)
     partial = s_TPR
     if tiling.split > 1:
-        partial = x_TK.new_empty(call.parts * tiling.split, rows, ranks, dtype=torch.float32)
-    site.down[(len(call.rows.tiles_G3), tiling.split, call.parts // tiling.down.together)](
+        partial = x_TK.new_empty(call.parts * tiling.split, rows, call.ranks, dtype=torch.float32)
+    kernels.site.down[(len(call.rows.tiles_G3), tiling.split, call.parts // tiling.down.together)](
         x_TK,
         s_TPR,
         partial,
@@ -49,18 +55,11 @@ def down(x_TK: Tensor, call: SiteCall) -> Tensor:
         int(not call.training),
         rows,
         features,
-        S=call.slots,
-        P=call.parts,
         TOGETHER=tiling.down.together,
-        R=ranks,
         M=call.rows.tile,
-        C=tiling.down.columns,
         SPLIT=tiling.split > 1,
-        DROPS=call.group.drops and call.training,
-        ALIGNMENT=alignment(x_TK, call),
-        PRECISION=precision(x_TK),
-        num_warps=tiling.down.warps,
-        num_stages=tiling.down.stages,
+        DROPS=call.drops,
+        **call.constants(x_TK, tiling.down),
     )
     if tiling.split > 1:
         sum_rows(partial, s_TPR, [tiling.split] * call.parts, call)
@@ -69,10 +68,8 @@ def down(x_TK: Tensor, call: SiteCall) -> Tensor:
 
 def sum_rows(partial_CTR: Tensor, s_TPR: Tensor, shares: list[int], call: SiteCall) -> None:
     """Compute s = factor · the sum of its shares; `shares` is their number per part."""
-    from weftune.ops.triton import site
-
     step = min(call.rows.tile, max(1, 1024 // call.ranks))
-    site.sum_rows[(len(call.rows.tiles_G3), -(-call.rows.tile // step))](
+    kernels.site.sum_rows[(len(call.rows.tiles_G3), -(-call.rows.tile // step))](
         partial_CTR,
         s_TPR,
         call.rows.tiles_G3,
@@ -92,7 +89,7 @@ def sum_rows(partial_CTR: Tensor, s_TPR: Tensor, shares: list[int], call: SiteCa
 def up(
     s_TPR: Tensor,
     frozen_TW: Tensor,
-    span: RowSpan,
+    span: ColumnSpan,
     bias_N: Tensor | None,
     residual_TN: Tensor | None,
     y_TN: Tensor,
@@ -101,12 +98,9 @@ def up(
     scale_T: Tensor | None = None,
     scale_N: Tensor | None = None,
 ) -> None:
-    """Compute y = g ⊙ (frozen ⊙ scales + sB) + bias + residual in the columns of the span, which are all that
-    `frozen` has."""
-    from weftune.ops.triton import site
-
-    launch, table, g_out = call.tiling.up, call.group.table, call.group.g_out
-    site.up[(span.blocks, len(call.rows.tiles_G3))](
+    """Compute y = g ⊙ (frozen ⊙ scales + sB) + bias + residual in the span's columns, those of `frozen`."""
+    launch, table = call.tiling.up, call.group.table
+    kernels.site.up[(span.blocks, len(call.rows.tiles_G3))](
         s_TPR,
         frozen_TW,
         scale_T,
@@ -118,29 +112,20 @@ def up(
         call.rows.tiles_G3,
         table.address_PS4,
         table.rank_PS,
-        None if g_out is None else g_out.address_PSA,
-        None if g_out is None else g_out.number_PSn,
+        *call.output_scales,
         span.first,
         span.low,
         y_TN.shape[1],
         frozen_TW.shape[1],
         COLUMNS=call.columns,
-        S=call.slots,
-        P=call.parts,
         BANDS=call.bands,
-        R=call.ranks,
         M=call.rows.tile,
-        C=launch.columns,
-        ALIGNMENT=alignment(s_TPR, call),
-        PRECISION=precision(s_TPR),
-        num_warps=launch.warps,
-        num_stages=launch.stages,
+        **call.constants(s_TPR, launch),
     )
 
 
 def ds_db(dy_TN: Tensor, s_TPR: Tensor, call: SiteCall) -> tuple[Tensor, Tensor]:
-    """Return ds = factor · dyBᵀ and the shares of dB of slots with several pieces; other dB are added at
-    once."""
+    """Return ds = factor · dyBᵀ and the shares of dB of slots with several pieces; others are added here."""
     partial_db_QLN = room_for_db(dy_TN, call)
     if not call.tiling.one_read:
         db(dy_TN, s_TPR, partial_db_QLN, call)
@@ -148,7 +133,7 @@ def ds_db(dy_TN: Tensor, s_TPR: Tensor, call: SiteCall) -> tuple[Tensor, Tensor]
     blocks = call.blocks(call.tiling.ds_db.columns) * call.bands
     ds_TPR = torch.empty_like(s_TPR)
     partial_ds_CTR = dy_TN.new_empty(sum(blocks), len(dy_TN), call.ranks, dtype=torch.float32)
-    _launch_ds_db(dy_TN, s_TPR, partial_ds_CTR, partial_db_QLN, call)
+    db(dy_TN, s_TPR, partial_db_QLN, call, partial_ds_CTR)
     sum_rows(partial_ds_CTR, ds_TPR, blocks, call)
     return ds_TPR, partial_db_QLN
 
@@ -159,20 +144,19 @@ def room_for_db(dy_TN: Tensor, call: SiteCall) -> Tensor:
     return dy_TN.new_empty(shape, dtype=torch.float32)
 
 
-def db(dy_TN: Tensor, s_TPR: Tensor, partial_db_QLN: Tensor, call: SiteCall) -> None:
-    """Compute dB alone: it is added at once, or its shares are written."""
-    _launch_ds_db(dy_TN, s_TPR, None, partial_db_QLN, call)
-
-
-def _launch_ds_db(
-    dy_TN: Tensor, s_TPR: Tensor, partial_ds_CTR: Tensor | None, partial_db_QLN: Tensor, call: SiteCall
+def db(
+    dy_TN: Tensor,
+    s_TPR: Tensor,
+    partial_db_QLN: Tensor,
+    call: SiteCall,
+    partial_ds_CTR: Tensor | None = None,
 ) -> None:
-    from weftune.ops.triton import site_gradients
-
+    """Compute dB: it is added at once, or its shares are written. If given, the shares of ds are written from
+    the same read of dy."""
     (rows, outputs), tiling, table = dy_TN.shape, call.tiling, call.group.table
     launch = tiling.db if partial_ds_CTR is None else tiling.ds_db
     blocks = call.bands * sum(call.blocks(launch.columns))
-    site_gradients.ds_db[(blocks, len(call.rows.pieces_Q4))](
+    kernels.site_gradients.ds_db[(blocks, len(call.rows.pieces_Q4))](
         dy_TN,
         s_TPR,
         partial_ds_CTR,
@@ -183,31 +167,22 @@ def _launch_ds_db(
         rows,
         outputs,
         COLUMNS=call.columns,
-        S=call.slots,
-        P=call.parts,
         BANDS=call.bands,
-        R=call.ranks,
         M=launch.rows,
-        C=launch.columns,
         DS=partial_ds_CTR is not None,
-        ALIGNMENT=alignment(s_TPR, call),
-        PRECISION=precision(s_TPR),
-        num_warps=launch.warps,
-        num_stages=launch.stages,
+        **call.constants(s_TPR, launch),
     )
 
 
 def ds(dy_TN: Tensor, call: SiteCall) -> Tensor:
     """Return ds = factor · dyBᵀ, without dB."""
-    from weftune.ops.triton import site_gradients
-
     launch, split, table = call.tiling.ds, call.tiling.ds_split, call.group.table
-    (rows, outputs), ranks = dy_TN.shape, call.ranks
-    ds_TPR = dy_TN.new_empty(rows, call.parts * ranks)
+    rows, outputs = dy_TN.shape
+    ds_TPR = dy_TN.new_empty(rows, call.parts * call.ranks)
     partial = ds_TPR
     if split > 1:
-        partial = dy_TN.new_empty(call.parts * split, rows, ranks, dtype=torch.float32)
-    site_gradients.ds_alone[(len(call.rows.tiles_G3), split, call.parts)](
+        partial = dy_TN.new_empty(call.parts * split, rows, call.ranks, dtype=torch.float32)
+    kernels.site_gradients.ds_alone[(len(call.rows.tiles_G3), split, call.parts)](
         dy_TN,
         ds_TPR,
         partial,
@@ -219,17 +194,10 @@ def ds(dy_TN: Tensor, call: SiteCall) -> Tensor:
         rows,
         outputs,
         COLUMNS=call.columns,
-        S=call.slots,
-        P=call.parts,
         BANDS=call.bands,
-        R=ranks,
         M=call.rows.tile,
-        C=launch.columns,
         SPLIT=split > 1,
-        ALIGNMENT=alignment(dy_TN, call),
-        PRECISION=precision(dy_TN),
-        num_warps=launch.warps,
-        num_stages=launch.stages,
+        **call.constants(dy_TN, launch),
     )
     if split > 1:
         sum_rows(partial, ds_TPR, [split] * call.parts, call)
@@ -244,84 +212,53 @@ def room_for_da(x_TK: Tensor, call: SiteCall) -> Tensor:
 
 def da(x_TK: Tensor, ds_TPR: Tensor, partial_da_QPRK: Tensor, call: SiteCall) -> None:
     """Compute dA: it is added at once, or its shares are written."""
-    from weftune.ops.triton import site_gradients
-
-    launch, table = call.tiling.da, call.group.table
+    launch = call.tiling.da
     blocks = -(-x_TK.shape[1] // launch.columns)
-    site_gradients.da[(blocks, len(call.rows.pieces_Q4), call.parts // launch.together)](
+    kernels.site_gradients.da[(blocks, len(call.rows.pieces_Q4), call.parts // launch.together)](
         x_TK,
         ds_TPR,
         partial_da_QPRK,
         call.rows.pieces_Q4,
-        call.rows.key_S,
-        call.rows.token_index_T,
-        table.address_PS4,
-        table.rank_PS,
-        table.threshold_PS,
-        table.crc_P,
+        *call.adapters,
         x_TK.shape[1],
-        S=call.slots,
-        P=call.parts,
         TOGETHER=launch.together,
-        R=call.ranks,
         M=launch.rows,
-        C=launch.columns,
-        DROPS=call.group.drops and call.training,
-        ALIGNMENT=alignment(x_TK, call),
-        PRECISION=precision(x_TK),
-        num_warps=launch.warps,
-        num_stages=launch.stages,
+        DROPS=call.drops,
+        **call.constants(x_TK, launch),
     )
 
 
 def add_dx(
     ds_TPR: Tensor,
     frozen_TW: Tensor,
-    span: RowSpan,
+    span: ColumnSpan,
     dx_TK: Tensor,
     call: SiteCall,
     scale_T: Tensor | None = None,
 ) -> None:
-    """Compute dx = frozen ⊙ scale + the dropped ds · A in the columns of the span, which are all that
-    `frozen` has."""
-    from weftune.ops.triton import site_gradients
-
-    launch, table = call.tiling.up, call.group.table
-    site_gradients.add_dx[(span.blocks, len(call.rows.tiles_G3))](
+    """Compute dx = frozen ⊙ scale + the dropped ds · A in the span's columns, those of `frozen`."""
+    launch = call.tiling.up
+    kernels.site_gradients.add_dx[(span.blocks, len(call.rows.tiles_G3))](
         ds_TPR,
         frozen_TW,
         scale_T,
         dx_TK,
         call.rows.tiles_G3,
-        call.rows.key_S,
-        call.rows.token_index_T,
-        table.address_PS4,
-        table.rank_PS,
-        table.threshold_PS,
-        table.crc_P,
+        *call.adapters,
         span.low,
         dx_TK.shape[1],
         frozen_TW.shape[1],
-        S=call.slots,
-        P=call.parts,
         BANDS=call.bands,
-        R=call.ranks,
         M=call.rows.tile,
-        C=launch.columns,
-        DROPS=call.group.drops and call.training,
-        ALIGNMENT=alignment(ds_TPR, call),
-        PRECISION=precision(ds_TPR),
-        num_warps=launch.warps,
-        num_stages=launch.stages,
+        DROPS=call.drops,
+        **call.constants(ds_TPR, launch),
     )
 
 
 def large_y(s_TPR: Tensor, y_TN: Tensor, call: SiteCall) -> None:
     """Write sB of large slots to their rows of y and nowhere else."""
-    from weftune.ops.triton import large
-
     launch, table = call.tiling.large_y, call.group.table
-    large.large_y[(sum(call.blocks(LARGE_SPAN)), len(call.rows.runs_U3))](
+    kernels.large.large_y[(sum(call.blocks(LARGE_SPAN)), len(call.rows.runs_U3))](
         s_TPR,
         y_TN,
         call.rows.runs_U3,
@@ -329,60 +266,36 @@ def large_y(s_TPR: Tensor, y_TN: Tensor, call: SiteCall) -> None:
         table.rank_PS,
         y_TN.shape[1],
         COLUMNS=call.columns,
-        S=call.slots,
-        P=call.parts,
         BANDS=call.bands,
-        R=call.ranks,
         M=BLOCK,
-        C=launch.columns,
         SPAN=LARGE_SPAN,
-        ALIGNMENT=alignment(s_TPR, call),
-        PRECISION=precision(s_TPR),
-        num_warps=launch.warps,
-        num_stages=launch.stages,
+        **call.constants(s_TPR, launch),
     )
 
 
 def large_dx(ds_TPR: Tensor, dx_TK: Tensor, call: SiteCall) -> None:
-    """Write the dropped ds · A of slots at the sites where they are large to their rows of dx and nowhere
-    else."""
-    from weftune.ops.triton import large
-
-    launch, table, features = call.tiling.large_dx, call.group.table, dx_TK.shape[1]
-    large.large_dx[(-(-features // LARGE_SPAN), len(call.rows.runs_U3))](
+    """Write the dropped ds · A of slots at the sites where they are large to their rows of dx only."""
+    launch, features = call.tiling.large_dx, dx_TK.shape[1]
+    kernels.large.large_dx[(-(-features // LARGE_SPAN), len(call.rows.runs_U3))](
         ds_TPR,
         dx_TK,
         call.rows.runs_U3,
-        call.rows.key_S,
-        call.rows.token_index_T,
-        table.address_PS4,
-        table.rank_PS,
-        table.threshold_PS,
-        table.crc_P,
+        *call.adapters,
         features,
-        S=call.slots,
-        P=call.parts,
         BANDS=call.bands,
-        R=call.ranks,
         M=BLOCK,
-        C=launch.columns,
         SPAN=LARGE_SPAN,
-        DROPS=call.group.drops and call.training,
-        ALIGNMENT=alignment(ds_TPR, call),
-        PRECISION=precision(ds_TPR),
-        num_warps=launch.warps,
-        num_stages=launch.stages,
+        DROPS=call.drops,
+        **call.constants(ds_TPR, launch),
     )
 
 
 def add_gradients(partial_da_QPRK: Tensor, partial_db_QLN: Tensor, call: SiteCall) -> None:
     """Add the shares of slots with several pieces to their accumulators."""
-    from weftune.ops.triton import site_gradients
-
     features, outputs = partial_da_QPRK.shape[-1], partial_db_QLN.shape[-1]
     columns = max(32, 4096 // call.ranks)
     blocks = call.parts * -(-features // columns) + call.bands * sum(call.blocks(columns))
-    site_gradients.add_gradients[(blocks, len(call.rows.sums_M3))](
+    kernels.site_gradients.add_gradients[(blocks, len(call.rows.sums_M3))](
         partial_da_QPRK,
         partial_db_QLN,
         call.rows.sums_M3,
@@ -396,20 +309,18 @@ def add_gradients(partial_da_QPRK: Tensor, partial_db_QLN: Tensor, call: SiteCal
         BANDS=call.bands,
         R=call.ranks,
         C=columns,
-        ALIGNMENT=alignment(partial_da_QPRK, call),
+        ALIGNMENT=call.alignment(partial_da_QPRK),
         num_warps=4,
     )
 
 
 def row_lengths(weight_NK: Tensor, call: SiteCall) -> None:
     """Write 1 / ‖W + scale · BA‖ for the slots whose outputs are scaled by it besides a trained vector."""
-    from weftune.ops.triton import scales
-
     table, g_out = call.group.table, call.group.g_out
     assert g_out is not None
     ranks = min(call.ranks, DIRECT_RANKS)
     slots, half = LENGTH_RANKS // ranks, weight_NK.dtype.itemsize == 2
-    scales.row_lengths[(-(-call.slots // slots), sum(call.blocks(LENGTH_ROWS)))](
+    kernels.scales.row_lengths[(-(-call.slots // slots), sum(call.blocks(LENGTH_ROWS)))](
         weight_NK,
         table.address_PS4,
         table.factor_PS2,
@@ -425,32 +336,8 @@ def row_lengths(weight_NK: Tensor, call: SiteCall) -> None:
         R=ranks,
         M=LENGTH_ROWS,
         C=LENGTH_COLUMNS if half else LENGTH_COLUMNS // 2,
-        ALIGNMENT=alignment(weight_NK, call),
+        ALIGNMENT=call.alignment(weight_NK),
         PRECISION=precision(weight_NK),
         num_warps=LENGTH_WARPS,
         num_stages=LENGTH_STAGES if half else 1,
     )
-
-
-def compute_pairs(like_TK: Tensor, call: SiteCall) -> None:
-    """Write A and B of the slots that have them computed."""
-    group = call.group
-    assert group.computed is not None
-    write_pairs(like_TK, group.computed, group.table.address_PS4, group.columns)
-
-
-def take_pair_gradients(like_TK: Tensor, call: SiteCall) -> None:
-    """Add the gradients that follow from dA and dB of these slots to those of the vectors that A and B are
-    computed from."""
-    group = call.group
-    assert group.computed is not None
-    add_pair_gradients(like_TK, group.computed, group.table.address_PS4, group.columns)
-
-
-def alignment(x: Tensor, call: SiteCall) -> int:
-    return ALIGNMENT if call.group.table.aligned else x.element_size()
-
-
-def precision(x: Tensor) -> str:
-    """Return the precision of products: exact for float32; without effect for 16 bits."""
-    return "ieee" if x.dtype == torch.float32 else "tf32"

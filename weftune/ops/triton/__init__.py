@@ -1,0 +1,60 @@
+"""The Triton kernels, and whether they can run. A module of kernels is imported when one of them is first
+launched, so that the launchers load without Triton."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weftune.core.clock import Phase, claim
+
+MODULES = (
+    *("adamw", "computed", "dequantise", "experts", "fp8", "large", "logprobs", "norm", "product", "rotary"),
+    *("scales", "site", "site_gradients", "slots", "swiglu"),
+)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of the kernels, which compute in float32; float64 is left to torch."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in MODULES:
+        raise AttributeError(name)
+    return import_module(f"{__name__}.{name}")
+
+
+def kernels_available(x: Tensor) -> bool:
+    """Return whether Triton can run on this tensor: compiled on a GPU, or by its interpreter if enabled."""
+    return kernels_available_on(x.device, x.dtype)
+
+
+def kernels_available_on(device: torch.device, dtype: torch.dtype) -> bool:
+    runs = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    return dtype in DTYPES and runs and _installed()
+
+
+@cache
+def _installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def with_whole_rows(x: Tensor) -> Tensor:
+    """Return x with its last dimension contiguous; kernels take the strides of the others into account."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def count_compilation() -> None:
+    """Make Triton report compilation times to the run's clock, unless another listener is installed."""
+    from triton import knobs
+
+    def listen(*, times: Any, **_: Any) -> None:
+        # Triton calls this in the thread that compiles; kernels from its cache take almost no time.
+        claim(Phase.COMPILING, times.total / 1e6)
+
+    if knobs.compilation.listener is None:
+        knobs.compilation.listener = listen

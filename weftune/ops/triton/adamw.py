@@ -29,8 +29,7 @@ def _size(entry, EVEN: tl.constexpr):
 
 @triton.jit
 def squares(table_J2, squares_JB, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute the sum of squares of each block of each vector. Blocks after a vector's end are left
-    unchanged."""
+    """Compute the sum of squares of each block of each vector, up to the vector's end."""
     job, block = tl.program_id(1), tl.program_id(0)
     table_J2 += job * 2
     size = _size(table_J2 + LENGTH, EVEN)

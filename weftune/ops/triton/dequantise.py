@@ -29,20 +29,20 @@ def write_nf4(
 ) -> None:
     # All words of a program belong to one block of 256 maxima, so that offsets within it are small numbers.
     start = tl.program_id(0).to(tl.int64) * WORDS
-    left = tl.minimum(values - start * 8, WORDS * 8).to(tl.int32)
+    remaining = tl.minimum(values - start * 8, WORDS * 8).to(tl.int32)
     word_W = tl.arange(0, WORDS)
-    scale_W = tl.load(absmax + start // 8 + word_W // 8, mask=word_W * 8 < left, other=0)
+    scale_W = tl.load(absmax + start // 8 + word_W // 8, mask=word_W * 8 < remaining, other=0)
     if NESTED:
         scale_W = tl.load(nested_code + scale_W.to(tl.int32))
         scale_W *= tl.load(nested_absmax + start // 2048)
         scale_W += tl.load(offset)
     byte_W4 = word_W[:, None] * 4 + tl.arange(0, 4)[None, :]
-    bits_W4 = tl.load(packed + start * 4 + byte_W4, mask=byte_W4 * 2 < left, other=0).to(tl.int32)
+    bits_W4 = tl.load(packed + start * 4 + byte_W4, mask=byte_W4 * 2 < remaining, other=0).to(tl.int32)
     bits_W8 = tl.interleave(bits_W4 >> 4, bits_W4 & 15)
     code_C = tl.load(code + tl.arange(0, 16))
     value_W8 = tl.gather(code_C, tl.reshape(bits_W8, (WORDS * 8,)), 0).reshape(WORDS, 8) * scale_W[:, None]
     place_W8 = word_W[:, None] * 8 + tl.arange(0, 8)[None, :]
-    tl.store(out + start * 8 + place_W8, value_W8.to(out.dtype.element_ty), mask=place_W8 < left)
+    tl.store(out + start * 8 + place_W8, value_W8.to(out.dtype.element_ty), mask=place_W8 < remaining)
 
 
 @triton.jit

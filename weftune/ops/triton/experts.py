@@ -15,12 +15,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weftune.ops.triton.product import added, halves, place
+from weftune.ops.triton.product import added, halves, tile_blocks
 from weftune.ops.triton.swiglu import shares_of
 
 
 @triton.jit
-def deal_runs(
+def assign_runs(
     edges,
     run_ends,
     tile_ends,
@@ -84,8 +84,8 @@ def deal_runs(
 
 @triton.jit
 def expert_product(
-    left,
-    right,
+    lhs,
+    rhs,
     target,
     s,
     runs,
@@ -105,9 +105,9 @@ def expert_product(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute target [rows, N] = left [rows, K] · every row's expert + the adapters' products.
+    """Compute target [rows, N] = lhs [rows, K] · every row's expert + the adapters' products.
 
-    Forward: right is W of all experts as [experts · N, K], the adapters add sB. Backward: right is W as
+    Forward: rhs is W of all experts as [experts · N, K], the adapters add sB. Backward: rhs is W as
     [experts · K, N], and the adapters add ds · A. Without s there are none.
     """
     H: tl.constexpr = C // 2
@@ -115,17 +115,17 @@ def expert_product(
     column_blocks = tl.cdiv(N, C)
     tl.assume(K > 0)
     for tile in tl.range(tl.program_id(0), row_blocks * column_blocks, tl.num_programs(0), flatten=True):
-        row_block, column_block = place(tile, row_blocks, column_blocks, GROUP)
+        row_block, column_block = tile_blocks(tile, row_blocks, column_blocks, GROUP)
         start = tl.load(blocks + row_block * 5)
         expert = tl.load(blocks + row_block * 5 + 2)
         sum_MC = tl.zeros((M, C), tl.float32)
         for k in range(0, K, D):
-            left_MD = left.load([start, k])
+            lhs_MD = lhs.load([start, k])
             if BACKWARD:
-                right_DC = right.load([expert * K + k, column_block * C])
+                rhs_DC = rhs.load([expert * K + k, column_block * C])
             else:
-                right_DC = right.load([expert * N + column_block * C, k]).T
-            sum_MC = tl.dot(left_MD, right_DC, sum_MC, input_precision=PRECISION)
+                rhs_DC = rhs.load([expert * N + column_block * C, k]).T
+            sum_MC = tl.dot(lhs_MD, rhs_DC, sum_MC, input_precision=PRECISION)
         row_M = start + tl.arange(0, M)
         stop = tl.load(blocks + row_block * 5 + 1)
         first = tl.load(blocks + row_block * 5 + 3)

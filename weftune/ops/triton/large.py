@@ -152,10 +152,10 @@ def large_dx(
     slot = tl.load(run + 2)
     if slot < 0:
         return
-    most = 0
+    max_ranks = 0
     for one in tl.static_range(SITES):
-        most = tl.maximum(most, large_ranks(rank, one, slot, S, P, BANDS, R))
-    if most == 0:
+        max_ranks = tl.maximum(max_ranks, large_ranks(rank, one, slot, S, P, BANDS, R))
+    if max_ranks == 0:
         return
     row_M = (start + tl.arange(0, M)).to(tl.int64)
     inside_M1 = (row_M < stop)[:, None]

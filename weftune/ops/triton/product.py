@@ -31,7 +31,7 @@ from weftune.ops.triton.slots import (
 
 
 @triton.jit
-def place(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
+def tile_blocks(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
     """Return (row block, column block) of a tile: GROUP row blocks share their columns in the cache."""
     width = GROUP * column_blocks
     first = tile // width * GROUP
@@ -210,8 +210,8 @@ def scaled_by_runs(
 
 @triton.jit(do_not_specialize=["T"])
 def product(
-    left,
-    right,
+    lhs,
+    rhs,
     residual,
     target,
     unscaled,
@@ -249,13 +249,13 @@ def product(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute target [T, N] = left [T, K] · right + residual + bias + the adapters' products.
+    """Compute target [T, N] = lhs [T, K] · rhs + residual + bias + the adapters' products.
 
     If jobs scale their outputs, the unscaled values are written to `unscaled`, before residual and bias;
     blocks without rows of such jobs are left unchanged.
 
     Forward: the adapters add sB of the site that the columns belong to. Backward: the adapters add the
-    dropped ds · A of all sites. The addition of large slots is in `target`. Right is stored as [K, N], or as
+    dropped ds · A of all sites. The addition of large slots is in `target`. `rhs` is stored as [K, N], or as
     [N, K] if TURNED. With 8-bit operands the sum is multiplied by their scales, and ROUGH is the number of
     products that a tensor core may sum by itself (None means all); it keeps some 14 bits of such a sum.
     """
@@ -267,12 +267,12 @@ def product(
     column_blocks = tl.cdiv(N, C)
     tl.assume(K > 0)
     for tile in tl.range(tl.program_id(0), row_blocks * column_blocks, tl.num_programs(0), flatten=True):
-        row_block, column_block = place(tile, row_blocks, column_blocks, GROUP)
+        row_block, column_block = tile_blocks(tile, row_blocks, column_blocks, GROUP)
         sum_MC = tl.zeros((M, C), tl.float32)
         for k in range(0, K, D):
-            left_MD = left.load([row_block * M, k])
-            right_DC = right.load([column_block * C, k]).T if TURNED else right.load([k, column_block * C])
-            sum_MC = tl.dot(left_MD, right_DC, sum_MC, input_precision=PRECISION, max_num_imprecise_acc=ROUGH)
+            lhs_MD = lhs.load([row_block * M, k])
+            rhs_DC = rhs.load([column_block * C, k]).T if TURNED else rhs.load([k, column_block * C])
+            sum_MC = tl.dot(lhs_MD, rhs_DC, sum_MC, input_precision=PRECISION, max_num_imprecise_acc=ROUGH)
         row_M = row_block * M + tl.arange(0, M)
         first = tl.load(edges + row_block) * PARTS
         end = tl.load(edges + row_block + 1) * PARTS

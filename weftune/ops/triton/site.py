@@ -20,8 +20,8 @@ from weftune.ops.triton.slots import (
     drops_in_any,
     in_eights,
     kept,
+    largest_rank,
     matrix,
-    most_ranks,
     row_factor,
     site_key,
 )
@@ -57,8 +57,7 @@ def down_of_tile(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `down` for a slot that has at most OWN ranks in each part: no more are multiplied or
-    written."""
+    """Compute `down` for a slot with at most OWN ranks in each part: no more are multiplied or written."""
     split, splits = tl.program_id(1), tl.num_programs(1)
     first = tl.program_id(2) * TOGETHER
     row_M = start + tl.arange(0, M)
@@ -126,7 +125,7 @@ def down_by_ranks(
     start,
     stop,
     slot,
-    most,
+    max_ranks,
     T,
     K,
     S: tl.constexpr,
@@ -140,9 +139,8 @@ def down_by_ranks(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `down` of a tile. Small ranks have a separate code path if other slots have much larger
-    ones."""
-    if R > 32 and most <= 16:
+    """Compute `down` of a tile. Small ranks have their own code path if other slots have far larger ones."""
+    if R > 32 and max_ranks <= 16:
         down_of_tile(
             x, s, partial, key, token_index, address, factor, rank, threshold, crc, evaluating,
             start, stop, slot, T, K, S, P, TOGETHER, 16, R, M, C, SPLIT, DROPS, ALIGNMENT, PRECISION,
@@ -201,19 +199,19 @@ def down(
                 at_MR = row_M.to(tl.int64)[:, None] * (P * R) + (first + i) * R + tl.arange(0, R)[None, :]
                 tl.store(s + at_MR, zero_MR, mask=(row_M < stop)[:, None])
         return
-    most = most_ranks(rank, first, slot, S, TOGETHER)
-    if most == 0:
+    max_ranks = largest_rank(rank, first, slot, S, TOGETHER)
+    if max_ranks == 0:
         return
     dropping = drops_in_any(threshold, first, slot, S, TOGETHER) if DROPS else False
     if DROPS and dropping:
         down_by_ranks(
             x, s, partial, key, token_index, address, factor, rank, threshold, crc, evaluating,
-            start, stop, slot, most, T, K, S, P, TOGETHER, R, M, C, SPLIT, True, ALIGNMENT, PRECISION,
+            start, stop, slot, max_ranks, T, K, S, P, TOGETHER, R, M, C, SPLIT, True, ALIGNMENT, PRECISION,
         )  # fmt: skip
     else:
         down_by_ranks(
             x, s, partial, key, token_index, address, factor, rank, threshold, crc, evaluating,
-            start, stop, slot, most, T, K, S, P, TOGETHER, R, M, C, SPLIT, False, ALIGNMENT, PRECISION,
+            start, stop, slot, max_ranks, T, K, S, P, TOGETHER, R, M, C, SPLIT, False, ALIGNMENT, PRECISION,
         )  # fmt: skip
 
 
@@ -232,8 +230,7 @@ def sum_rows(
     M: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """Compute s (or ds) of some rows = factor · the sum of its shares: part p has SHARES[p] up to SHARES[p +
-    1]."""
+    """Compute s or ds = factor · the sum of its shares: part p has SHARES[p] up to SHARES[p + 1]."""
     tile = tl.program_id(0)
     start = tl.load(tiles + tile * 3) + tl.program_id(1) * M
     stop = tl.load(tiles + tile * 3 + 1)

@@ -21,8 +21,8 @@ from weftune.ops.triton.slots import (
     drops_in_any,
     in_eights,
     kept,
+    largest_rank,
     matrix,
-    most_ranks,
     row_factor,
     site_key,
 )
@@ -52,8 +52,7 @@ def ds_db_of_piece(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `ds_db` for a slot that has at most OWN ranks: no more are multiplied, though there is room for
-    R."""
+    """Compute `ds_db` for a slot with at most OWN ranks: no more are multiplied, in room for R."""
     piece = tl.program_id(1)
     band, block = tl.program_id(0) % BANDS, tl.program_id(0) // BANDS
     site, low, high, origin = column_block(block, COLUMNS, P // BANDS, C)
@@ -355,7 +354,7 @@ def da_by_ranks(
     threshold,
     crc,
     slot,
-    most,
+    max_ranks,
     K,
     S: tl.constexpr,
     P: tl.constexpr,
@@ -368,7 +367,7 @@ def da_by_ranks(
     PRECISION: tl.constexpr,
 ):
     """Compute `da` of a piece. Small ranks have a separate code path if other slots have much larger ones."""
-    if R > 32 and most <= 16:
+    if R > 32 and max_ranks <= 16:
         da_of_piece(
             x, ds, partial_da, pieces, key, token_index, address, rank, threshold, crc, slot, K,
             S, P, TOGETHER, 16, R, M, C, DROPS, ALIGNMENT, PRECISION,
@@ -413,18 +412,18 @@ def da(
     slot = tl.load(pieces + tl.program_id(1) * 4 + 2)
     if slot < 0:
         return
-    most = most_ranks(rank, first, slot, S, TOGETHER)
-    if most == 0:
+    max_ranks = largest_rank(rank, first, slot, S, TOGETHER)
+    if max_ranks == 0:
         return
     dropping = drops_in_any(threshold, first, slot, S, TOGETHER) if DROPS else False
     if DROPS and dropping:
         da_by_ranks(
-            x, ds, partial_da, pieces, key, token_index, address, rank, threshold, crc, slot, most, K,
+            x, ds, partial_da, pieces, key, token_index, address, rank, threshold, crc, slot, max_ranks, K,
             S, P, TOGETHER, R, M, C, True, ALIGNMENT, PRECISION,
         )  # fmt: skip
     else:
         da_by_ranks(
-            x, ds, partial_da, pieces, key, token_index, address, rank, threshold, crc, slot, most, K,
+            x, ds, partial_da, pieces, key, token_index, address, rank, threshold, crc, slot, max_ranks, K,
             S, P, TOGETHER, R, M, C, False, ALIGNMENT, PRECISION,
         )  # fmt: skip
 

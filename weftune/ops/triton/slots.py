@@ -18,8 +18,7 @@ SECOND = tl.constexpr(0xC2B2AE35)
 STRIDE = tl.constexpr(0x9E3779B9)
 NEVER = tl.constexpr(-(1 << 31))
 DIRECT = tl.constexpr(64)
-"""Maximum ranks of a part that a fused product adds by itself; the addition of larger ones is written before
-it."""
+"""Maximum ranks of a part that a fused product adds by itself; `large` writes the addition of others."""
 
 
 @triton.jit
@@ -77,12 +76,12 @@ def in_eights(r_R, rank):
 
 
 @triton.jit
-def most_ranks(rank, first, slot, S: tl.constexpr, TOGETHER: tl.constexpr):
+def largest_rank(rank, first, slot, S: tl.constexpr, TOGETHER: tl.constexpr):
     """Return the maximum ranks of a slot in any of TOGETHER parts."""
-    most = tl.load(rank + first * S + slot)
+    max_ranks = tl.load(rank + first * S + slot)
     for i in tl.static_range(1, TOGETHER):
-        most = tl.maximum(most, tl.load(rank + (first + i) * S + slot))
-    return most
+        max_ranks = tl.maximum(max_ranks, tl.load(rank + (first + i) * S + slot))
+    return max_ranks
 
 
 @triton.jit

@@ -15,8 +15,7 @@ from weftune.base.quant.linear import compute_by
 from weftune.ops.dequantise import KERNELS
 from weftune.ops.fp8 import multiply
 from weftune.ops.lora.routes import Route
-from weftune.ops.triton.at_hand import kernels_at_hand, kernels_run
-from weftune.ops.triton.compilation import count_compilation
+from weftune.ops.triton import count_compilation, kernels_available, kernels_available_on
 from weftune.run.passes.layers import Layers
 
 
@@ -83,7 +82,7 @@ class AdaptedBase:
 
 def _by_kernel(form: WeightFormat, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
     write = KERNELS.get(form.name)
-    if write is None or not kernels_at_hand(out_NK):
+    if write is None or not kernels_available(out_NK):
         form.write(parts, out_NK)
     else:
         write(parts, out_NK)
@@ -91,4 +90,4 @@ def _by_kernel(form: WeightFormat, parts: Mapping[str, Tensor], out_NK: Tensor) 
 
 def best_route(device: torch.device, dtype: torch.dtype) -> Route:
     """Return the tiled route if its kernels run, else the segmented one: neither spreads a NaN."""
-    return Route.tiled if device.type == "cuda" and kernels_run(device, dtype) else Route.segmented
+    return Route.tiled if device.type == "cuda" and kernels_available_on(device, dtype) else Route.segmented

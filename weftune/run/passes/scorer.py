@@ -17,8 +17,7 @@ from weftune.core.batch import Segment, to_device
 from weftune.core.weights import Head, HeadRows
 from weftune.objectives.objective import BatchFacts, Objective, SampleScores, ScalarHead
 from weftune.objectives.sft import SFT
-from weftune.ops.logprobs import target_logprobs
-from weftune.ops.segments import run_counts, run_sums
+from weftune.ops.logprobs import run_counts, run_sums, target_logprobs
 from weftune.run.passes.rows import LaidMicrobatch
 from weftune.run.training.state import EvaluationSums
 

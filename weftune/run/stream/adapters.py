@@ -20,7 +20,7 @@ from weftune.adapters.vector import VectorLayout
 from weftune.base.host.pinned import host_vectors
 from weftune.core.shapes import layer_of
 from weftune.ops.adamw import AdamState, gradient_norms, square_sums
-from weftune.ops.triton.at_hand import kernels_at_hand, kernels_run
+from weftune.ops.triton import kernels_available, kernels_available_on
 from weftune.plan.program.layout import OnWorker
 from weftune.run.stream.adapter_steps import Pair, StagePart
 from weftune.run.training.state import Training
@@ -153,7 +153,7 @@ class AdapterPlaces:
         """Return the norms of gradients that are all on the host, in float64 [J]. If kernels are available,
         the device has summed the squares before they were copied."""
         states = [self.travellers[job].training.state for job in jobs]
-        if not kernels_run(self.device, states[0].gradient.dtype):
+        if not kernels_available_on(self.device, states[0].gradient.dtype):
             self.wait()
             return gradient_norms(states)
         none = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -194,7 +194,7 @@ class AdapterPlaces:
     def _measure(self, pairs: Iterable[Pair]) -> None:
         made = self._made_in(pairs)
         rooms = [self.travellers[job].gradient[stage] for job, stage in made]
-        if rooms and kernels_at_hand(rooms[0]):
+        if rooms and kernels_available(rooms[0]):
             for (job, _), squares in zip(made, square_sums(rooms), strict=True):
                 self._squares[job].append(squares)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from weftune.ops.adamw import Update, gradient_norms, update
-from weftune.ops.triton.at_hand import kernels_at_hand, kernels_run
+from weftune.ops.triton import kernels_available, kernels_available_on
 from weftune.run.measure.memory import is_out_of_memory
 from weftune.run.measure.timers import Stopwatch
 from weftune.run.training.state import LITTLE, OpenBatch, StepOutcome, Training
@@ -141,7 +141,7 @@ def close_batches(requests: Sequence[StepRequest], norm_J: Tensor, device: torch
     norm_J = norm_J.to(sums_J2.device)
     updates = tuple(training.update() for training in trainings)
     factor_J = factors(trainings, sums_J2, norm_J)
-    by_kernels = kernels_run(device, trainings[0].master.dtype)
+    by_kernels = kernels_available_on(device, trainings[0].master.dtype)
     if not by_kernels:
         known = zip(updates, factor_J.tolist(), strict=True)
         updates = tuple(replace(one, factor=factor) for one, factor in known)
@@ -203,7 +203,7 @@ def make_update(one: Update) -> str | None:
     try:
         return None if bool(update([one])) else _spoilt(one)
     except Exception as error:
-        if kernels_at_hand(one.state.master) or not is_out_of_memory(error):
+        if kernels_available(one.state.master) or not is_out_of_memory(error):
             raise
         # Half a step cannot be replayed.
         return f"out of memory inside its optimizer step {one.step}"
