@@ -69,7 +69,7 @@ def test_experts_of_several_bands_are_seated_each_where_its_rows_begin():
     table = SlotTable.empty(SITES[:1], slots=6, device=CPU, bands=2)
     a, b = torch.zeros(3, BAND + 8, 8), torch.zeros(3, BAND + 8, 16)
     stacked = LowRank(a, b, torch.zeros_like(a), torch.zeros_like(b), 2.0, 0.0)
-    table.put_experts(table.host_views(), 3, stacked)
+    table.put_experts(3, stacked)
     table.send()
     assert table.rank_PS.tolist() == [[0, 0, 0, BAND, BAND, BAND], [0, 0, 0, 8, 8, 8]]
     for band, expert in ((0, 0), (0, 2), (1, 0), (1, 2)):
