@@ -51,7 +51,7 @@ def test_a_path_is_made_absolute_from_its_folder_without_following_links(tmp_pat
 @pytest.mark.parametrize("text", ["x" * 5000, "a/" * 3000, "\0", "\ud800"])
 def test_a_path_that_no_system_can_have_is_not_there_and_is_a_sentence(tmp_path: Path, text: str) -> None:
     assert not exists(place_in(tmp_path, text))
-    assert locate_rows(tmp_path, text).fault
+    assert fault(locate_rows, tmp_path, text)
 
 
 def test_a_zero_byte_is_named_since_nobody_sees_it(tmp_path: Path) -> None:
