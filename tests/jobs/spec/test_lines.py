@@ -19,7 +19,7 @@ def values(text: str) -> Any:
 
 
 def faults(text: str) -> list[str]:
-    return [f"{one.place}: {one.sentence}" for one in parse_yaml(text, "f.yaml").faults]
+    return [f"{one.location}: {one.sentence}" for one in parse_yaml(text, "f.yaml").faults]
 
 
 def complaint(text: str) -> str:
