@@ -47,6 +47,11 @@ def test_other_keys_are_refused_with_a_sentence(word: str, sentence: str) -> Non
         read_changes([word])
 
 
+def test_a_key_that_cannot_change_is_refused_with_the_command_that_trains_the_job_anew() -> None:
+    with pytest.raises(SpecError, match="train it anew with weftune train j.yaml --resume --restart a, or"):
+        read_changes(["steps=300"], "weftune train j.yaml --resume", ["a"])
+
+
 def test_a_changed_value_is_checked_as_the_files_would_be() -> None:
     changed = with_changes(job(adapter={"rank": 4}), {"learning_rate": 1e-5, "adapter.dropout": 0.5})
     assert (changed.learning_rate, changed.adapter.dropout, changed.adapter.rank) == (1e-5, 0.5, 4)
