@@ -25,13 +25,7 @@ from weftune.jobs.sweeps.record import (
     trained_share,
     winners,
 )
-from weftune.report.compare import (
-    base_validation,
-    best_jobs,
-    by_result,
-    first_loss,
-    kept_validation,
-)
+from weftune.report.compare import base_validation, best_jobs, by_result, first_loss, kept_validation
 from weftune.report.effort import headline
 from weftune.report.read import JobRecord, Run
 from weftune.report.snippets import remedies

@@ -48,7 +48,7 @@ def test_other_keys_are_refused_with_a_sentence(word: str, sentence: str) -> Non
 
 
 def test_a_key_that_cannot_change_is_refused_with_the_command_that_trains_the_job_anew() -> None:
-    with pytest.raises(SpecError, match="train it anew with weftune train j.yaml --resume --restart a, or"):
+    with pytest.raises(SpecError, match=r"train it anew with weftune train j.yaml --resume --restart a, or"):
         read_changes(["steps=300"], "weftune train j.yaml --resume", ["a"])
 
 

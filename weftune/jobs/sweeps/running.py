@@ -22,13 +22,7 @@ from weftune.jobs.spec.spec import JobSpec
 from weftune.jobs.store.job_file import CHECKPOINTS
 from weftune.jobs.store.status import METRICS, RUNG_LOSS, State
 from weftune.jobs.store.store import Store
-from weftune.jobs.sweeps.halving import (
-    LEFT,
-    LossTrend,
-    Rungs,
-    TrialEnd,
-    trial_count,
-)
+from weftune.jobs.sweeps.halving import LEFT, LossTrend, Rungs, TrialEnd, trial_count
 from weftune.jobs.sweeps.record import (
     BEST,
     DamagedSweep,
