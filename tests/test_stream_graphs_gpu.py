@@ -17,7 +17,7 @@ from weftune.base.host.streamed import load_streamed
 from weftune.plan.program.layout import Layout, StageLayers
 from weftune.run.assemble import streamed_executor
 from weftune.run.events import Failed, Stepped
-from weftune.run.passes.graph_pool import GraphPool
+from weftune.run.passes.graphs import GraphPool
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,8 +15,7 @@ from weftune.run.measure.memory import release
 from weftune.run.measure.timers import ActionTimer
 from weftune.run.parts import AdapterState, Agreement
 from weftune.run.passes.adapted import AdaptedBase
-from weftune.run.passes.graph_pool import GraphPool, Pool
-from weftune.run.passes.graphs import CapturedPasses
+from weftune.run.passes.graphs import CapturedPasses, GraphPool, Pool
 from weftune.run.passes.plain import PlainPasses
 from weftune.run.passes.stage_graphs import CapturedVisits
 from weftune.run.resident_adapters import ResidentAdapters

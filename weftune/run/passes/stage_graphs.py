@@ -27,7 +27,7 @@ from weftune.plan.program.program import NOTHING, Forward, Program
 from weftune.run.measure.memory import is_out_of_memory
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, key_of
-from weftune.run.passes.graph_pool import Pool
+from weftune.run.passes.graphs import Pool
 from weftune.run.passes.plain import PlainPasses
 from weftune.run.passes.rows import InFlight, LaidMicrobatch, Membership, StageVisit
 
