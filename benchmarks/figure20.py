@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from random import Random
 from statistics import mean, pstdev
 
-from weftune.plan.cost.layers import LayerCost
+from weftune.plan.cost.estimate import LayerCost
 from weftune.plan.layout.stages import StageLimit, balance
 from weftune.plan.pack.merge import BatchSample, JobLengths, MergeRules, group, merge
 from weftune.plan.program.prices import PassPrice, PricedCluster, Prices

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.contention import Root, contended_seconds, fastest_order
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
-from weftune.plan.cost.layers import LayerCost
+from weftune.plan.cost.estimate import LayerCost
 from weftune.plan.layout.mapping import Topology, cross_order, sequential_order
 from weftune.plan.layout.mobius_partition import largest_stages, smallest_stages, stream
 from weftune.plan.layout.mobius_step import (

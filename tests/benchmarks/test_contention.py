@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.contention import Root, contended_seconds, fastest_order
 from tests.plan.streams import HOSTS, bases, partition, partitions
-from weftune.plan.cost.layers import LayerCost
+from weftune.plan.cost.estimate import LayerCost
 from weftune.plan.layout.mapping import Topology, cross_order, sequential_order
 from weftune.plan.layout.mobius_step import Host, StreamPartition, step_seconds, visits
 

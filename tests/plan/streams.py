@@ -7,7 +7,7 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from weftune.plan.cost.layers import LayerCost
+from weftune.plan.cost.estimate import LayerCost
 from weftune.plan.layout.mobius_step import Host, StreamPartition
 
 SECONDS = st.integers(0, 40).map(lambda tenths: tenths / 10)

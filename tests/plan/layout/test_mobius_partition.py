@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.cases import slow_but
 from tests.plan.streams import HOSTS, bases, every_partition, partitions
 from weftune.errors import PlanError
-from weftune.plan.cost.layers import LayerCost
+from weftune.plan.cost.estimate import LayerCost
 from weftune.plan.layout.mobius_partition import Bounds, largest_stages, smallest_stages, stream
 from weftune.plan.layout.mobius_step import Host, step_seconds
 

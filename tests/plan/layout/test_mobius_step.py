@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.streams import HOSTS, bases, partition, partitions
-from weftune.plan.cost.layers import LayerCost, StageCost
+from weftune.plan.cost.estimate import LayerCost, StageCost
 from weftune.plan.layout.mobius_step import Host, StreamPartition, free_bytes, step_seconds, visits
 
 

@@ -16,7 +16,7 @@ from tests.plan.profiles import KINDS, profile
 from tests.plan.streams import layer
 from weftune.core.shapes import LayerRange, ModelShape, SiteShape
 from weftune.errors import PlanError
-from weftune.plan.cost.layers import LayerCost, StageCost, stage_cost, stage_shape
+from weftune.plan.cost.estimate import LayerCost, StageCost, stage_cost, stage_shape
 from weftune.plan.cost.memory import SLACK_BYTES, MemoryModel
 from weftune.plan.cost.time import Terms
 from weftune.plan.layout.choose import Machine

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from weftune.core.shapes import JobShape, LayerRange, ModelShape, logit_rows
-from weftune.plan.cost.layers import stage_shape
+from weftune.plan.cost.estimate import stage_shape
 from weftune.plan.cost.ring import optimizer_bytes, optimizer_ring_bytes
 from weftune.plan.cost.streamed_memory import (
     ON_THE_WAY,

@@ -17,7 +17,7 @@ from itertools import islice, pairwise
 from typing import TypeVar
 
 from weftune.errors import PlanError
-from weftune.plan.cost.layers import LayerCost, StageCost, stage_cost
+from weftune.plan.cost.estimate import LayerCost, StageCost, stage_cost
 from weftune.plan.cost.memory import gib
 from weftune.plan.layout.mobius_step import Host, StreamPartition, free_bytes, passing_bytes, stages_seconds
 

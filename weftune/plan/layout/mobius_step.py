@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from weftune.plan.cost.layers import LayerCost, StageCost, stage_cost
+from weftune.plan.cost.estimate import LayerCost, StageCost, stage_cost
 
 
 @dataclass(frozen=True, slots=True)

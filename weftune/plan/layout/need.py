@@ -182,10 +182,6 @@ class StreamCase:
         parts = self.memory.parts(sizes, resident, draft.slots[worker], worker, len(draft.sizes))
         return self.device.taken + self.device.slack + sum(parts)
 
-    def streamed_bytes(self, draft: Draft) -> int:
-        """Return the bytes of the streamed layers."""
-        return draft.streamed_layers * self.memory.layer_bytes
-
     def host_bytes(self, draft: Draft) -> int:
         return self.memory.host_bytes(draft.streamed_layers, len(draft.sizes), self.device.staging)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise, permutations
 
 from weftune.errors import PlanError
-from weftune.plan.cost.layers import LayerCost
+from weftune.plan.cost.estimate import LayerCost
 from weftune.plan.layout.mobius_partition import largest_stages, smallest_stages, stream
 from weftune.plan.layout.mobius_step import Host, StreamPartition
 from weftune.plan.layout.need import Draft, StreamCase

@@ -109,15 +109,14 @@ class _Seating:
         left, found = self._left, []
         for at, job in enumerate(rest):
             waits = job.name not in self._present
-            if self._is_hopeless(job) or (waits and left <= 0):
+            # A running job stays as long as no other has been admitted.
+            hopeless = job.name in self._as_large and (self._crowded or waits)
+            if hopeless or (waits and left <= 0):
                 left = min(left, self._allowed(job))
                 continue
             found.append((at, left))
             left -= waits
         return found
-
-    def _is_hopeless(self, job: JobShape) -> bool:
-        return job.name in self._as_large and (self._crowded or job.name not in self._present)
 
     def _allowed(self, job: JobShape) -> float:
         """Return how many jobs may overtake a job without a seat. A preempted job is now in the queue."""

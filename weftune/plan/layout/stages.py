@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from weftune.core.shapes import JobShape, LayerRange, ModelShape
 from weftune.errors import PlanError
-from weftune.plan.cost.layers import LayerCost, StageCost, stage_cost
+from weftune.plan.cost.estimate import LayerCost, StageCost, stage_cost
 from weftune.plan.cost.memory import MemoryModel, gib
 from weftune.plan.cost.profile import Profile
 from weftune.plan.cost.profile_cost import directions

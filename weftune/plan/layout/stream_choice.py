@@ -226,9 +226,10 @@ def _why(found: Found) -> str:
     slots = min(draft.slots[0], len(sizes) - stays)
     files = ""
     if device.staging is not None:
+        streamed = draft.streamed_layers * case.memory.layer_bytes
         files = (
             f"; weights are read from their files in every step, since the host has {gib(device.host_budget)}"
-            f" for a run and they would take {gib(case.streamed_bytes(draft))}"
+            f" for a run and they would take {gib(streamed)}"
         )
     return (
         f"streamed in {len(sizes)} stages of {_range(sizes, 'layer')}, {stays} of them resident, the others "

@@ -11,13 +11,15 @@ from weftune.plan.cost.cluster import Cluster
 from weftune.plan.cost.estimate import (
     BaseLayer,
     JobOutline,
+    LayerCost,
     RowCounts,
     Speed,
+    StageCost,
     base_layers,
     layer_costs,
     sheet_speed,
+    stage_cost,
 )
-from weftune.plan.cost.layers import LayerCost, StageCost, stage_cost
 from weftune.plan.cost.memory import MemoryModel, gib, longest
 from weftune.plan.layout.choose import MAX_TOKENS
 from weftune.plan.layout.stages import StageLimit, balance
