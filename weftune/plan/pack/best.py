@@ -74,63 +74,40 @@ def pack_best(
 
 def pack_instance(case: Instance, leave_room: bool = False, limits: Limits = LIMITS) -> Packing:
     greedy, fewest = pack_padded(case), bound_of(case)
-    attempt = _Attempt(case, fewest, limits, greedy)
-    if len(attempt.bins) > fewest:
-        attempt.swap()
-    if len(attempt.bins) > fewest:
-        attempt.shake()
-    if len(attempt.bins) > fewest and attempt.solvable(limits.solver_cells):
-        attempt.solve()
-    if leave_room:
-        attempt.leave_room()
-    ordered = sorted((sorted(chosen) for chosen in attempt.bins), key=lambda one: (-case.load(one), one))
+    bins, proven = greedy, False
+    how: How = "greedy"
+
+    def keep(found: Bins, by: How) -> None:
+        nonlocal bins, how
+        fewer, equal = len(found) < len(bins), len(found) == len(bins)
+        if fewer or (equal and emptiest(case, found) < emptiest(case, bins)):
+            bins, how = found, by
+
+    def solvable(cells: int) -> bool:
+        return 0 < len(case.lengths) * len(bins) <= cells and milp.available()
+
+    def gains_room() -> bool:
+        """Return whether the least full bin may shrink by a sample or more: less makes room for none."""
+        spare = emptiest(case, bins) - least_possible(case, len(bins))
+        return leave_room and spare >= min(case.lengths, default=1)
+
+    if len(bins) > fewest:
+        keep(swap(case, bins, fewest, limits.tries), "swap")
+    if len(bins) > fewest:
+        keep(shake(case, bins, fewest, limits.kicks, limits.tries), "shake")
+    if len(bins) > fewest and solvable(limits.solver_cells):
+        found, proven = milp.fewest_bins(case, bins, fewest, limits.solver_nodes)
+        keep(found, "solver")
+    if gains_room():
+        keep(swap(case, bins, fewest, limits.tries), "swap")
+    if gains_room() and solvable(limits.room_cells):
+        keep(milp.emptiest_bin(case, bins, limits.solver_nodes)[0], "solver")
+    ordered = sorted((sorted(chosen) for chosen in bins), key=lambda one: (-case.load(one), one))
     return Packing(
         bins=tuple(tuple(chosen) for chosen in ordered),
         greedy=len(greedy),
         bound=fewest,
         emptiest=emptiest(case, ordered),
-        how=attempt.how,
-        proven=attempt.proven or len(ordered) == fewest,
+        how=how,
+        proven=proven or len(ordered) == fewest,
     )
-
-
-class _Attempt:
-    """A packing under improvement; `how` names what last improved it."""
-
-    def __init__(self, case: Instance, fewest: int, limits: Limits, bins: Bins) -> None:
-        self.case, self.fewest, self.limits, self.bins = case, fewest, limits, bins
-        self.how: How = "greedy"
-        self.proven = False
-
-    def swap(self) -> None:
-        self._keep(swap(self.case, self.bins, self.fewest, self.limits.tries), "swap")
-
-    def shake(self) -> None:
-        limits = self.limits
-        self._keep(shake(self.case, self.bins, self.fewest, limits.kicks, limits.tries), "shake")
-
-    def solvable(self, cells: int) -> bool:
-        return 0 < len(self.case.lengths) * len(self.bins) <= cells and milp.available()
-
-    def solve(self) -> None:
-        found, self.proven = milp.fewest_bins(self.case, self.bins, self.fewest, self.limits.solver_nodes)
-        self._keep(found, "solver")
-
-    def leave_room(self) -> None:
-        """Empty the last microbatch if that makes room for at least one more sample."""
-        if self._gain():
-            self.swap()
-        if self._gain() and self.solvable(self.limits.room_cells):
-            found, _ = milp.emptiest_bin(self.case, self.bins, self.limits.solver_nodes)
-            self._keep(found, "solver")
-
-    def _gain(self) -> bool:
-        """Return whether the least full bin may shrink by a sample or more: less makes room for none."""
-        shortest = min(self.case.lengths, default=1)
-        spare = emptiest(self.case, self.bins) - least_possible(self.case, len(self.bins))
-        return spare >= shortest
-
-    def _keep(self, found: Bins, how: How) -> None:
-        now, before = len(found), len(self.bins)
-        if now < before or (now == before and emptiest(self.case, found) < emptiest(self.case, self.bins)):
-            self.bins, self.how = found, how
