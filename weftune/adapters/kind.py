@@ -5,9 +5,9 @@ Shapes: T rows, K inputs, N outputs of a site.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,19 +123,28 @@ class SiteParts:
     """Pairs of a job's rows and a function y_LN → changed outputs of the linear there, including the bias."""
 
 
-class SiteBank(Protocol):
+class SiteBank:
     """The parameters of all attached adapters of one kind at a group of sites that share their input."""
+
+    def __init__(self, sites: Sequence[SiteShape]) -> None:
+        self._sites = {site.name: site for site in sites}
+        self._attached: dict[str, tuple[JobAdapter, Any]] = {}
+        """Job → its adapter and its weights."""
 
     def attach(self, adapter: JobAdapter, weights: Parameters) -> None:
         """Attach a job; `weights` are what passes read: trained parameters and the kind's constants."""
+        self._attached[adapter.job] = adapter, weights
 
-    def detach(self, job: str) -> None: ...
+    def detach(self, job: str) -> None:
+        del self._attached[job]
 
     def segments(self, bound: Pass) -> list[Segment]:
         """Return the segments of its jobs in the pass."""
+        return [segment for segment in bound.microbatch.segments if segment.through in self._attached]
 
     def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
         """Return its jobs' changes at one site, over whole tensors; `frozen` is the base's own part there."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

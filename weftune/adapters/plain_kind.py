@@ -118,21 +118,11 @@ class JobPart:
     """y_LN → changed outputs."""
 
 
-class PlainBank:
+class PlainBank(SiteBank):
     def __init__(self, sites: Sequence[SiteShape], part: Callable[[JobAt], JobPart]) -> None:
-        self._sites = {site.name: site for site in sites}
+        super().__init__(sites)
         self._part = part
-        self._attached: dict[str, tuple[JobAdapter, Parameters]] = {}
         self._known: dict[tuple[str, str], Tensor] = {}
-
-    def attach(self, adapter: JobAdapter, weights: Parameters) -> None:
-        self._attached[adapter.job] = adapter, weights
-
-    def detach(self, job: str) -> None:
-        del self._attached[job]
-
-    def segments(self, bound: Pass) -> list[Segment]:
-        return [segment for segment in bound.microbatch.segments if segment.through in self._attached]
 
     def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
         added, g_in, g_out, behind = [], [], [], []

@@ -32,12 +32,8 @@ _Linears = Sequence[tuple[str, int, int, bool]]
 """(path inside a layer, inputs, outputs, whether it has a bias) of linears, in the model's order."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    sites: tuple[SiteShape, ...]
-    """Sites by their paths inside the layer, in the order of the model's modules."""
-    parameters: int
-    """Number of all parameters, those of norms and routers included."""
+_Layer = tuple[tuple[SiteShape, ...], int]
+"""The sites by their paths inside a layer, and the number of all its parameters."""
 
 
 def _layer(
@@ -49,7 +45,7 @@ def _layer(
         *experts,
     )
     biases = sum(outputs for _, _, outputs, bias in linears if bias)
-    return _Layer(sites, sum(site.weights for site in sites) + biases + others)
+    return sites, sum(site.weights for site in sites) + biases + others
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +141,8 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
         *parts.outside,
         *(
             replace(site, name=f"{parts.stem}.{number}.{site.name}")
-            for number, layer in enumerate(parts.layers)
-            for site in layer.sites
+            for number, (own, _) in enumerate(parts.layers)
+            for site in own
         ),
     ]
     if wrapped:
@@ -156,7 +152,7 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
         layers=len(parts.layers),
         hidden=parts.hidden,
         vocabulary=whole["vocab_size"],
-        parameters=sum(layer.parameters for layer in parts.layers) + parts.around + outside,
+        parameters=sum(count for _, count in parts.layers) + parts.around + outside,
         bytes_per_value=bytes_per_value,
         sites=tuple(sites),
         context=_context(whole),

@@ -21,6 +21,7 @@ from weftune.adapters.kind import (
     NewAdapter,
     Parameters,
     Pass,
+    SiteBank,
     SiteParts,
     SiteTensors,
     TiledPart,
@@ -46,20 +47,7 @@ from weftune.ops.lora.routes import Block, Blocks, add_lora
 from weftune.ops.lora.table import LowRank
 
 
-class LoraBank:
-    def __init__(self, sites: Sequence[SiteShape]) -> None:
-        self._attached: dict[str, tuple[JobAdapter, Parameters]] = {}
-        """Job → its adapter and its weights."""
-
-    def attach(self, adapter: JobAdapter, weights: Parameters) -> None:
-        self._attached[adapter.job] = adapter, weights
-
-    def detach(self, job: str) -> None:
-        del self._attached[job]
-
-    def segments(self, bound: Pass) -> list[Segment]:
-        return [segment for segment in bound.microbatch.segments if segment.through in self._attached]
-
+class LoraBank(SiteBank):
     def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
         found = [(segment, *self._attached[segment.through or ""]) for segment in self.segments(bound)]
         blocks = tuple(
