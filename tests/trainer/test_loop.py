@@ -1,10 +1,16 @@
 """The loop at the edges: which job goes back when memory is short, which is paused, which is saved first."""
 
+import errno
+import os
+import signal
+import time
+
 import pytest
 import torch
 
 from tests import bench
-from tests.outputs import status
+from tests.outputs import assert_whole, lines, states, status
+from tests.trainer.sweeps.test_running import JobLimit, decided, sweep_of, sweeping, trial
 from tests.trainer.test_saves import job, steps_written
 from weftune import Options
 from weftune.run.events import Stepped
@@ -77,3 +83,117 @@ def test_a_job_that_starts_from_a_folder_is_saved_before_its_first_step(tmp_path
     start = {"rank": 2, "init_from": str(tmp_path / "before" / "source")}
     bench.trainer(base, tmp_path / "out", [job("from", 10, adapter=start), job("anew", 10)]).run()
     assert written == [0]
+
+
+def test_a_job_that_gives_way_has_left_when_the_other_comes_even_if_it_cannot_be_saved(tmp_path, monkeypatch):
+    JobLimit(monkeypatch, 1)
+    trainer, seen = bench.trainer(bench.base(), tmp_path / "out", [job("low", 9)]), []
+
+    def unwritable(folder, snapshot):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def callback(event):
+        if (event.job, event.step) == ("low", 2):
+            monkeypatch.setattr(checkpoint, "write", unwritable)
+            trainer.add(job("urgent", 1, priority=9))
+        if event.job == "urgent":
+            seen.append((list(trainer.loop.executor.aboard), states(tmp_path / "out")["low"]))
+
+    results = trainer.run(callback)
+    assert seen == [(["urgent"], "paused")]
+    assert "cannot be written: No space left on device" in results["low"].reason
+
+
+def slow_disk(monkeypatch, seconds):
+    """Syncing the tensors of a checkpoint takes so many seconds."""
+
+    def fsync(handle, real=os.fsync):
+        if os.readlink(f"/proc/self/fd/{handle}").endswith("tensors.safetensors"):
+            time.sleep(seconds)
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+def test_a_job_that_is_saved_at_every_step_never_loses_two_however_slow_the_disk_is(tmp_path, monkeypatch):
+    slow_disk(monkeypatch, 0.1)
+    folder, seen = tmp_path / "out" / "a" / "checkpoints", []
+
+    def callback(event):
+        found = checkpoint.newest_progress(folder)
+        seen.append((event.step, found.step if found else 0))
+
+    bench.trainer(bench.base(), tmp_path / "out", [job("a", 4, save_every=1)]).run(callback)
+    assert seen == [(1, 0), (2, 1), (3, 2), (4, 3)]
+
+
+def test_a_broken_off_run_first_finishes_the_checkpoint_that_is_being_written(tmp_path, monkeypatch):
+    slow_disk(monkeypatch, 0.3)
+    folder = tmp_path / "out" / "a" / "checkpoints"
+
+    def callback(event):
+        if event.step == 3:
+            assert checkpoint.newest_progress(folder) is None
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bench.trainer(bench.base(), tmp_path / "out", [job("a", 9, save_every=4)]).run(callback)
+    assert checkpoint.newest_progress(folder).step == 2
+    assert not list(folder.glob("*.partial"))
+
+
+def test_an_interrupted_run_saves_every_job_and_says_how_to_go_on(tmp_path):
+    base, output = bench.base(), tmp_path / "out"
+    jobs = [job("a", 6), job("b", 6)]
+
+    def callback(event):
+        if (event.job, event.step) == ("b", 2):
+            signal.raise_signal(signal.SIGINT)
+
+    bench.trainer(base, output, jobs).run(callback)
+    for found in status(output)["jobs"].values():
+        assert found["state"] == "paused"
+        assert found["reason"] == (
+            f"interrupted at step {found['step']}; go on with options=weftune.Options(resume=True)"
+        )
+    for one in jobs:
+        saved = checkpoint.newest_progress(output / one.name / "checkpoints")
+        assert saved.step == status(output)["jobs"][one.name]["step"] >= 2
+    bench.train(base, output, jobs, resume=True)
+    assert_whole(output)
+
+
+def test_a_job_that_starts_from_another_comes_aboard_when_that_has_succeeded(tmp_path):
+    jobs = [job("b", 2, adapter={"rank": 2, "init_from": {"job": "a"}}), job("a", 2)]
+    bench.trainer(bench.base(), tmp_path / "out", jobs).run()
+    assert states(tmp_path / "out") == {"b": "succeeded", "a": "succeeded"}
+    assert [line["job"] for line in lines(tmp_path / "out")] == ["a", "a", "b", "b"]
+
+
+def test_the_loss_of_the_base_is_on_disk_before_a_job_that_starts_elsewhere_makes_a_step(tmp_path):
+    base, output = bench.base(), tmp_path / "out"
+    bench.train(base, tmp_path / "before", [job("source", 3, learning_rate=0.1)])
+    start = {"rank": 2, "init_from": str(tmp_path / "before" / "source")}
+    held_out, seen = {"eval": {"fraction": 0.3, "every": 2}}, []
+    jobs = [job("from", 2, adapter=start, **held_out), job("too", 2, adapter=start, **held_out)]
+
+    def callback(event):
+        seen.append([found["base_loss"] for found in status(output)["jobs"].values()])
+
+    bench.trainer(base, output, jobs).run(callback)
+    bench.train(base, tmp_path / "anew", [job("anew", 1, **held_out)])
+    wanted = status(tmp_path / "anew")["jobs"]["anew"]["base_loss"]
+    assert seen[0] == [pytest.approx(wanted, rel=1e-9)] * 2
+    first = {line["job"]: line["eval_loss"] for line in lines(output) if line.get("eval_loss")}
+    assert first["from"] != pytest.approx(wanted, rel=1e-3), "it does not start as the base"
+
+
+def test_trials_stop_at_their_rung_until_their_sweep_has_decided(tmp_path):
+    jobs = [trial(rate, steps=4) for rate in (1e-2, 1e-4)]
+    trainer = sweeping(bench.base("opt"), tmp_path / "out", jobs, sweep_of(jobs, at=(0.5,), keep=1))
+    trainer.run()
+    ((step, kept, left),) = decided(tmp_path / "out")
+    assert (step, len(kept), len(left)) == (2, 1, 1)
+    assert states(tmp_path / "out") == {kept[0]: "succeeded", left[0]: "cancelled"}
+    stepped = [line["step"] for line in lines(tmp_path / "out") if line["job"] == left[0] and "loss" in line]
+    assert stepped == [1, 2]
