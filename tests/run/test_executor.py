@@ -1,6 +1,7 @@
 """The executor runs a Program as it stands, whoever dies on the way."""
 
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from tests.run import aboard
 from weftune.errors import PlanError
 from weftune.plan.program.program import Load
 from weftune.run.events import Evaluated, Failed, OutOfMemory, Passed, SaveDue, Stepped
+from weftune.run.training import checkpoint
 from weftune.trainer.job import lay_out
 
 
@@ -182,6 +184,38 @@ def test_when_asked_to_stop_it_ends_where_no_job_is_inside_a_step(base):
     assert sum(isinstance(event, Passed) for event in seen) > 2
     assert sorted(steps) == [("a", 1), ("b", 1)]
     assert all(training.open is None for training in made.aboard.values())
+
+
+def test_once_overdue_nothing_more_is_computed_and_the_open_batch_is_dropped(base):
+    jobs = two(base, batch_size=5)
+    made, undisturbed = aboard.executor(base, jobs), aboard.executor(bench.base(), jobs)
+    planned = aboard.program(jobs, 2, capacity=24)
+    by_name, passes = {job.name: job for job in jobs}, []
+    base.model.base_model.register_forward_pre_hook(lambda *_: passes.append(1))
+    fetch = lambda plan, held: lay_out(plan, held, by_name)  # noqa: E731
+    events = list(made.run(planned, fetch, overdue=lambda: len(passes) == 2))
+    assert len(passes) == 2
+    assert not any(isinstance(event, Stepped) for event in events)
+    assert all((one.progress.step, one.open) == (0, None) for one in made.aboard.values())
+    run(made, jobs, 2, capacity=24)
+    run(undisturbed, jobs, 2, capacity=24)
+    for job in by_name:
+        assert_close(made.aboard[job].master, undisturbed.aboard[job].master)
+
+
+def test_when_its_saves_are_finished_a_jobs_checkpoint_is_there(base, tmp_path, monkeypatch):
+    def write(folder, snapshot, real=checkpoint.write):
+        time.sleep(0.2)
+        return real(folder, snapshot)
+
+    monkeypatch.setattr(checkpoint, "write", write)
+    made = aboard.executor(base, two(base))
+    made.save("a", tmp_path / "a")
+    assert checkpoint.newest_progress(tmp_path / "a") is None
+    made.finish_saves("b")
+    assert checkpoint.newest_progress(tmp_path / "a") is None, "it is not waited for"
+    made.finish_saves("a")
+    assert checkpoint.newest_progress(tmp_path / "a").step == 0
 
 
 @pytest.mark.parametrize(
