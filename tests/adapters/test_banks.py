@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +14,15 @@ from tests.adapters.aboard import attach, banks_with, empty_banks, logits, toget
 from tests.base.packs import packed, random_samples
 from tests.bench import base as tiny_base
 from tests.families import FAMILIES, tiny
+from weftune.adapters import banks as all_banks
 from weftune.adapters.banks import Banks
 from weftune.adapters.kind import JobAdapter, SiteTensors
-from weftune.adapters.lora.spec import LoraSpec
+from weftune.adapters.lora.spec import A, B, LoraSpec
 from weftune.adapters.registry import kind_named
 from weftune.adapters.tiled import TiledBank
 from weftune.core.shapes import SiteShape
+from weftune.ops.lora.choice import Candidates, Choices
+from weftune.ops.lora.choice_file import ChoiceFile
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.table import SlotTable
 
@@ -316,6 +320,58 @@ def test_tables_are_sent_once_however_many_jobs_come_and_go(llama, monkeypatch: 
     bank.send_tables()
     bank.send_tables()
     assert sent == [30], "once, with those who stayed"
+
+
+def test_a_pass_begins_with_the_tables_of_all_who_are_aboard() -> None:
+    llama = tiny_base("llama", torch.float32)
+    banks = banks_with(llama, {"a": LoraSpec(rank=3)})
+    (bank, *_) = (group.tiled for group in banks._groups.values())
+    assert bank._group(torch.zeros(())).table.rank_PS[0, :2].tolist() == [3, 0]
+    attach(banks, llama, "b", LoraSpec(rank=5), random_weights(llama, LoraSpec(rank=5), 0))
+    seats = banks.seats(together(["a", "b"], random_samples((4, 6))))
+    assert [(seat.start, seat.stop, seat.slot) for seat in seats] == [(0, 4, 0), (4, 10, 1)]
+    assert bank._group(torch.zeros(())).table.rank_PS[0, :2].tolist() == [3, 5]
+
+
+class Asked(Choices):
+    """Records the contests whose kernels are to be compiled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.asked: list[list[Candidates]] = []
+        super().__init__(raising(AssertionError), ChoiceFile(folder, "here"), compile=raising(AssertionError))
+
+    def compile_ahead(self, contests: Iterable[Candidates]) -> None:
+        self.asked.append(list(contests))
+
+
+def test_kernels_are_compiled_ahead_once_and_only_for_sites_that_have_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama = tiny_base("llama", torch.float32)
+    choices, site = Asked(tmp_path), llama.shape.sites[0]
+    monkeypatch.setattr(all_banks, "choices_on", lambda device: choices)
+    banks = banks_with(llama, {"a": LoraSpec(rank=3, targets=(site.name,))})
+    microbatch = together(["a"], random_samples((6,)))
+    for _ in range(2):
+        with banks.bound(microbatch, Route.tiled, training=True):
+            pass
+    ((one,),) = choices.asked
+    assert (one.shape.features, one.shape.widths) == (site.in_features, (site.out_features,))
+
+
+def test_one_kind_alone_at_a_site_adds_to_the_products_own_dtype_as_peft_does() -> None:
+    """Several kinds are summed in float32 instead."""
+    base = tiny_base("llama", torch.bfloat16)
+    spec, site = LoraSpec(rank=4, alpha=8.0), base.shape.sites[0]
+    banks, weights = empty_banks(base), random_weights(base, spec, 0)
+    attach(banks, base, "a", spec, weights)
+    a_rK, b_rN = (banks.aboard["a"].layout.views(weights)[site.name, name] for name in (A, B))
+    module, microbatch = base.sites()[site.name], together(["a"], random_samples((9,)))
+    x_TK = torch.randn(9, site.in_features, generator=torch.Generator().manual_seed(1)).to(base.dtype)
+    with torch.no_grad(), banks.bound(microbatch, Route.reference, training=False):
+        y_TN = module(x_TK)
+    want_TN = torch.nn.functional.linear(x_TK, module.weight) + (x_TK @ a_rK.T) @ b_rN * 2.0
+    assert torch.equal(y_TN, want_TN)
 
 
 def test_a_large_job_leaves_the_limits_of_a_bank_as_it_found_them(llama) -> None:
