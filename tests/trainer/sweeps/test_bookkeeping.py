@@ -128,3 +128,37 @@ def test_a_trial_that_was_saved_at_its_rung_rests_without_being_loaded(store, st
     entered = Sweeps([sweep]).enter(ready)
     assert entered.limit == 4
     assert sweep.resting == ({"s-a"} if rests else set())
+
+
+def test_trials_that_had_ended_before_the_run_are_not_waited_for(store):
+    for name in NAMES:
+        store.add_job(name)
+        store.move_job(name, State.FAILED, "the loss is not finite")
+    sweep = sweep_of(search="tpe", trials=6)
+    made = running_sweep(store, sweep, search=OneMore())
+    assert [one.name for one in made.proposed()] == ["s-more4"]
+
+
+def test_a_trial_that_rests_in_vain_is_told_which_other_has_not_come_as_far(store):
+    sweep = running_sweep(store, sweep_of(NAMES[:3]))
+    for name in NAMES[:3]:
+        store.add_job(name)
+        sweep.rungs.enter(name, STEPS)
+    sweep.rungs.end("s-b", TrialEnd.FAILED, 1)
+    sweep.resting.add("s-a")
+    ((name, reason),) = Sweeps([sweep]).stranded()
+    assert name == "s-a"
+    assert reason.startswith("waits at step 4 for s-c, which has not come as far; go on with ")
+
+
+@pytest.mark.parametrize(("aboard", "state"), [({}, "waiting"), ({"s-a": 0}, "resting")])
+def test_a_trial_of_one_step_has_its_rung_at_its_start_and_rests_there_once_it_is_aboard(
+    store, aboard, state
+):
+    sweep = running_sweep(store, sweep_of(NAMES[:2]))
+    for name in NAMES[:2]:
+        store.add_job(name)
+        sweep.rungs.enter(name, 1)
+    sweep.evaluate("s-a", 0, 1.0, 0.5)
+    sweep.orders(aboard, ())
+    assert read_record(sweep.folder).trials[0].state == state
