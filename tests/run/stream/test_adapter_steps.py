@@ -396,6 +396,38 @@ def test_a_job_with_a_larger_part_makes_the_buffers_grow_to_what_is_promised_at_
     assert (held[1] > held[0]) == (piece > 128)
 
 
+def test_a_job_for_which_the_buffers_are_large_enough_leaves_them_as_they_are(monkeypatch):
+    monkeypatch.setattr(adapter_steps, "PIECE", 128)
+    steps = steps_for()
+    aboard(steps, new("a"))
+    before = steps.ring.buffers
+    aboard(steps, new("b", seed=1))
+    assert steps.ring.buffers is before
+
+
+@pytest.mark.parametrize("piece", [192, 1 << 21])
+def test_every_piece_begins_at_a_multiple_in_its_buffer(piece, monkeypatch):
+    monkeypatch.setattr(adapter_steps, "PIECE", piece)
+    starts = []
+
+    def noting(updates, factor_J=None):
+        whole = {buffer.state.master.untyped_storage().data_ptr() for buffer in steps.ring.buffers}
+        for one in updates:
+            assert one.state.master.untyped_storage().data_ptr() in whole
+            starts.append(one.state.master.storage_offset())
+        return update(updates, factor_J)
+
+    steps = steps_for(make=noting)
+    together = [new(name, seed=seed) for seed, name in enumerate("abc")]
+    due = aboard(steps, *together)
+    for one in together:
+        hand_in(steps, one, drawn(one, 3))
+    begin(steps, due)
+    steps.ask(steps.all_left(), JointEvent())
+    assert {start % ALIGNMENT for start in starts} == {0}
+    assert max(starts) > 0, "pieces share a buffer"
+
+
 # -- errors ----------------------------------------------------------------------------------------------
 
 
