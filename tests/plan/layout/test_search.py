@@ -1,0 +1,119 @@
+"""What the search for a stream starts from, and which small changes it tries."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.plan.stream_cases import NEVER, base, gpu, job
+from weftune.plan.layout.need import Draft, StreamCase
+from weftune.plan.layout.search import Found, _changes, filled_drafts, largest_drafts
+
+S, R = False, True
+"""A stage that is streamed, and one that is resident."""
+
+
+def case(workers=1, travels=False, layers=6, budget=NEVER):
+    jobs = (job("a", 6000), job("b", 3000))
+    return StreamCase(base(layers), jobs, gpu(budget), 100, 40, travels=travels, workers=workers)
+
+
+def changes(found_case, draft):
+    return list(_changes(Found(found_case, draft, 0, 1.0)))
+
+
+# -- starting points ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_largest_stages_take_the_memory_to_the_byte(size):
+    """What Steps of adapters that travel pass through is counted once, and once more for each layer."""
+    roomy = case(travels=True)
+    even = Draft((size,) * (6 // size), (S,) * (6 // size), (1,))
+    need = roomy.device_bytes(even)
+    assert next(largest_drafts(case(travels=True, budget=need))).sizes == even.sizes
+    for fewer in largest_drafts(case(travels=True, budget=need - 1)):
+        assert max(fewer.sizes) < size
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_where_memory_suffices_every_stage_of_every_worker_stays(workers):
+    drafts = list(filled_drafts(case(workers)))
+    assert {len(draft.sizes) for draft in drafts} >= {workers, 6}
+    assert all(all(draft.resident) for draft in drafts)
+
+
+def test_no_worker_has_more_slots_than_stages_and_no_start_is_tried_twice():
+    drafts = list(filled_drafts(case(2)))
+    assert len(set(drafts)) == len(drafts)
+    for draft in drafts:
+        assert max(draft.slots) <= -(-len(draft.sizes) // 2)
+
+
+def test_a_worker_with_less_room_has_fewer_residents():
+    roomy = case(2)
+    half = Draft((1,) * 6, (R, R, S, S, S, S), (1, 1))
+    tight = case(2, budget=roomy.device_bytes(half))
+    (start, *_) = (draft for draft in filled_drafts(tight) if len(draft.sizes) == 6)
+    assert start.slots == (1, 1)
+    assert [sum(start.resident[worker::2]) for worker in (0, 1)] == [1, 1]
+
+
+# -- changes --------------------------------------------------------------------------------------------
+
+
+def test_every_change_keeps_all_layers_and_no_stage_is_empty():
+    for workers, slots in ((1, (2,)), (2, (1, 2))):
+        draft = Draft((1, 2, 3), (S, R, S), slots)
+        for change in changes(case(workers), draft):
+            assert sum(change.sizes) == 6
+            assert min(change.sizes) >= 1
+            assert len(change.sizes) == len(change.resident) >= workers
+            assert len(change.slots) == workers
+            assert change != draft
+
+
+def test_on_one_device_every_small_change_of_a_draft_is_tried():
+    found = changes(case(layers=3), Draft((1, 2), (S, R), (2,)))
+    assert set(found) == {
+        # another resident, or a slot more or fewer
+        Draft((1, 2), (R, R), (2,)),
+        Draft((1, 2), (S, S), (2,)),
+        Draft((1, 2), (R, S), (2,)),
+        Draft((1, 2), (S, R), (1,)),
+        Draft((1, 2), (S, R), (3,)),
+        # a boundary moved, removed or added
+        Draft((2, 1), (S, R), (2,)),
+        Draft((3,), (S,), (2,)),
+        Draft((3,), (R,), (2,)),
+        Draft((1, 1, 1), (S, R, R), (2,)),
+        Draft((1, 1, 1), (S, R, S), (2,)),
+        Draft((1, 1, 1), (S, S, R), (2,)),
+        # a resident in place of a slot, or the reverse
+        Draft((1, 2), (R, R), (1,)),
+        Draft((1, 2), (S, S), (3,)),
+        Draft((3,), (R,), (1,)),
+        # another order
+        Draft((2, 1), (R, S), (2,)),
+    }
+
+
+def test_over_workers_every_small_change_of_the_sizes_is_tried_with_residents_chosen_anew():
+    found_case = case(2, layers=7)
+    draft = Draft((1, 2, 4), (R, R, R), (1, 1))
+    sizes = {change.sizes for change in changes(found_case, draft)} - {draft.sizes}
+    moved = {(2, 1, 4), (1, 3, 3), (1, 1, 5), (2, 2, 3)}
+    merged = {(3, 4), (1, 6)}
+    split = {(1, 1, 1, 4), (1, 2, 1, 3), (1, 2, 2, 2), (1, 2, 3, 1)}
+    assert sizes == moved | merged | split
+    tight = replace(found_case, device=replace(found_case.device, budget=found_case.device_bytes(draft)))
+    assert {sum(one.resident) < len(one.resident) for one in changes(tight, draft)} == {True, False}
+
+
+def test_there_are_never_fewer_stages_than_workers():
+    assert all(len(change.sizes) == 2 for change in changes(case(2, layers=2), Draft((1, 1), (S, S), (1, 1))))
+
+
+def test_slots_stay_within_those_that_are_tried():
+    for slots, others in ((1, {1, 2}), (4, {3, 4})):
+        found = changes(case(), Draft((3, 3), (S, S), (slots,)))
+        assert {change.slots[0] for change in found} == others
