@@ -15,7 +15,7 @@ from tests.trainer.test_saves import job, steps_written
 from weftune import Options
 from weftune.run.events import Stepped
 from weftune.run.training import checkpoint
-from weftune.run.training.writer import Unsaved
+from weftune.run.training.writer import MOST_THREADS, Unsaved
 
 
 def short_of_memory(base, is_short):
@@ -127,19 +127,25 @@ def test_a_job_that_is_saved_at_every_step_never_loses_two_however_slow_the_disk
     assert seen == [(1, 0), (2, 1), (3, 2), (4, 3)]
 
 
-def test_a_broken_off_run_first_finishes_the_checkpoint_that_is_being_written(tmp_path, monkeypatch):
-    slow_disk(monkeypatch, 0.3)
-    folder = tmp_path / "out" / "a" / "checkpoints"
+def test_a_broken_off_run_finishes_the_checkpoints_that_are_being_written_and_begins_no_other(
+    tmp_path, monkeypatch
+):
+    slow_disk(monkeypatch, 0.4)
+    names = [f"job{number}" for number in range(2 * MOST_THREADS)]
+    folders = [tmp_path / "out" / name / "checkpoints" for name in names]
 
     def callback(event):
         if event.step == 3:
-            assert checkpoint.newest_progress(folder) is None
+            assert not any(map(checkpoint.newest_progress, folders))
             raise KeyboardInterrupt
 
+    trainer = bench.trainer(bench.base(), tmp_path / "out", [job(name, 9, save_every=4) for name in names])
     with pytest.raises(KeyboardInterrupt):
-        bench.trainer(bench.base(), tmp_path / "out", [job("a", 9, save_every=4)]).run(callback)
-    assert checkpoint.newest_progress(folder).step == 2
-    assert not list(folder.glob("*.partial"))
+        trainer.run(callback)
+    written = [found.step for found in map(checkpoint.newest_progress, folders) if found]
+    assert 0 < len(written) <= MOST_THREADS
+    assert set(written) == {2}
+    assert not [path for folder in folders for path in folder.glob("*.partial")]
 
 
 def test_an_interrupted_run_saves_every_job_and_says_how_to_go_on(tmp_path):
