@@ -405,9 +405,7 @@ def test_a_job_for_which_the_buffers_are_large_enough_leaves_them_as_they_are(mo
     assert steps.ring.buffers is before
 
 
-@pytest.mark.parametrize("piece", [192, 1 << 21])
-def test_every_piece_begins_at_a_multiple_in_its_buffer(piece, monkeypatch):
-    monkeypatch.setattr(adapter_steps, "PIECE", piece)
+def test_pieces_that_share_a_buffer_begin_at_multiples_in_it():
     starts = []
 
     def noting(updates, factor_J=None):
