@@ -1,5 +1,7 @@
 """A trainer around its loop: what a restart deletes, what a retry records, and what counts as whose time."""
 
+from dataclasses import fields, replace
+
 import pytest
 
 from tests import bench
@@ -7,10 +9,10 @@ from tests.outputs import Crash, assert_same_job, assert_whole, status
 from tests.trainer.sweeps.test_running import Halves, sweep_of, trial
 from tests.trainer.test_saves import job
 from tests.trainer.test_wall_time import Listener
-from weftune import Options
+from weftune import JobSpec, Options
 from weftune.core.clock import Phase, PhaseClock, running
-from weftune.report.wall import read_wall_times
-from weftune.trainer.sweeps.running import Proposals
+from weftune.jobs.spec.layer import from_python
+from weftune.report.read import read_wall_times
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +55,12 @@ def test_the_retry_of_one_job_is_recorded_whichever_jobs_train_beside_it(base, t
 def test_trials_that_an_earlier_run_has_proposed_are_jobs_of_the_resumed_one(tmp_path):
     model, keys = bench.base("opt"), {"steps": 2, "eval": {"fraction": 0.25, "every": 2}}
     jobs = [trial(rate, **keys) for rate in (1e-2, 1e-3, 1e-4)]
-    sweep = sweep_of(jobs, at=(), search="tpe", trials=5, keep=1)
+    given = from_python({item.name: getattr(jobs[0], item.name) for item in fields(JobSpec)})
+    sweep = replace(sweep_of(jobs, at=(), search="tpe", trials=5, keep=1), keys=given)
 
     def run(callback=None, **options):
         made = bench.trainer(model, tmp_path / "out", jobs, options=Options(**options))
-        proposals = Proposals(Halves(), lambda one: trial(one.values["learning_rate"], **keys))
-        return made.add_sweep(sweep, proposals).run(callback)
+        return made.add_sweep(sweep, Halves()).run(callback)
 
     first = {one.name for one in jobs}
 
