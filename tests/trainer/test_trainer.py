@@ -6,12 +6,13 @@ import pytest
 
 from tests import bench
 from tests.outputs import Crash, assert_same_job, assert_whole, status
-from tests.trainer.sweeps.test_running import Halves, sweep_of, trial
+from tests.trainer.sweeps.test_running import RATES, sweep_of, trial
 from tests.trainer.test_saves import job
 from tests.trainer.test_wall_time import Listener
 from weftune import JobSpec, Options
 from weftune.core.clock import Phase, PhaseClock, running
 from weftune.jobs.spec.layer import from_python
+from weftune.jobs.sweeps.spec import Trial
 from weftune.report.read import read_wall_times
 
 
@@ -52,15 +53,23 @@ def test_the_retry_of_one_job_is_recorded_whichever_jobs_train_beside_it(base, t
     assert "retried" not in str(status(tmp_path / "out")["jobs"]["new"]["notes"])
 
 
+class NextRate:
+    """Proposes the learning rates in their order, one after another."""
+
+    def next(self, ended):
+        rates = RATES[len(ended) : len(ended) + 1] if len(ended) < 5 else []
+        return tuple(Trial(f"s-lr{rate:g}", {"learning_rate": rate}) for rate in rates)
+
+
 def test_trials_that_an_earlier_run_has_proposed_are_jobs_of_the_resumed_one(tmp_path):
     model, keys = bench.base("opt"), {"steps": 2, "eval": {"fraction": 0.25, "every": 2}}
-    jobs = [trial(rate, **keys) for rate in (1e-2, 1e-3, 1e-4)]
+    jobs = [trial(rate, **keys) for rate in RATES[:3]]
     given = from_python({item.name: getattr(jobs[0], item.name) for item in fields(JobSpec)})
     sweep = replace(sweep_of(jobs, at=(), search="tpe", trials=5, keep=1), keys=given)
 
     def run(callback=None, **options):
         made = bench.trainer(model, tmp_path / "out", jobs, options=Options(**options))
-        return made.add_sweep(sweep, Halves()).run(callback)
+        return made.add_sweep(sweep, NextRate()).run(callback)
 
     first = {one.name for one in jobs}
 

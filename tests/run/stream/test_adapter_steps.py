@@ -421,7 +421,7 @@ def test_pieces_that_share_a_buffer_begin_at_multiples_in_it():
     for one in together:
         hand_in(steps, one, drawn(one, 3))
     begin(steps, due)
-    steps.ask(steps.all_left(), JointEvent())
+    steps.start(steps.all_pending())
     assert {start % ALIGNMENT for start in starts} == {0}
     assert max(starts) > 0, "pieces share a buffer"
 

@@ -34,7 +34,7 @@ from weftune.plan.program.program import Backward, Evaluate, Forward, Step
 from weftune.plan.window.pipeline import PipelineRules, plan_pipeline
 from weftune.run.events import Evaluated, SaveDue, Stepped
 from weftune.run.training import checkpoint
-from weftune.run.training.slices import finish, write_slice
+from weftune.run.training.checkpoint import finish, write_slice
 from weftune.run.training.state import new_training
 from weftune.run.training.writer import Unsaved
 from weftune.run.workers.agreed import TimedAction, WorkerReport
@@ -92,9 +92,9 @@ class Pipeline:
     def __init__(self, wires, staff, folder):
         self.folder = folder
         spec = BaseSpec(model=str(folder / "model"), dtype="float64")
-        layout = in_stages(cut_layers(inspect(spec, bench.CPU), wires.place.workers))
+        layout = in_stages(cut_layers(inspect(spec, bench.CPU), wires.position.workers))
         self.driver = open_pipeline(staff, spec, bench.CPU, layout, lambda job: folder / job)
-        self.rules = PipelineRules(CAPACITY, (PACE,) * wires.place.workers)
+        self.rules = PipelineRules(CAPACITY, (PACE,) * wires.position.workers)
         keys = {"steps": 9, "save_every": 1, "eval": {"fraction": 0.3, "every": 1}}
         whole = whole_base("llama", torch.float64)
         jobs = [aboard.ready(whole, name, seed=seed, **keys) for seed, name in enumerate("ab", start=1)]
@@ -141,7 +141,7 @@ class Pipeline:
 def lived(wires, folder):
     signal.alarm(STUCK)
     with pytest.MonkeyPatch.context() as patch:
-        if wires.place.worker > 0:
+        if wires.position.worker > 0:
             patch.setattr(weftune.run.workers.worker, "write_slice", slow_slice)
             serve(wires, bench.CPU)
             return None
@@ -283,7 +283,7 @@ def test_its_threads_end_with_it(life):
 def refused(wires, folder):
     """The second worker finds no model where it looks."""
     signal.alarm(STUCK)
-    if wires.place.worker > 0:
+    if wires.position.worker > 0:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(weftune.run.workers.worker, "load_part", no_model)
             serve(wires, bench.CPU)
