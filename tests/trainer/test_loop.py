@@ -159,9 +159,8 @@ def test_an_interrupted_run_saves_every_job_and_says_how_to_go_on(tmp_path):
     bench.trainer(base, output, jobs).run(callback)
     for found in status(output)["jobs"].values():
         assert found["state"] == "paused"
-        assert found["reason"] == (
-            f"interrupted at step {found['step']}; go on with options=weftune.Options(resume=True)"
-        )
+        assert found["reason"].startswith(f"interrupted at step {found['step']};")
+        assert "Options(resume=True)" in found["reason"]
     for one in jobs:
         saved = checkpoint.newest_progress(output / one.name / "checkpoints")
         assert saved.step == status(output)["jobs"][one.name]["step"] >= 2
