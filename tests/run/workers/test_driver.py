@@ -28,7 +28,7 @@ from weftune.adapters.registry import kind_named
 from weftune.base.load import inspect
 from weftune.base.spec import BaseSpec
 from weftune.errors import UserError
-from weftune.plan.layout.cut import cut_layers
+from weftune.plan.layout.stages import cut_layers
 from weftune.plan.program.layout import in_stages
 from weftune.plan.program.program import Backward, Evaluate, Forward, Step
 from weftune.plan.window.pipeline import PipelineRules, plan_pipeline
