@@ -21,8 +21,7 @@ from weftune.adapters.lora.spec import A, B, LoraSpec
 from weftune.adapters.registry import kind_named
 from weftune.adapters.tiled import TiledBank
 from weftune.core.shapes import SiteShape
-from weftune.ops.lora.choice import Candidates, Choices
-from weftune.ops.lora.choice_file import ChoiceFile
+from weftune.ops.lora.choice import Candidates, ChoiceFile, Choices
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.table import SlotTable
 
