@@ -21,7 +21,7 @@ from weftune.adapters.lora.spec import A, B, LoraSpec
 from weftune.adapters.registry import kind_named
 from weftune.adapters.tiled import TiledBank
 from weftune.core.shapes import SiteShape
-from weftune.ops.lora.choice import Candidates, ChoiceFile, Choices
+from weftune.ops.lora.choice import ChoiceFile, Choices, PlanTrial
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.table import SlotTable
 
@@ -333,14 +333,15 @@ def test_a_pass_begins_with_the_tables_of_all_who_are_aboard() -> None:
 
 
 class Asked(Choices):
-    """Records the contests whose kernels are to be compiled."""
+    """Records the trials whose kernels are to be compiled."""
 
     def __init__(self, folder: Path) -> None:
-        self.asked: list[list[Candidates]] = []
-        super().__init__(raising(AssertionError), ChoiceFile(folder, "here"), compile=raising(AssertionError))
+        self.asked: list[list[PlanTrial]] = []
+        file = ChoiceFile(folder, "here", *("any version",) * 4)
+        super().__init__(raising(AssertionError), file, compile=raising(AssertionError))
 
-    def compile_ahead(self, contests: Iterable[Candidates]) -> None:
-        self.asked.append(list(contests))
+    def compile_ahead(self, trials: Iterable[PlanTrial]) -> None:
+        self.asked.append(list(trials))
 
 
 def test_kernels_are_compiled_ahead_once_and_only_for_sites_that_have_adapters(
@@ -355,7 +356,7 @@ def test_kernels_are_compiled_ahead_once_and_only_for_sites_that_have_adapters(
         with banks.bound(microbatch, Route.tiled, training=True):
             pass
     ((one,),) = choices.asked
-    assert (one.shape.features, one.shape.widths) == (site.in_features, (site.out_features,))
+    assert (one.features, one.widths) == (site.in_features, (site.out_features,))
 
 
 def test_one_kind_alone_at_a_site_adds_to_the_products_own_dtype_as_peft_does() -> None:
