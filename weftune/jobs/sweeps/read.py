@@ -307,7 +307,9 @@ def own_keys(keys: Layer) -> Layer:
 def _places(sweep: Sweep, key: str, value: Any) -> Places:
     written: Loc = ("sweep", "over", key)
     choices = sweep.spec.over[key]
-    if not isinstance(choices, ValueRange):
+    if (
+        not isinstance(choices, ValueRange) and value in choices
+    ):  # a recorded trial may have a value since removed
         written = (*written, choices.index(value))
     loc, depth = location_of(key), len(written)
     return {(*loc, *at[depth:]): place for at, place in sweep.keys.places.items() if at[:depth] == written}
