@@ -45,7 +45,7 @@ KERNELS = {
     **dict.fromkeys(("product", "expert_product"), KernelKind.FROZEN),
     **dict.fromkeys(("write_nf4", "write_rows", "row_codes"), KernelKind.FROZEN),
     **dict.fromkeys(("down", "sum_rows", "up", "ds_db", "ds_alone", "da"), KernelKind.ADAPTERS),
-    **dict.fromkeys(("add_dx", "add_gradients", "deal_runs"), KernelKind.ADAPTERS),
+    **dict.fromkeys(("add_dx", "add_gradients", "assign_runs"), KernelKind.ADAPTERS),
     **dict.fromkeys(("large_y", "large_dx"), KernelKind.ADAPTERS),
     **dict.fromkeys(("scale", "unscale", "add_shares", "row_lengths"), KernelKind.ADAPTERS),
     **dict.fromkeys(("write_pairs", "add_pair_gradients"), KernelKind.ADAPTERS),

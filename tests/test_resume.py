@@ -171,7 +171,7 @@ def test_a_resumed_job_is_shown_at_the_step_that_it_resumes_from(tmp_path):
     folders = {name: tmp_path / "out" / name / "checkpoints" for name in ("drops", "stops")}
     saved = {name: checkpoint.newest_progress(folder) for name, folder in folders.items()}
     bench.trainer(model, tmp_path / "out", rich_jobs(), options=Options(resume=True), view=seen).run()
-    assert {name: (row.step, row.tokens) for name, row in seen.first.items()} == {
+    assert {name: (row.step, row.trained_tokens) for name, row in seen.first.items()} == {
         name: (one.step, one.trained_tokens) for name, one in saved.items()
     }
     assert all(row.step > 0 for row in seen.first.values())

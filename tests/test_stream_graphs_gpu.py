@@ -187,11 +187,11 @@ def test_the_host_hears_of_steps_while_the_device_is_still_going_back():
     windows(executor, jobs, cut, 2)
     backward, slept, ahead = executor._backward, [], []
 
-    def slowly(visit, window):
+    def slowly(visit):
         if visit.stage == 0:
             torch.cuda._sleep(400_000_000)
             slept.append(torch.cuda.current_stream().record_event())
-        backward(visit, window)
+        backward(visit)
 
     executor._backward = slowly
     courses = [job.course(2, 2, False) for job in jobs]

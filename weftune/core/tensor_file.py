@@ -4,6 +4,7 @@ other threads run while a piece is hashed or written."""
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -52,10 +53,14 @@ def write_hashed_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 def _write(path: Path, pieces: Iterator[Piece]) -> None:
     with open(path, "wb", buffering=0) as file:
         for piece in _together(pieces):
-            remaining = memoryview(piece)
-            while len(remaining):
-                remaining = remaining[file.write(remaining) :]
+            _write_all(file, piece)
         os.fsync(file.fileno())
+
+
+def _write_all(file: io.FileIO, piece: Piece) -> None:
+    remaining = memoryview(piece)
+    while len(remaining):
+        remaining = remaining[file.write(remaining) :]
 
 
 def _together(pieces: Iterator[Piece]) -> Iterator[Piece]:
