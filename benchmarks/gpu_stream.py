@@ -191,8 +191,8 @@ def resident_row(case: Case, work: BaselineWork, passes: int | None = None) -> R
 
 def roomy(together: AttachedJobs, choice: Choice, most: int) -> int:
     """Tokens of a microbatch, with what must be recomputed for so many to fit, as a run would choose them."""
-    together.recompute = choice.memory.recompute(choice.aboard, most)
-    return choice.memory.capacity(choice.aboard, most, together.recompute)
+    together.recompute = choice.memory.recompute(choice.attached, most)
+    return choice.memory.capacity(choice.attached, most, together.recompute)
 
 
 def streamed_capacity(rows: Sequence[Row], work: BaselineWork) -> int:

@@ -214,7 +214,7 @@ def show(rows: Sequence[Row]) -> str:
                     f"{row.throughput / base:.2f} ×",
                     f"{row.served.finished:,} of {row.served.arrived:,}",
                     f"{row.served.waited / 3600:.1f} h",
-                    f"{row.served.aboard:.1f}",
+                    f"{row.served.attached:.1f}",
                     others,
                 ]
             )

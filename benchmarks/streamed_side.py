@@ -85,7 +85,7 @@ class Streamed:
         if not self.choice.cut.travels:
             return 0
         each = step_bytes(self.executor.base.dtype.itemsize) + self.executor.base.dtype.itemsize
-        return each * sum(training.layout.size for training in self.executor.aboard.values())
+        return each * sum(training.layout.size for training in self.executor.attached.values())
 
     @property
     def described(self) -> str:

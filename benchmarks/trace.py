@@ -91,7 +91,7 @@ class Service:
         self.instances = [_Instance() for _ in range(instances)]
         self.free = instances * most
         self.queue: deque[int] = deque()
-        self.trained = self.waited = self.aboard = 0.0
+        self.trained = self.waited = self.attached = 0.0
         self.finished = self.started = 0
         self._ends: list[tuple[float, int, int]] = []
 
@@ -115,7 +115,7 @@ class Service:
             self.finished,
             len(self.tasks),
             self.waited / max(1, self.started),
-            self.aboard / seconds / len(self.instances),
+            self.attached / seconds / len(self.instances),
         )
 
     def _end(self, now: float) -> None:
@@ -152,7 +152,7 @@ class Service:
             for task in instance.tasks:
                 instance.left[task] -= rounds
                 self.trained += rounds * self.tokens(self.tasks[task].kind)
-            self.aboard += (now - instance.since) * len(instance.tasks)
+            self.attached += (now - instance.since) * len(instance.tasks)
         instance.since = now
 
     def _settle(self, number: int, now: float) -> None:

@@ -125,7 +125,7 @@ def test_sweep_gives_a_table_the_best_result_and_calls_back(
     assert made.best is not None
     assert made.best.path == tmp_path / "out" / str(made.rows[0]["trial"])
     assert made.rows[0]["eval_loss"] == made.best.metrics["eval_loss"]
-    assert made.rows[1]["reason"] == "left the sweep at step 2: 2nd of 2, the best goes on"
+    assert made.rows[1]["reason"] == "left the sweep at step 2: 2nd of 2, the best continues"
     assert bench.adapter(made.path / "best").keys() == bench.adapter(made.best.path).keys()
     assert {event.job for event in seen} == set(made.results)
     # As earlier versions had it: the winner in a folder of its name.

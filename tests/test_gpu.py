@@ -103,7 +103,7 @@ def trained(
     executor = resident_executor(base, route, graphs, at_once=at_once)
     for one in jobs:
         executor.attach(aboard.training(base, one))
-    starts = {name: training.master.clone() for name, training in executor.aboard.items()}
+    starts = {name: training.master.clone() for name, training in executor.attached.items()}
     failed = {}
     for step in range(0, rounds, 2):
         alive = [one for one in jobs if one.name not in failed]
@@ -113,8 +113,10 @@ def trained(
             if isinstance(event, Failed):
                 failed[event.job] = event.reason
         for name in spoilt if step == 0 else ():
-            executor.banks.aboard[name].weights.copy_(torch.full_like(executor.aboard[name].master, math.nan))
-    moved = {name: training.master - starts[name] for name, training in executor.aboard.items()}
+            executor.banks.attached[name].weights.copy_(
+                torch.full_like(executor.attached[name].master, math.nan)
+            )
+    moved = {name: training.master - starts[name] for name, training in executor.attached.items()}
     captures = executor.captures
     executor.restore_base()
     return moved, failed, captures
@@ -190,8 +192,8 @@ def test_a_nan_in_one_job_does_not_reach_the_others_on_the_gpu(tmp_path):
         if isinstance(event, Stepped) and (event.job, event.step) == ("poisoned", 3):
             # The device may be at the next step already, which writes the weights that passes read.
             executor = trainer.loop.executor
-            master = executor.aboard["poisoned"].master.fill_(math.nan)
-            executor.banks.aboard["poisoned"].weights.copy_(master)
+            master = executor.attached["poisoned"].master.fill_(math.nan)
+            executor.banks.attached["poisoned"].weights.copy_(master)
 
     results = trainer.run(spoil)
     assert results["poisoned"].state == "failed"

@@ -51,7 +51,7 @@ def run(output, dtype, sick):
         """One job's weights become so large that its next loss overflows, another's become NaN."""
         executor = trainer.loop.executor
         if sick and isinstance(event, Stepped) and (event.job, event.step) in spoilt:
-            executor.banks.aboard[event.job].weights.fill_(spoilt[event.job, event.step])
+            executor.banks.attached[event.job].weights.fill_(spoilt[event.job, event.step])
 
     return trainer, trainer.run(spoil)
 

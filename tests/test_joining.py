@@ -229,7 +229,7 @@ def test_a_job_that_always_breaks_off_stops_at_once_and_blocks_nobody(base, tmp_
 
     def unwritable(self, name, folder, save=Executor.save):
         if name == "cursed":
-            tries.append(self.aboard[name].progress.step)
+            tries.append(self.attached[name].progress.step)
             raise OSError(errno.EIO, "Input/output error")
         save(self, name, folder)
 
@@ -271,7 +271,7 @@ def test_keep_best_exports_the_weights_of_the_best_evaluation(base, tmp_path):
 
     def callback(event):
         if isinstance(event, Evaluated) and event.step == best:
-            training = trainer.loop.executor.aboard["a"]
+            training = trainer.loop.executor.attached["a"]
             at_best.update({key: v.clone() for key, v in training.layout.views(training.master).items()})
 
     trainer.run(callback)

@@ -167,7 +167,7 @@ def test_at_the_longest_sample_the_last_comer_goes_back_and_all_finish(tmp_path)
     reasons = []
 
     def hook(_module, _args):
-        if len(trainer.loop.executor.aboard) > 2:
+        if len(trainer.loop.executor.attached) > 2:
             raise torch.OutOfMemoryError("no room")
 
     def callback(event):
@@ -204,7 +204,7 @@ def test_out_of_memory_inside_an_optimizer_step_fails_that_job_only(tmp_path, mo
 
     def callback(event):
         if isinstance(event, Stepped) and (event.job, event.step) == ("bb", 2):
-            master = trainer.loop.executor.aboard["bb"].master
+            master = trainer.loop.executor.attached["bb"].master
 
             def short(masters, *others, **settings):
                 if masters[0] is master:

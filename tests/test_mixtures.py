@@ -181,7 +181,7 @@ def gradients(base, microbatch, spoilt, route=Route.segmented, **asked):
             h_TD = base.hidden(replace(microbatch))
             slope_TD = torch.linspace(-1, 1, h_TD.numel(), device=base.device).view_as(h_TD)
             (h_TD * slope_TD).sum().backward()
-        return {job: banks.aboard[job].gradient.clone() for job in "abc"}
+        return {job: banks.attached[job].gradient.clone() for job in "abc"}
     finally:
         banks.restore_base()
 

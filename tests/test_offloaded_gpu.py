@@ -62,7 +62,7 @@ def windows(executor, jobs, ladder=False, rounds=range(0, 6, 2), layout=ONE):
 
 
 def states(executor):
-    found = {name: one.state for name, one in executor.aboard.items()}
+    found = {name: one.state for name, one in executor.attached.items()}
     return {
         (name, one.name): getattr(state, one.name).cpu().clone()
         for name, state in found.items()
@@ -157,7 +157,7 @@ def test_of_a_parameter_six_bytes_are_on_the_device_and_twelve_page_locked_on_th
         before = torch.cuda.memory_allocated()
         attach(executor, job := ready(base, "large", 2, adapter={"rank": 64}))
         taken.append(torch.cuda.memory_allocated() - before)
-        state = executor.aboard["large"].state
+        state = executor.attached["large"].state
         assert state.master.is_pinned() == offloaded
         assert state.weights.is_cuda
         assert state.gradient.is_cuda
@@ -173,7 +173,7 @@ def test_the_device_refuses_a_step_whose_loss_is_nan_and_the_others_go_on(base):
         for job in jobs:
             attach(executor, job)
         events = windows(executor, jobs, rounds=[0])
-        executor.aboard["job1"].state.weights.fill_(math.nan)
+        executor.attached["job1"].state.weights.fill_(math.nan)
         torch.cuda.synchronize()
         events += windows(executor, jobs, rounds=[2])
         failed = [event for event in events if isinstance(event, Failed)]

@@ -90,7 +90,7 @@ def train(place, output, memory) -> Trained:
         assert loop is not None
         if not found:
             choice = loop.choice if loop.choice.streamed else None
-            found.append(Trained(choice, list(loop.executor.aboard), heard.notes))
+            found.append(Trained(choice, list(loop.executor.attached), heard.notes))
 
     trainer.run(look)
     return found[0]
@@ -126,7 +126,7 @@ def test_the_plan_has_the_cut_the_jobs_the_bytes_and_the_seconds_of_the_run(
     numbers, choice = plan.numbers, run.choice
     assert choice is not None
     assert {key: numbers[key] for key in cut_numbers(choice)} == cut_numbers(choice)
-    assert numbers["aboard"] == run.aboard == aboard
+    assert numbers["aboard"] == run.attached == aboard
     assert list(numbers["waiting"]) == [name for name in ALL if name not in aboard]
     assert (numbers["device_bytes"], numbers["host_bytes"]) == (choice.bytes, choice.host_bytes)
     assert numbers["forecast"]["step_seconds"] == numbers["round_seconds"] == choice.seconds

@@ -122,7 +122,7 @@ class Watched:
         real = Loop._admit
 
         def watched(loop):
-            before = set(loop.executor.aboard)
+            before = set(loop.executor.attached)
             real(loop)
             self.boundaries += 1
             self.preempted |= before & set(loop.waiting)
@@ -132,7 +132,7 @@ class Watched:
 
     def look(self, loop):
         self.overtaken = max([self.overtaken, *loop._overtaken.values()])
-        aboard = [loop.jobs[name].shape for name in loop.executor.aboard]
+        aboard = [loop.jobs[name].shape for name in loop.executor.attached]
         held = any(count >= MOST_OVERTAKEN for count in loop._overtaken.values())
         for name, waits in loop.waiting.items():
             above = [one for one in aboard if one.priority >= waits.shape.priority]

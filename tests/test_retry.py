@@ -34,7 +34,7 @@ def failed(tmp_path, model):
 
     def callback(event):
         if isinstance(event, Stepped) and event.step == 3:
-            trainer.loop.executor.aboard["a"].state.weights.fill_(float("nan"))
+            trainer.loop.executor.attached["a"].state.weights.fill_(float("nan"))
 
     assert trainer.run(callback)["a"].state == "failed"
     return output

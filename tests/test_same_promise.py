@@ -159,7 +159,7 @@ def trained(case: Case, file, output) -> dict[str, Any]:
     """By a run in this process, as it wrote before its first window."""
     options = Options(device="cpu", memory=case.memory, gpu_memory=case.gpu_memory)
     trainer = trainer_for(read_run(file), output=output, options=options)
-    trainer.run(lambda event: [trainer.cancel(name) for name in trainer.loop.executor.aboard])
+    trainer.run(lambda event: [trainer.cancel(name) for name in trainer.loop.executor.attached])
     return json.loads((output / PROMISE).read_text())
 
 

@@ -67,11 +67,11 @@ def trained(executor, base, plan, jobs=None):
     jobs = jobs or [ready(base, f"job{i}", i) for i in range(4)]
     for job in jobs:
         attach(executor, job)
-    starts = {name: one.master.clone() for name, one in executor.aboard.items()}
+    starts = {name: one.master.clone() for name, one in executor.attached.items()}
     for step in range(0, 6, 2):
         courses = [job.course(step, 2, False) for job in jobs]
         list(aboard.events(executor, plan(courses), jobs))
-    moved = {name: (one.master - starts[name]).cpu() for name, one in executor.aboard.items()}
+    moved = {name: (one.master - starts[name]).cpu() for name, one in executor.attached.items()}
     executor.restore_base()
     return moved
 

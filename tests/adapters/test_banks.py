@@ -64,19 +64,19 @@ def crowd(llama):
 
 def held(banks, job):
     """The job's flat vector as passes read it."""
-    return banks.aboard[job].weights
+    return banks.attached[job].weights
 
 
 def gradients(base, banks, microbatch, jobs, route=Route.segmented):
     """Each job's gradient of one pass, as the executor collects it."""
     for job in jobs:
-        banks.aboard[job].gradient.zero_()
+        banks.attached[job].gradient.zero_()
     with banks.bound(microbatch, route, training=True):
         h_TD = base.hidden(microbatch)
         targets_T = microbatch.tokens_T.roll(-1)
         loss_T = torch.nn.functional.cross_entropy(base.head().logits(h_TD), targets_T, reduction="none")
         loss_T.sum().backward()
-    return {job: banks.aboard[job].gradient.clone() for job in jobs}
+    return {job: banks.attached[job].gradient.clone() for job in jobs}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -86,7 +86,7 @@ def test_each_job_of_a_mixed_pack_gets_the_logits_that_peft_gives_it_alone(famil
     for seed, (job, spec) in enumerate(specs.items()):
         weights = random_weights(base, spec, seed)
         attach(banks, base, job, spec, weights)
-        LORA.save(tmp_path / job, spec, banks.aboard[job].layout.views(weights), base.shape.sites, "b")
+        LORA.save(tmp_path / job, spec, banks.attached[job].layout.views(weights), base.shape.sites, "b")
     jobs = ["a", "b", "c", "d"]
     samples = random_samples((9, 5, 12, 7))
     plain = [tiny(family)(input_ids=tokens[None], use_cache=False).logits[0].detach() for tokens in samples]
@@ -108,11 +108,11 @@ def test_every_job_reads_back_what_was_written_for_it(crowd):
 def test_a_write_lands_in_the_slot_of_its_job_only(llama, crowd):
     banks, weights = crowd
     new = random_weights(llama, mixed(llama)["b"], 99)
-    banks.aboard["b"].weights.copy_(new)
+    banks.attached["b"].weights.copy_(new)
     assert torch.equal(held(banks, "b"), new)
     for job in "acd":
         assert torch.equal(held(banks, job), weights[job])
-    banks.aboard["a"].weights.zero_()
+    banks.attached["a"].weights.zero_()
     assert not held(banks, "a").any()
     assert torch.equal(held(banks, "b"), new)
 
@@ -126,7 +126,7 @@ def test_who_leaves_changes_neither_the_weights_nor_the_gradients_of_the_others(
     before = gradients(llama, banks, microbatch, stay)
     assert all(found.norm() > 1e-3 for found in before.values())
     banks.detach(gone)
-    assert gone not in banks.aboard
+    assert gone not in banks.attached
     for job in stay:
         assert torch.equal(held(banks, job), weights[job])
     after = gradients(llama, banks, microbatch, stay)
@@ -157,7 +157,7 @@ def test_gradients_of_jobs_together_are_those_of_each_job_alone(llama, crowd):
                 logits_TV[:rows], pair.tokens_T[1 : rows + 1], reduction="sum"
             )
             loss.backward()
-        want = alone.aboard[job].gradient
+        want = alone.attached[job].gradient
         torch.testing.assert_close(both[job], want, rtol=CLOSE, atol=CLOSE)
 
 
@@ -169,7 +169,7 @@ def test_gradients_add_up_over_passes(llama, crowd):
         h_TD = llama.hidden(microbatch)
         targets_T = microbatch.tokens_T.roll(-1)
         torch.nn.functional.cross_entropy(llama.head().logits(h_TD), targets_T, reduction="sum").backward()
-    torch.testing.assert_close(banks.aboard["a"].gradient, 2 * once, rtol=CLOSE, atol=CLOSE)
+    torch.testing.assert_close(banks.attached["a"].gradient, 2 * once, rtol=CLOSE, atol=CLOSE)
 
 
 def test_more_jobs_than_slots_make_room(llama):
@@ -180,7 +180,7 @@ def test_more_jobs_than_slots_make_room(llama):
     assert banks.slots == 128
     banks.detach("job7")
     attach(banks, llama, "late", spec, weights_of(llama, "late", spec))
-    assert banks.aboard["late"].slot == 7
+    assert banks.attached["late"].slot == 7
 
 
 def test_outside_a_bound_pass_the_base_computes_as_if_nobody_were_aboard(llama, crowd):
@@ -237,11 +237,11 @@ def test_the_banks_hold_the_bases_dtype_and_never_train_the_base():
     base = tiny_base("gpt2", torch.float32)
     banks = banks_with(base, {"a": LoraSpec(rank=2)})
     layout = LORA.layout(LoraSpec(rank=2), base.shape.sites)
-    banks.aboard["a"].weights.copy_(torch.randn(layout.size, dtype=torch.float64))
+    banks.attached["a"].weights.copy_(torch.randn(layout.size, dtype=torch.float64))
     before = copy.deepcopy(base.model.state_dict())
     found = gradients(base, banks, together(["a"], random_samples((6,))), ["a"])["a"]
     assert found.norm() > 0
-    assert banks.aboard["a"].weights.dtype == torch.float32
+    assert banks.attached["a"].weights.dtype == torch.float32
     assert all(parameter.grad is None for parameter in base.model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in base.model.state_dict().items())
 
@@ -271,7 +271,7 @@ def test_a_slot_that_was_left_is_taken_again_the_lowest_first(llama) -> None:
         banks.detach(f"job{number}")
     for name in ("x", "y", "z"):
         attach(banks, llama, name, spec, random_weights(llama, spec, 0))
-    assert [banks.aboard[name].slot for name in ("x", "y", "z")] == [1, 3, 5]
+    assert [banks.attached[name].slot for name in ("x", "y", "z")] == [1, 3, 5]
 
 
 def test_a_job_that_cannot_come_aboard_takes_no_slot(llama, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ def test_a_job_that_cannot_come_aboard_takes_no_slot(llama, monkeypatch: pytest.
             attach(banks, llama, "x", spec, weights)
     for name in ("y", "z"):
         attach(banks, llama, name, spec, random_weights(llama, spec, 0))
-    assert sorted(aboard.slot for aboard in banks.aboard.values()) == [0, 1, 2, 3]
+    assert sorted(aboard.slot for aboard in banks.attached.values()) == [0, 1, 2, 3]
 
 
 def raising(error):
@@ -365,7 +365,7 @@ def test_one_kind_alone_at_a_site_adds_to_the_products_own_dtype_as_peft_does() 
     spec, site = LoraSpec(rank=4, alpha=8.0), base.shape.sites[0]
     banks, weights = empty_banks(base), random_weights(base, spec, 0)
     attach(banks, base, "a", spec, weights)
-    a_rK, b_rN = (banks.aboard["a"].layout.views(weights)[site.name, name] for name in (A, B))
+    a_rK, b_rN = (banks.attached["a"].layout.views(weights)[site.name, name] for name in (A, B))
     module, microbatch = base.sites()[site.name], together(["a"], random_samples((9,)))
     x_TK = torch.randn(9, site.in_features, generator=torch.Generator().manual_seed(1)).to(base.dtype)
     with torch.no_grad(), banks.bound(microbatch, Route.reference, training=False):

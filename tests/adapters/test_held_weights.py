@@ -117,7 +117,7 @@ def test_no_matrix_lives_between_a_products_forward_and_its_backward(route, ends
             if one is base:
                 assert not any(module.held.alive for module in base.sites().values())
             y_TN.pow(2).sum().backward()
-        found.append((y_TN.detach(), x_TK.grad, banks.aboard["lora"].gradient))
+        found.append((y_TN.detach(), x_TK.grad, banks.attached["lora"].gradient))
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
@@ -143,7 +143,7 @@ def test_on_codes_adapters_learn_by_the_kernels_what_they_learn_in_plain_torch(f
         with banks.bound(microbatch, route, training=True):
             y_TN = banks.linear(names[0])(x_TK, None)
             y_TN.pow(2).sum().backward()
-        found.append((y_TN.detach(), x_TK.grad, banks.aboard["lora"].gradient))
+        found.append((y_TN.detach(), x_TK.grad, banks.attached["lora"].gradient))
     (y_TN, dx_TK, learned), (y_want, dx_want, learned_want) = found
     torch.testing.assert_close(y_TN, y_want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(learned, learned_want, rtol=1e-4, atol=1e-4)

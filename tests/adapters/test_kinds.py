@@ -45,7 +45,7 @@ def gradients(base, banks, microbatch, route):
     with banks.bound(microbatch, route, training=True):
         logits_TV = base.head().logits(base.hidden(microbatch))
         logits_TV.pow(2).mean(dim=1).sum().backward()
-    return logits_TV.detach(), {job: aboard.gradient.clone() for job, aboard in banks.aboard.items()}
+    return logits_TV.detach(), {job: aboard.gradient.clone() for job, aboard in banks.attached.items()}
 
 
 def alone(family, adapter, weights, tokens_L):
@@ -209,4 +209,4 @@ def test_what_all_sites_share_is_refused_where_not_all_sites_are_or_where_it_wou
     views = layout.views(weights)
     with pytest.raises(AdapterError, match="kept in host memory"):
         banks.attach(JobAdapter("a", TiedSpec(), 0), layout, weights, weights.clone(), views, views)
-    assert not banks.aboard
+    assert not banks.attached

@@ -59,7 +59,7 @@ def test_virtual_tokens_before_each_sample_learn_what_plain_torch_teaches_them(f
         logprobs_TV.gather(1, microbatch.targets_T[rows][:, None]).sum().backward()
     for job, spec in SPECS.items():
         want = plain_gradient(family, JobAdapter(job, spec, 0), weights[job], data[job])
-        found = banks.aboard[job].gradient
+        found = banks.attached[job].gradient
         assert want.norm() > 1e-3
         assert (found - want).norm() <= EXACT * want.norm()
 

@@ -20,7 +20,7 @@ def test_jobs_train_on_the_lengths_they_were_given_and_begin_again_at_the_end(
 ) -> None:
     together.join("a", LoraSpec(rank=2), [[5, 7], [9]], seed=0)
     together.join("b", LoraSpec(rank=3), [[4]], seed=1)
-    before = together.executor.aboard["a"].master.clone()
+    before = together.executor.attached["a"].master.clone()
     program = together.plan(3, capacity=64)
     batches = {(batch.job, batch.step): batch for batch in program.batches}
     assert [batches["a", step].tokens for step in (1, 2, 3)] == [12, 9, 12]
@@ -28,8 +28,8 @@ def test_jobs_train_on_the_lengths_they_were_given_and_begin_again_at_the_end(
     assert batches["a", 1].supervised == 10
     passes = together.run(program)
     assert rows_useful(passes) == 12 + 9 + 12 + 3 * 4
-    assert together.executor.aboard["a"].progress.step == 3
-    assert not together.executor.aboard["a"].master.equal(before)
+    assert together.executor.attached["a"].progress.step == 3
+    assert not together.executor.attached["a"].master.equal(before)
     assert together.plan(1, capacity=64).batches[0].step == 4
 
 
@@ -39,7 +39,7 @@ def test_one_leaves_and_the_others_go_on(together: AttachedJobs) -> None:
     together.run(together.plan(1, capacity=64))
     together.leave("b")
     together.run(together.plan(1, capacity=64))
-    assert {job: training.progress.step for job, training in together.executor.aboard.items()} == {
+    assert {job: training.progress.step for job, training in together.executor.attached.items()} == {
         "a": 2,
         "c": 2,
     }

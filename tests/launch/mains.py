@@ -92,9 +92,9 @@ def cancelling_main(moment: tuple[str, int, str], notes: Path) -> None:
         return train(self, callback)
 
     def noted(self: Any, *args: Any, **keys: Any) -> Iterator[Any]:
-        if VICTIM in self.aboard:
-            sizes.add(self.aboard[VICTIM].master.untyped_storage().nbytes())
-        note({"aboard": sorted(self.aboard), "own": sum(size in sizes for size in storage_bytes())})
+        if VICTIM in self.attached:
+            sizes.add(self.attached[VICTIM].master.untyped_storage().nbytes())
+        note({"aboard": sorted(self.attached), "own": sum(size in sizes for size in storage_bytes())})
         yield from run(self, *args, **keys)
 
     Trainer.run, Executor.run = with_cancel, noted

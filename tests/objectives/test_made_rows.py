@@ -117,9 +117,9 @@ def test_each_batch_is_made_by_the_adapter_as_it_stands_and_trained_beside_other
     maker = aboard.ready(base, "maker", steps=STEPS, seed=4)
     executor = aboard.executor(base, [other, maker], Route.segmented)
     executor.scorer.objectives["maker"] = OwnWords()
-    executor.aboard["maker"].master.add_(0.05)
-    executor.banks.aboard["maker"].weights.copy_(executor.aboard["maker"].master)
-    start = executor.aboard["maker"].master.clone()
+    executor.attached["maker"].master.add_(0.05)
+    executor.banks.attached["maker"].weights.copy_(executor.attached["maker"].master)
+    start = executor.attached["maker"].master.clone()
     losses, texts = [], []
     for step in range(STEPS):
         texts.append(rows := spoken(executor, "maker"))
@@ -131,7 +131,7 @@ def test_each_batch_is_made_by_the_adapter_as_it_stands_and_trained_beside_other
     assert len({tuple(map(tuple, text)) for text in texts}) > 1
     wanted, final = plain_run(base, maker, start)
     assert losses == pytest.approx(wanted, rel=EXACT)
-    assert (executor.aboard["maker"].master - final).norm() <= EXACT * final.norm()
+    assert (executor.attached["maker"].master - final).norm() <= EXACT * final.norm()
 
 
 def _logits(model, tokens_L):

@@ -62,7 +62,7 @@ class Aboard:
         return plain_model("llama", JobAdapter(job, SPEC, 0), flat), flat
 
     def gradient(self, job):
-        return self.banks.aboard[job].gradient
+        return self.banks.attached[job].gradient
 
 
 def close(found, wanted) -> None:

@@ -46,11 +46,11 @@ def test_pairs_are_planned_scored_and_trained_as_plain_torch_trains_them():
     jobs = {job.name: job for job in (pairs, plain)}
     executor = aboard.executor(base, [pairs, plain, other])
     executor.scorer.objectives["pairs"] = objective = Preference()
-    for seed, training in enumerate(executor.aboard.values()):
+    for seed, training in enumerate(executor.attached.values()):
         noise = torch.randn(len(training.master), generator=torch.Generator().manual_seed(seed))
         training.master.add_(0.1 * noise)
         training.state.weights.copy_(training.master)
-    start = {job: training.master.clone() for job, training in executor.aboard.items()}
+    start = {job: training.master.clone() for job, training in executor.attached.items()}
     losses, widths = [], set()
     for step in range(STEPS):
         course = pairs.course(step, 1, False)
@@ -66,10 +66,10 @@ def test_pairs_are_planned_scored_and_trained_as_plain_torch_trains_them():
     assert widths <= {2, 4}
     wanted, final = plain_run(pairs, start)
     assert losses == pytest.approx(wanted, rel=EXACT)
-    found = executor.aboard["pairs"].master
+    found = executor.attached["pairs"].master
     assert (found - final).norm() <= EXACT * final.norm()
     assert (final - start["pairs"]).norm() > 1e-2
-    assert torch.equal(executor.aboard["other"].master, start["other"])
+    assert torch.equal(executor.attached["other"].master, start["other"])
 
 
 def plain_run(job, start):

@@ -29,7 +29,7 @@ def test_the_best_trials_stand_on_top_with_what_sets_them_apart(page: Page) -> N
     assert heading == "place trial rank dropout learning_rate validation loss steps state"
     assert rows[0] == "1 sql-r64-lr4.09e-4 best 64 0.013 4.09e-4 1.2667 200 of 200 finished"
     assert rows[1].startswith("2 sql-r64-lr3.42e-4 kept")
-    assert rows[3].endswith("1.5618 at step 60 60 of 200 dropped 4th of 8, the best 3 go on")
+    assert rows[3].endswith("1.5618 at step 60 60 of 200 dropped 4th of 8, the best 3 continue")
 
 
 def test_trials_beyond_the_first_are_folded_away_with_the_reasons_why_they_left_or_failed(page: Page) -> None:
@@ -46,8 +46,8 @@ def test_a_few_trials_all_stand_in_the_open(tmp_path: Path) -> None:
 
 def test_the_rungs_the_saving_the_winners_and_a_snippet_are_there(page: Page) -> None:
     text = words(page)
-    assert "the best 33 % go on at steps 20, 60 of 200 · losses there are those of the mean of a" in text
-    assert "20 24 8 went on the last to go on had 2.0698, the first dropped 2.0914, 1 failed" in text
+    assert "the best 33 % continue at steps 20, 60 of 200 · losses there are those of the mean of a" in text
+    assert "20 24 8 went on the last to continue had 2.0698, the first dropped 2.0914, 1 failed" in text
     assert "25 % 9,632 of the 38,400 that all trials would take" in text
     # 884 seconds for a quarter of the samples.
     assert "time saved about 44:01 all trials to their end: about 58:45 of training" in text

@@ -95,7 +95,7 @@ def test_a_killed_job_is_skipped_and_the_program_stands_for_the_others(base):
     for event in events[where:]:
         assert getattr(event, "job", "a") == "a"
         assert not isinstance(event, Passed) or event.microbatch.jobs == ("a",)
-    assert_close(made.aboard["a"].master, alone.aboard["a"].master)
+    assert_close(made.attached["a"].master, alone.attached["a"].master)
 
 
 def test_microbatches_of_dead_jobs_only_are_not_run(base):
@@ -112,20 +112,20 @@ def test_a_nan_kills_its_own_job_and_the_other_equals_a_run_without_it(base):
     alone = aboard.executor(bench.base(), jobs[:1])
     run(alone, jobs[:1], 4)
     made = aboard.executor(base, jobs)
-    made.banks.aboard["b"].weights.copy_(torch.full_like(made.aboard["b"].master, math.nan))
+    made.banks.attached["b"].weights.copy_(torch.full_like(made.attached["b"].master, math.nan))
     planned = aboard.program(jobs, 4)
     assert planned.shared() > 0
     events = list(aboard.events(made, planned, jobs))
     (failed,) = (event for event in events if isinstance(event, Failed))
     assert (failed.job, failed.reason) == ("b", "its loss at step 1 is nan")
     assert steps_of(events, "a") == [1, 2, 3, 4]
-    assert_close(made.aboard["a"].master, alone.aboard["a"].master)
+    assert_close(made.attached["a"].master, alone.attached["a"].master)
 
 
 def test_a_nan_in_an_evaluation_fails_its_own_job_only(base):
     jobs = two(base, eval={"fraction": 0.4})
     made = aboard.executor(base, jobs)
-    made.banks.aboard["b"].weights.copy_(torch.full_like(made.aboard["b"].master, math.nan))
+    made.banks.attached["b"].weights.copy_(torch.full_like(made.attached["b"].master, math.nan))
     events = run(made, jobs, 0, begins=True)
     assert [event.job for event in events if isinstance(event, Evaluated)] == ["a"]
     assert [event.job for event in events if isinstance(event, Failed)] == ["b"]
@@ -147,15 +147,15 @@ def test_out_of_memory_leaves_every_job_at_its_last_step_as_if_the_open_batch_ha
     with pytest.raises(OutOfMemory, match="no room"):
         list(aboard.events(made, planned, jobs))
     hook.remove()
-    for training in made.aboard.values():
+    for training in made.attached.values():
         assert training.open is None
         assert not training.gradient.any()
-    done = {name: training.progress.step for name, training in made.aboard.items()}
+    done = {name: training.progress.step for name, training in made.attached.items()}
     assert sum(done.values()) > 0
     compared = set()
     for event in aboard.events(undisturbed, planned, jobs):
         if isinstance(event, Stepped) and event.step == done[event.job]:
-            assert torch.equal(made.aboard[event.job].master, undisturbed.aboard[event.job].master)
+            assert torch.equal(made.attached[event.job].master, undisturbed.attached[event.job].master)
             compared.add(event.job)
     assert compared == {name for name, step in done.items() if step > 0}
 
@@ -183,7 +183,7 @@ def test_when_asked_to_stop_it_ends_where_no_job_is_inside_a_step(base):
     steps = [(event.job, event.step) for event in seen if isinstance(event, Stepped)]
     assert sum(isinstance(event, Passed) for event in seen) > 2
     assert sorted(steps) == [("a", 1), ("b", 1)]
-    assert all(training.open is None for training in made.aboard.values())
+    assert all(training.open is None for training in made.attached.values())
 
 
 def test_once_overdue_nothing_more_is_computed_and_the_open_batch_is_dropped(base):
@@ -196,11 +196,11 @@ def test_once_overdue_nothing_more_is_computed_and_the_open_batch_is_dropped(bas
     events = list(made.run(planned, fetch, overdue=lambda: len(passes) == 2))
     assert len(passes) == 2
     assert not any(isinstance(event, Stepped) for event in events)
-    assert all((one.progress.step, one.open) == (0, None) for one in made.aboard.values())
+    assert all((one.progress.step, one.open) == (0, None) for one in made.attached.values())
     run(made, jobs, 2, capacity=24)
     run(undisturbed, jobs, 2, capacity=24)
     for job in by_name:
-        assert_close(made.aboard[job].master, undisturbed.aboard[job].master)
+        assert_close(made.attached[job].master, undisturbed.attached[job].master)
 
 
 def test_when_its_saves_are_finished_a_jobs_checkpoint_is_there(base, tmp_path, monkeypatch):

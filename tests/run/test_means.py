@@ -63,7 +63,7 @@ def executor_of(layout, dtype=torch.float64):
 
 def plan(executor, jobs, rounds, begins=()):
     courses = [
-        job.course(executor.aboard[job.name].progress.step, rounds, job.name in begins) for job in jobs
+        job.course(executor.attached[job.name].progress.step, rounds, job.name in begins) for job in jobs
     ]
     return plan_window(courses, executor.part.layout, CAPACITY)
 
@@ -74,7 +74,7 @@ def train(executor, jobs, rounds, masters):
     fetch = lambda plan, held_out: lay_out(plan, held_out, by_name)  # noqa: E731
     for event in executor.run(plan(executor, jobs, rounds), fetch):
         if isinstance(event, Stepped):
-            masters[event.job, event.step] = executor.aboard[event.job].master.clone()
+            masters[event.job, event.step] = executor.attached[event.job].master.clone()
 
 
 def plain_mean(masters, job, first, last):
@@ -83,7 +83,7 @@ def plain_mean(masters, job, first, last):
 
 def assert_means(executor, jobs, masters, first, last, dtype=torch.float64):
     for job in jobs:
-        training = executor.aboard[job.name]
+        training = executor.attached[job.name]
         assert training.progress.averaged == last - first + 1
         assert training.mean.dtype == training.master.dtype
         want = plain_mean(masters, job.name, first, last)
@@ -98,16 +98,16 @@ def test_the_mean_is_that_of_the_masters_of_its_steps_and_is_dropped_behind_the_
     take_aboard(executor, jobs)
     (job,) = jobs
     train(executor, jobs, 1, masters)
-    assert executor.aboard[job.name].progress.averaged == 0
-    assert torch.equal(executor.aboard[job.name].judged, masters[job.name, 1]), "there is nothing else yet"
+    assert executor.attached[job.name].progress.averaged == 0
+    assert torch.equal(executor.attached[job.name].judged, masters[job.name, 1]), "there is nothing else yet"
     train(executor, jobs, 2, masters)
     assert_means(executor, jobs, masters, 2, 3, dtype)
-    assert not torch.equal(executor.aboard[job.name].mean, executor.aboard[job.name].master)
+    assert not torch.equal(executor.attached[job.name].mean, executor.attached[job.name].master)
     train(executor, jobs, 1, masters)
     assert_means(executor, jobs, masters, 4, 4, dtype)
-    assert torch.equal(executor.aboard[job.name].mean, masters[job.name, 4])
+    assert torch.equal(executor.attached[job.name].mean, masters[job.name, 4])
     train(executor, jobs, 1, masters)
-    training = executor.aboard[job.name]
+    training = executor.attached[job.name]
     assert (training.progress.step, training.progress.averaged, training.mean) == (5, 0, None)
 
 
@@ -129,14 +129,14 @@ def test_a_mean_that_is_shown_is_evaluated_as_its_own_adapter_and_training_goes_
     for one in (executor, undisturbed):
         take_aboard(one, jobs)
         run(one, plan(one, jobs, 3), jobs)
-    addresses = executor.aboard[looking.name].state.weights.data_ptr()
-    mean = executor.aboard[looking.name].mean.clone()
+    addresses = executor.attached[looking.name].state.weights.data_ptr()
+    mean = executor.attached[looking.name].mean.clone()
     executor.show_mean(looking.name)
     held = [replace(job, limit=3) if job is looking else job for job in jobs]
     events = told(run(executor, plan(executor, held, 1, begins=[looking.name]), held))
     executor.show_master(looking.name)
     (judged,) = [event for event in events if isinstance(event, Evaluated)]
-    assert executor.aboard[looking.name].state.weights.data_ptr() == addresses
+    assert executor.attached[looking.name].state.weights.data_ptr() == addresses
     assert (judged.job, judged.step) == (looking.name, 3)
     assert judged.loss == evaluated(looking, mean).loss != evaluated(looking, undisturbed, 3).loss
 
@@ -146,15 +146,17 @@ def test_a_mean_that_is_shown_is_evaluated_as_its_own_adapter_and_training_goes_
     assert mine == theirs
     run(undisturbed, plan(undisturbed, others, 1), jobs)
     for job in jobs:
-        assert torch.equal(executor.aboard[job.name].master, undisturbed.aboard[job.name].master), job.name
+        assert torch.equal(executor.attached[job.name].master, undisturbed.attached[job.name].master), (
+            job.name
+        )
 
 
 def evaluated(job, weights, step=3):
     """What comes of an evaluation of an adapter with these weights, or with the master of an executor."""
     base = whole_base("llama", torch.float64)
     executor = aboard.executor(base, [job])
-    master = weights if isinstance(weights, torch.Tensor) else weights.aboard[job.name].master
-    training = executor.aboard[job.name]
+    master = weights if isinstance(weights, torch.Tensor) else weights.attached[job.name].master
+    training = executor.attached[job.name]
     training.master.copy_(master)
     training.state.weights.copy_(master)
     training.progress.step = step
@@ -178,8 +180,8 @@ def test_saved_inside_a_span_it_goes_on_to_the_same_mean(layout, tmp_path):
     assert training.progress.averaged == 1
     restored.attach(training)
     run(restored, plan(restored, [job], 1), [job])
-    assert torch.equal(restored.aboard[job.name].mean, executor.aboard[job.name].mean)
-    assert restored.aboard[job.name].progress == executor.aboard[job.name].progress
+    assert torch.equal(restored.attached[job.name].mean, executor.attached[job.name].mean)
+    assert restored.attached[job.name].progress == executor.attached[job.name].progress
 
 
 def as_worker(wires, cuts):
@@ -208,7 +210,7 @@ def as_worker(wires, cuts):
     transport.flush()
     return {
         name: (training.mean, plain_mean(masters, name, 2, 3), training.progress.averaged)
-        for name, training in executor.aboard.items()
+        for name, training in executor.attached.items()
     }
 
 

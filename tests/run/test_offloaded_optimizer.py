@@ -62,12 +62,12 @@ def poison(executor, monkeypatch):
 def plan(executor, jobs, rounds):
     """The same wherever the optimizer is: with it in host memory, a window of its own would have two
     groups."""
-    courses = [job.course(executor.aboard[job.name].progress.step, rounds, False) for job in jobs]
+    courses = [job.course(executor.attached[job.name].progress.step, rounds, False) for job in jobs]
     return plan_window(courses, one_device(LAYERS), CAPACITY)
 
 
 def to_the_end(executor, jobs, rounds=2):
-    while any(executor.aboard[job.name].progress.step < job.recipe.steps for job in jobs):
+    while any(executor.attached[job.name].progress.step < job.recipe.steps for job in jobs):
         run(executor, plan(executor, jobs, rounds), jobs)
 
 
@@ -113,7 +113,7 @@ def test_with_the_kernel_of_a_gpu_too(monkeypatch):
         executor = executor_of(layout)
         jobs = make_jobs(executor.base)[:2]
         take_aboard(executor, jobs)
-        executor.aboard["b"].state.weights[3] = math.nan
+        executor.attached["b"].state.weights[3] = math.nan
         events.append(sorted(map(str, told(run(executor, plan(executor, jobs, 2), jobs)))))
         masters.append(masters_of(executor))
     assert events[0] == events[1]
@@ -127,7 +127,7 @@ def test_master_weights_and_moments_alone_are_in_host_memory():
     executor = executor_of()
     job = one_job(executor.base)
     take_aboard(executor, [job])
-    state, here = executor.aboard["a"].state, executor.banks.aboard["a"]
+    state, here = executor.attached["a"].state, executor.banks.attached["a"]
     assert here.weights.data_ptr() == state.weights.data_ptr()
     assert here.gradient.data_ptr() == state.gradient.data_ptr()
     moved = {state.master.data_ptr(), state.exp_avg.data_ptr(), state.exp_avg_sq.data_ptr()}
@@ -265,15 +265,15 @@ def test_on_a_gpu_a_pass_waits_for_steps_of_its_own_jobs_once_and_what_comes_wai
     adapters, jobs = executor.adapters, [one_job(executor.base), *make_jobs(executor.base)[1:2]]
     take_aboard(executor, jobs)
     adapters.steps.ring.lanes = PieceLanes(up, making, down)
-    for training in executor.aboard.values():
+    for training in executor.attached.values():
         training.gradient.fill_(1.0)
         training.open = open_batch()
-    underway = adapters.step([StepRequest(executor.aboard[name], 6) for name in "ab"])
+    underway = adapters.step([StepRequest(executor.attached[name], 6) for name in "ab"])
     assert making.waited == ["passes"], "updates follow the passes that made the gradients"
     assert not adapters.use(0, [], returning=False)
     assert adapters.use(0, ["a"], returning=False)
     first = making.made
-    assert first == -(-executor.aboard["a"].layout.size // 512) > PIECES
+    assert first == -(-executor.attached["a"].layout.size // 512) > PIECES
     assert passes.waited == [NotedEvent("make", first)]
     adapters.ask_ahead(0, ["a"])
     assert making.made > first
@@ -298,7 +298,7 @@ def test_a_job_whose_loss_is_nan_fails_alone_and_keeps_the_state_of_its_last_ste
         jobs = make_jobs(executor.base)
         take_aboard(executor, jobs)
         run(executor, plan(executor, jobs, 1), jobs)
-        executor.aboard["a"].state.weights.fill_(math.nan)
+        executor.attached["a"].state.weights.fill_(math.nan)
         events = told(run(executor, plan(executor, jobs, 2), jobs))
         assert {event.job for event in events if isinstance(event, Failed)} == {"a"}
         found.append((sorted(map(str, events)), masters_of(executor)))
@@ -312,11 +312,13 @@ def test_a_job_whose_weights_are_not_finite_after_its_step_fails_alone():
     executor = executor_of()
     jobs = make_jobs(executor.base)[:2]
     take_aboard(executor, jobs)
-    for training in executor.aboard.values():
+    for training in executor.attached.values():
         training.gradient.fill_(1.0)
         training.open = open_batch()
-    executor.aboard["b"].master[-1] = math.inf
-    made, failed = executor.adapters.step([StepRequest(executor.aboard[name], 6) for name in "ab"]).outcomes()
+    executor.attached["b"].master[-1] = math.inf
+    made, failed = executor.adapters.step(
+        [StepRequest(executor.attached[name], 6) for name in "ab"]
+    ).outcomes()
     assert failed == "its weights after step 1 are not finite"
     assert made.grad_norm > 0
 
@@ -328,19 +330,19 @@ def test_a_job_that_goes_while_its_step_is_not_made_takes_all_of_it_along(when):
     for each in (executor, other):
         take_aboard(each, jobs)
         for job in jobs:
-            training = each.aboard[job.name]
+            training = each.attached[job.name]
             generator = torch.Generator().manual_seed(job.spec.seed)
             training.gradient.copy_(torch.randn(training.gradient.shape, generator=generator))
             training.open = open_batch()
-    underway = executor.adapters.step([StepRequest(executor.aboard[job.name], 6) for job in jobs])
-    other.adapters.step([StepRequest(other.aboard[job.name], 6) for job in jobs]).outcomes()
+    underway = executor.adapters.step([StepRequest(executor.attached[job.name], 6) for job in jobs])
+    other.adapters.step([StepRequest(other.attached[job.name], 6) for job in jobs]).outcomes()
     if when == "killed":
         executor.kill("a")
         underway.outcomes()
-        assert not executor.aboard["a"].state.weights.any(), "its step was made before, and nothing follows"
+        assert not executor.attached["a"].state.weights.any(), "its step was made before, and nothing follows"
         return
     for job in jobs:
-        left, want = executor.detach(job.name), other.aboard[job.name]
+        left, want = executor.detach(job.name), other.attached[job.name]
         for name in STATE:
             assert torch.equal(getattr(left.state, name), getattr(want.state, name)), (job.name, name)
 
@@ -396,11 +398,11 @@ def test_a_checkpoint_goes_on_wherever_the_optimizer_is(before, after, tmp_path)
         assert checkpoint.restore(tmp_path / job.name, training)
         resumed.attach(training)
     to_the_end(resumed, jobs)
-    for name, training in executor.aboard.items():
+    for name, training in executor.attached.items():
         for vector in STATE:
-            mine, theirs = (getattr(one.aboard[name].state, vector) for one in (resumed, executor))
+            mine, theirs = (getattr(one.attached[name].state, vector) for one in (resumed, executor))
             assert torch.equal(mine, theirs), (name, vector)
-        assert resumed.aboard[name].progress == training.progress
+        assert resumed.attached[name].progress == training.progress
 
 
 # -- shortages -------------------------------------------------------------------------------------------
@@ -424,5 +426,5 @@ def test_a_shortage_in_the_middle_of_a_step_repeats_no_piece_of_it(at, monkeypat
     assert makes[0].made == makes[1].made
     for name, master in masters_of(undisturbed).items():
         # Rounds that were broken off are packed anew.
-        assert torch.allclose(short.aboard[name].master, master, rtol=1e-9, atol=1e-12), name
-        assert short.aboard[name].progress == undisturbed.aboard[name].progress
+        assert torch.allclose(short.attached[name].master, master, rtol=1e-9, atol=1e-12), name
+        assert short.attached[name].progress == undisturbed.attached[name].progress

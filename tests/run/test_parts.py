@@ -110,7 +110,7 @@ def as_worker(wires):
         by_name = {job.name: job for job in jobs}
         events, evaluations, begins = [], [], True
         for _ in range(4):
-            courses = [job.course(executor.aboard[job.name].progress.step, 2, begins) for job in jobs]
+            courses = [job.course(executor.attached[job.name].progress.step, 2, begins) for job in jobs]
             program, begins = plan_window(courses, cut, CAPACITY), False
             held_out = {one.microbatch for one, _ in program.compute() if isinstance(one, Evaluate)}
             laid = {n: lay_out(plan, n in held_out, by_name) for n, plan in enumerate(program.microbatches)}
@@ -118,7 +118,7 @@ def as_worker(wires):
             evaluations += agreed.report.evaluations
             transport.flush()
             assert aboard.is_empty(executor.activations)
-        found.append((kinds(executor), events, views(executor.aboard), evaluations))
+        found.append((kinds(executor), events, views(executor.attached), evaluations))
     return found
 
 
@@ -135,6 +135,6 @@ def test_workers_whose_stages_take_turns():
         assert theirs[0] == expected_kinds(travels, offloads, Agreed)
         weights = mine[2] | theirs[2]
         assert_equal(
-            (losses_of(mine[1]), weights), (losses_of(events), views(made.aboard), starts), 1e-9, 1e-8
+            (losses_of(mine[1]), weights), (losses_of(events), views(made.attached), starts), 1e-9, 1e-8
         )
         assert {(one.job, one.step) for one in mine[3] + theirs[3]} == {("d", 0), ("d", 2), ("d", 4)}

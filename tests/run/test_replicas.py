@@ -116,7 +116,7 @@ def prompted_worker(wires):
     laid = {action.microbatch: lay_out(plan, False, {"p": job}) for action, plan in own.items()}
     list(executor.run(program, delivered(program, laid)))
     transport.flush()
-    return executor.aboard["p"].progress.trained_tokens
+    return executor.attached["p"].progress.trained_tokens
 
 
 def test_virtual_tokens_do_not_count_as_trained_tokens_in_any_replica():
@@ -124,7 +124,7 @@ def test_virtual_tokens_do_not_count_as_trained_tokens_in_any_replica():
     job = prompted(base)
     alone = aboard.executor(base, [job])
     list(aboard.events(alone, aboard.program([job], 2), [job]))
-    wanted = alone.aboard["p"].progress.trained_tokens
+    wanted = alone.attached["p"].progress.trained_tokens
     lengths = job.data.train.lengths
     assert wanted == sum(int(lengths[one]) - 3 for step in (1, 2) for one in job.order.batch(step))
     assert run_workers(2, prompted_worker, replicas=2) == [wanted, wanted]

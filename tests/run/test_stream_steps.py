@@ -77,19 +77,19 @@ def after_begin(executor, monkeypatch, do):
 
 
 def plan(executor, jobs, rounds, begins=False):
-    courses = [job.course(executor.aboard[job.name].progress.step, rounds, begins) for job in jobs]
+    courses = [job.course(executor.attached[job.name].progress.step, rounds, begins) for job in jobs]
     return plan_window(courses, executor.part.layout, CAPACITY)
 
 
 def to_the_end(executor, jobs, rounds=2):
     events = []
-    while any(executor.aboard[job.name].progress.step < job.recipe.steps for job in jobs):
+    while any(executor.attached[job.name].progress.step < job.recipe.steps for job in jobs):
         events += told(run(executor, plan(executor, jobs, rounds), jobs))
     return events
 
 
 def masters_of(executor):
-    return {name: one.master.clone() for name, one in executor.aboard.items()}
+    return {name: one.master.clone() for name, one in executor.attached.items()}
 
 
 class Noted:
@@ -166,7 +166,7 @@ def test_what_is_saved_and_looked_at_between_windows_is_made(monkeypatch):
     run(executor, plan(executor, jobs, 1), jobs)
     assert not executor.adapters.steps.all_pending()
     for job in jobs:
-        training = executor.aboard[job.name]
+        training = executor.attached[job.name]
         assert training.progress.step == 1
         assert torch.equal(training.state.weights, training.master)
         for stage, part in executor.adapters.travel.travellers[job.name].parts.items():
@@ -319,10 +319,10 @@ def test_a_job_that_steps_to_weights_that_are_not_finite_fails_alone(monkeypatch
     others = [job for job in jobs if job.name != "a"]
     run(alone, plan(alone, others, 4), others)
     for job in others:
-        mine, theirs = executor.aboard[job.name].master, alone.aboard[job.name].master
+        mine, theirs = executor.attached[job.name].master, alone.attached[job.name].master
         assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6)
         assert bool(mine.isfinite().all())
-        assert executor.aboard[job.name].progress.step == job.recipe.steps
+        assert executor.attached[job.name].progress.step == job.recipe.steps
 
 
 @pytest.mark.parametrize("last", [1, 2])
@@ -379,11 +379,11 @@ def test_a_job_can_be_killed_and_leave_while_its_step_is_being_made(name, at):
     with before_passes(executor, kill):
         events = told(run(executor, plan(executor, jobs, 3), jobs))
     assert killed
-    assert not executor.aboard["a"].state.weights.any()
+    assert not executor.attached["a"].state.weights.any()
     assert not any(room.any() for room in executor.adapters.travel.travellers["a"].weights.values())
     assert {event.job for event in events} == {"b"}
     assert executor.detach("a").job == "a"
-    assert executor.aboard["b"].progress.step == 3
+    assert executor.attached["b"].progress.step == 3
     assert "a" not in executor.adapters.travel.travellers
 
 
@@ -410,7 +410,7 @@ def test_a_job_that_leaves_while_parts_are_left_takes_all_of_its_step_along(name
     assert not executor.adapters.steps.unfinished("a", 1)
     run(other, plan(other, jobs, 1), jobs)
     for job in jobs:
-        left, want = executor.detach(job.name), other.aboard[job.name]
+        left, want = executor.detach(job.name), other.attached[job.name]
         assert not executor.adapters.steps.all_pending()
         for name in ("master", "exp_avg", "exp_avg_sq", "weights"):
             assert torch.equal(getattr(left.state, name), getattr(want.state, name)), (job.name, name)
@@ -470,5 +470,5 @@ def test_a_shortage_in_the_middle_of_a_step_repeats_no_piece_of_it(at, halfway, 
         to_the_end(executor, jobs, rounds=1)
     assert makes[0].made == makes[1].made
     for name, master in masters_of(undisturbed).items():
-        assert torch.equal(short.aboard[name].master, master), name
-        assert short.aboard[name].progress == undisturbed.aboard[name].progress
+        assert torch.equal(short.attached[name].master, master), name
+        assert short.attached[name].progress == undisturbed.attached[name].progress

@@ -75,9 +75,9 @@ def windows(executor, jobs, plan):
     """Two windows; what was told, and the masters at the end."""
     found = []
     for begins in (True, False):
-        courses = [job.course(executor.aboard[job.name].progress.step, 2, begins) for job in jobs]
+        courses = [job.course(executor.attached[job.name].progress.step, 2, begins) for job in jobs]
         found += told(run(executor, plan(courses), jobs))
-    return found, {name: one.master.clone() for name, one in executor.aboard.items()}
+    return found, {name: one.master.clone() for name, one in executor.attached.items()}
 
 
 @cache
@@ -148,7 +148,7 @@ def test_a_nan_of_one_job_does_not_reach_the_others():
     executor = streamed("llama", torch.float32, cut)
     jobs = make_jobs(executor.base)
     take_aboard(executor, jobs)
-    executor.aboard["b"].state.weights.fill_(float("nan"))
+    executor.attached["b"].state.weights.fill_(float("nan"))
     executor.adapters.travel.bring_weights(["b"])
     courses = [job.course(0, 3, False) for job in jobs]
     events = told(run(executor, plan_window(courses, cut, CAPACITY), jobs))
@@ -160,7 +160,7 @@ def test_a_nan_of_one_job_does_not_reach_the_others():
     alone.kill("b")
     run(alone, plan_window(courses, cut, CAPACITY), jobs)
     for job in others:
-        mine, theirs = executor.aboard[job.name].master, alone.aboard[job.name].master
+        mine, theirs = executor.attached[job.name].master, alone.attached[job.name].master
         assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6)
         assert bool(mine.isfinite().all())
 
@@ -184,12 +184,12 @@ def test_after_a_shortage_in_the_middle_of_a_round_the_next_window_finds_everyth
     with pytest.raises(OutOfMemory):
         run(executor, program, jobs)
     hook.remove()
-    done = {name: one.progress.step for name, one in executor.aboard.items()}
+    done = {name: one.progress.step for name, one in executor.attached.items()}
     assert max(done.values()) <= 1
     for _ in range(3):
-        courses = [job.course(executor.aboard[job.name].progress.step, 2, False) for job in jobs]
+        courses = [job.course(executor.attached[job.name].progress.step, 2, False) for job in jobs]
         run(executor, plan_window(courses, cut, CAPACITY), jobs)
-    assert {name: one.progress.step for name, one in executor.aboard.items()} == {
+    assert {name: one.progress.step for name, one in executor.attached.items()} == {
         job.name: job.recipe.steps for job in jobs
     }
 

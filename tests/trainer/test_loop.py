@@ -39,7 +39,7 @@ def test_when_memory_is_short_the_job_of_the_lowest_priority_goes_back(tmp_path,
     base = bench.base()
     jobs = [job("low", 3), job("urgent", 3, priority=5), job("middle", 3, priority=1)]
     trainer = bench.trainer(base, tmp_path / "out", jobs, options=Options(capacity=20))
-    short_of_memory(base, lambda: len(trainer.loop.executor.aboard) > 1)
+    short_of_memory(base, lambda: len(trainer.loop.executor.attached) > 1)
     results = trainer.run()
     assert sent_back == ["low", "middle", "low"], "from three jobs to one, and from the other two to one"
     assert {result.state for result in results.values()} == {"succeeded"}
@@ -53,11 +53,11 @@ def test_when_a_job_has_ended_as_many_come_aboard_again_as_memory_holds(tmp_path
     aboard = []
 
     def is_short():
-        present = trainer.loop.executor.aboard
+        present = trainer.loop.executor.attached
         return "a" in present and len(present) > 2
 
     short_of_memory(base, is_short)
-    trainer.run(lambda _: aboard.append(frozenset(trainer.loop.executor.aboard)))
+    trainer.run(lambda _: aboard.append(frozenset(trainer.loop.executor.attached)))
     assert aboard[0] == {"a", "b"}
     assert frozenset("bcd") in aboard
 
@@ -97,7 +97,7 @@ def test_a_job_that_gives_way_has_left_when_the_other_comes_even_if_it_cannot_be
             monkeypatch.setattr(checkpoint, "write", unwritable)
             trainer.add(job("urgent", 1, priority=9))
         if event.job == "urgent":
-            seen.append((list(trainer.loop.executor.aboard), states(tmp_path / "out")["low"]))
+            seen.append((list(trainer.loop.executor.attached), states(tmp_path / "out")["low"]))
 
     results = trainer.run(callback)
     assert seen == [(["urgent"], "paused")]

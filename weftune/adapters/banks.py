@@ -88,7 +88,7 @@ class Banks:
         inserted. It is None if the embedding is on another stage, or if no job has such rows. If it is `tied`
         to the head, a job's own rows are used there, too. `tiled` says whether passes may take the tiled
         route, for which adapters are laid out."""
-        self.aboard: dict[str, AttachedJob] = {}
+        self.attached: dict[str, AttachedJob] = {}
         self.slots = SLOTS
         self.choices = choices_on(like.device)
         """Measured choices between kernels on this device."""
@@ -161,7 +161,7 @@ class Banks:
         if self._free:
             heappop(self._free)
         self._attachments += 1
-        self.aboard[adapter.job] = AttachedJob(
+        self.attached[adapter.job] = AttachedJob(
             adapter=adapter,
             layout=layout,
             slot=slot,
@@ -241,14 +241,14 @@ class Banks:
         raise AdapterError(f"job {job}: a {kind} adapter has {what}, which cannot be trained {where}")
 
     def detach(self, job: str) -> None:
-        attached = self.aboard.pop(job)
+        attached = self.attached.pop(job)
         heappush(self._free, attached.slot)
         for group in attached.groups:
             group.banks[attached.adapter.spec.kind].detach(job)
             if attached.tiled_linears and isinstance(group, SiteGroup) and group.tiled is not None:
                 group.tiled.detach(job)
         if self._constants:
-            read = {_constants_of(one.adapter.spec) for one in self.aboard.values()}
+            read = {_constants_of(one.adapter.spec) for one in self.attached.values()}
             self._constants = {key: found for key, found in self._constants.items() if key in read}
 
     def _constants_for(self, spec: Any) -> Parameters:
@@ -262,7 +262,7 @@ class Banks:
 
     def _free_slot(self) -> int:
         """Return the lowest free slot."""
-        slot = self._free[0] if self._free else len(self.aboard)
+        slot = self._free[0] if self._free else len(self.attached)
         if slot >= self.slots:
             self.slots *= 2
             for bank in self._tiled_banks():
@@ -297,7 +297,7 @@ class Banks:
     def _segments(self, microbatch: Microbatch) -> Iterator[tuple[Segment, AttachedJob]]:
         """Yield the segments whose rows pass through an adapter, each with the job that has it."""
         for segment in microbatch.segments:
-            if segment.through is not None and (attached := self.aboard.get(segment.through)) is not None:
+            if segment.through is not None and (attached := self.attached.get(segment.through)) is not None:
                 yield segment, attached
 
     def seats(self, microbatch: Microbatch) -> list[Seat]:
@@ -375,7 +375,7 @@ class Banks:
 
     def rows_in_head(self, segment: Segment) -> HeadRows | None:
         """Return the rows that a segment's adapter puts in place of rows of the head, outside any pass."""
-        attached = self.aboard.get(segment.through or "")
+        attached = self.attached.get(segment.through or "")
         if not self._tied or attached is None or attached.tokens is None:
             return None
         return attached.tokens.in_head(self._anchor)

@@ -171,7 +171,7 @@ def attend_behind(
     prefixes = pack.prefixes
     if prefixes is None:
         return attend_packed(q_THD, k_TGD, v_TGD, pack, rule)
-    assert layer is not None, "whoever puts keys before samples must know the layer"
+    assert layer is not None, "keys before samples need the number of the layer"
     if isinstance(prefixes, GatheredPrefixes):
         return _attend_gathered(q_THD, k_TGD, v_TGD, replace(pack, prefixes=None), prefixes, rule, layer)
     before, seen = iter(prefixes.read(layer)), list[Tensor]()

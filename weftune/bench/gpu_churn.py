@@ -69,11 +69,11 @@ class Churn:
             if change % TOLD == 0:
                 seconds = time.perf_counter() - began
                 print(f"walk {seed}: {change} changes in {seconds:.0f} s", flush=True)
-            aboard = list(self.together.stocks)
-            if not aboard or (len(aboard) < self.places and sizes.random() < 0.5):
+            attached = list(self.together.stocks)
+            if not attached or (len(attached) < self.places and sizes.random() < 0.5):
                 self._join(ranks.randint(1, MOST_RANK), sizes.choice(SAMPLES), sizes.choice(TOKENS))
             else:
-                self._leave(sizes.choice(aboard))
+                self._leave(sizes.choice(attached))
             self._round()
 
     def empty(self) -> ChurnState:
@@ -124,7 +124,7 @@ def main() -> None:
     churn.walk(changes, seed=3)
     after = churn.empty()
     made = f"{churn.came} joins and {churn.left} leaves"
-    print(f"{size.name}: three times {made}, at most {churn.places} jobs aboard\n")
+    print(f"{size.name}: three times {made}, at most {churn.places} jobs attached\n")
     print(table(before, after))
     again = "" if after.captures is None else f", {after.captures - (before.captures or 0)} captured again"
     grown = max(growth(before.allocated, after.allocated), growth(before.reserved, after.reserved))
@@ -155,7 +155,7 @@ def table(before: ChurnState, after: ChurnState) -> str:
     if before.captures is not None and after.captures is not None:
         again = f"{after.captures - before.captures} in the third walk"
     return aligned(
-        ("nobody aboard", "before", "after", ""),
+        ("no job attached", "before", "after", ""),
         [
             memory("GB allocated", before.allocated, after.allocated),
             memory("GB reserved", before.reserved, after.reserved),
@@ -168,7 +168,7 @@ def churn_arguments() -> argparse.ArgumentParser:
     parser = arguments(__doc__ or "")
     parser.add_argument("--shape", choices=[name for name in SIZES if name != "toy"], default="1b")
     parser.add_argument("--changes", type=int, default=200, help="joins and leaves together")
-    parser.add_argument("--places", type=int, default=8, help="jobs aboard, at most")
+    parser.add_argument("--places", type=int, default=8, help="maximum number of attached jobs")
     parser.add_argument("--capacity", type=int, default=8192, help="tokens of a microbatch, at most")
     parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")
     return parser

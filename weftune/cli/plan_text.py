@@ -144,7 +144,7 @@ def _show_streamed(console: Console, plan: Plan, found: StreamOutlook) -> None:
     choice, seconds = plan.choice, found.forecast.seconds
     source = "read from its files" if choice.mapped else "streamed from host memory"
     console.print(
-        f"{plural(len(choice.aboard), 'job')} on {plan.case.cluster.name}: the base does not fit together "
+        f"{plural(len(choice.attached), 'job')} on {plan.case.cluster.name}: the base does not fit together "
         f"with a job, so it is {source}. A round (a global batch of every job, with the longest samples) "
         f"takes {seconds:.3g} s; in {choice.unhidden * seconds:.3g} s of them devices wait for the host: "
         f"transfers that compute does not hide, or passes not yet launched.{_train_with(plan)}",

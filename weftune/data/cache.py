@@ -68,7 +68,7 @@ class Tally:
         if self.split:
             notes.append(
                 f"In {self.split} {count} each assistant turn became its own sample, because the chat "
-                "template prints earlier turns differently once the conversation goes on."
+                "template prints earlier turns differently once the conversation continues."
             )
         if self.parted:
             notes.append(

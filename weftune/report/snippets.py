@@ -125,7 +125,7 @@ def remedies(job: JobRecord, command: str | None = None) -> tuple[Remedy, ...]:
         return (Remedy("Once the cause is mended, train it anew", anew),)
     if job.state in ("paused", "interrupted"):
         return (Remedy("Go on from its last checkpoint", resumed),)
-    return (Remedy("If nothing trains it any more, go on with", resumed),)
+    return (Remedy("If nothing trains it any more, resume with", resumed),)
 
 
 def _diverged(reason: str) -> bool:

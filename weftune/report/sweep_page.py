@@ -132,7 +132,7 @@ def _facts(record: SweepRecord) -> str:
     ]
     if len(record.rungs) > 1:
         at = ", ".join(f"{step:,}" for step in record.rungs[:-1])
-        share = f"the best {100 * record.share:.0f} % go on" if record.share else "the best go on"
+        share = f"the best {100 * record.share:.0f} % continue" if record.share else "the best continue"
         parts.append(f"{share} at step{'s' * (len(record.rungs) > 2)} {at} of {record.steps:,}")
         if record.judge == "mean":
             parts.append("losses there are those of the mean of a trial's last weights")
@@ -204,7 +204,7 @@ def _rung_texts(row: RungRow, *, several: bool) -> tuple[str, ...]:
         return step, f"{row.began}", f"{share}", f"{row.evaluated} {what}", ""
     parts = []
     if row.worst_kept is not None:
-        parts.append(f"the last to go on had {loss_text(row.worst_kept)}")
+        parts.append(f"the last to continue had {loss_text(row.worst_kept)}")
     if row.best_dropped is not None:
         parts.append(f"the first dropped {loss_text(row.best_dropped)}")
     if row.lost:

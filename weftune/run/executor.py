@@ -79,7 +79,7 @@ class Executor:
         self.adapters, self.agreement = adapters, agreement
         self.scorer = Scorer(self.base.head() if self.base.last else None, self.banks.rows_in_head)
         self._adapted, self._roster, self._timer = adapted, adapters.roster, timer
-        self.aboard, self.dead = self._roster.trainings, self._roster.dead
+        self.attached, self.dead = self._roster.trainings, self._roster.dead
         self.home = adapters.home
         """Device that keeps the training state of attached jobs."""
         self.fused = adapted.fused
@@ -116,16 +116,16 @@ class Executor:
     def note_evaluation(
         self, job: str, loss: float, keep_best: bool, min_delta: float, counts: bool = True
     ) -> None:
-        self.aboard[job].note_evaluation(loss, keep_best, min_delta, counts)
+        self.attached[job].note_evaluation(loss, keep_best, min_delta, counts)
 
     def show_mean(self, job: str) -> None:
         """Make passes read the mean of the job's last weights, which a sweep's rung evaluates. Called between
         windows; the job makes no step until `show_master`."""
-        self.adapters.show(job, self.aboard[job].judged)
+        self.adapters.show(job, self.attached[job].judged)
 
     def show_master(self, job: str) -> None:
         """Make passes read the job's own weights again. Called between windows."""
-        self.adapters.show(job, self.aboard[job].master)
+        self.adapters.show(job, self.attached[job].master)
 
     def save(self, job: str, folder: Path) -> None:
         """Take a snapshot of the job, from which a checkpoint is written while training continues."""
@@ -134,7 +134,7 @@ class Executor:
     def snapshot(self, job: str) -> Snapshot:
         """Return the job's current state, copied to host memory."""
         with self._adapted.on_stream():
-            return self.writer.snapshots.take(self.aboard[job])
+            return self.writer.snapshots.take(self.attached[job])
 
     def save_now(self, job: str, folder: Path) -> None:
         """Save a checkpoint between windows. With one process this is the same as `save`."""

@@ -197,7 +197,7 @@ class _Bench:
         with self._attached(case) as names, suppress(OutOfMemory):
             times, steps = self._times(case, names, self._warmup + self._repeats)
             memory = MemoryModel(self._base.shape, budget=0)
-            parameters = sum(self._executor.aboard[name].layout.size for name in names)
+            parameters = sum(self._executor.attached[name].layout.size for name in names)
             known = self._base.shape.base_bytes + parameters * memory.bytes_per_parameter
             settled = [one for one in times[self._warmup :] if one.settled] or times[-1:]
             middle = replace(

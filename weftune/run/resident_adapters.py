@@ -43,7 +43,7 @@ class ResidentAdapters:
         """Skip the job's rows and actions from here on."""
         self.roster.dead.add(job)
         with self._adapted.on_stream():
-            self._adapted.banks.aboard[job].weights.zero_()
+            self._adapted.banks.attached[job].weights.zero_()
             self.roster.trainings[job].forget_open_batch()
 
     def abandon(self) -> None:

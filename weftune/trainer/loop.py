@@ -152,7 +152,7 @@ class Loop:
         if name in self.waiting or is_paused or self.sweeps.rests(name):
             self._leave_queue(name, State.CANCELLED)
             self.journal.flush()
-        elif name in self.executor.aboard and name not in self._endings:
+        elif name in self.executor.attached and name not in self._endings:
             self._end(name, Ending(State.CANCELLED))
 
     def _leave_queue(self, name: str, state: State, reason: str = "") -> None:
@@ -164,9 +164,9 @@ class Loop:
     def _admit(self) -> None:
         """Admit and preempt jobs at a window boundary."""
         self._inspect_sources()
-        aboard = self._shapes(self.executor.aboard)
+        attached = self._shapes(self.executor.attached)
         waiting = [job.shape for job in self.waiting.values()]
-        decision = admit(waiting, aboard, self._why_not, self._overtaken)
+        decision = admit(waiting, attached, self._why_not, self._overtaken)
         self._overtaken = decision.overtaken
         for name, reason in decision.too_large.items():
             advice = self.learned.memory.advice(self.waiting.pop(name).shape)
@@ -184,7 +184,7 @@ class Loop:
             self._retire()
         for name, reason in decision.waiting.items():
             # A preempted job keeps its reason as long as the job that replaced it is attached.
-            is_replaced = self._preempted_by.get(name) in self.executor.aboard
+            is_replaced = self._preempted_by.get(name) in self.executor.attached
             if not is_replaced and self.store.job(name).reason != reason:
                 self.store.explain_job(name, reason)
                 self.journal.show(name, reason=reason)
@@ -298,16 +298,18 @@ class Loop:
             self._follow_sweeps()
             before = len(self.waiting)
             self._admit()
-            if not self.executor.aboard:
+            if not self.executor.attached:
                 if len(self.waiting) < before or self._follow_sweeps():
                     # A job could not be attached, and others may have waited for it.
                     continue
                 break
             if self._score_base(stop):
                 continue
-            aboard = self.executor.aboard
-            beginners = frozenset(name for name in aboard if self._begins(name))
-            awaited = {name for name in aboard if self.sweeps.is_awaited(name, aboard[name].progress.step)}
+            attached = self.executor.attached
+            beginners = frozenset(name for name in attached if self._begins(name))
+            awaited = {
+                name for name in attached if self.sweeps.is_awaited(name, attached[name].progress.step)
+            }
             self._judged = frozenset(name for name in awaited if self.sweeps.judges_mean(name)) - beginners
             program = self.windows.next(beginners | self._judged)
             # Jobs that have ended release their data, which are open files, only now: a window that was
@@ -340,7 +342,7 @@ class Loop:
         """Evaluate the base alone for jobs whose first evaluation is not that of the base, once for all jobs
         with the same held-out samples. Return False if its loss is known for all attached jobs."""
         unscored: dict[str, list[str]] = {}
-        for name in self.executor.aboard:
+        for name in self.executor.attached:
             samples = self.jobs[name].base_samples
             if samples is not None and self.store.job(name).base_loss is None:
                 unscored.setdefault(samples.fingerprint, []).append(name)
@@ -365,7 +367,7 @@ class Loop:
 
     def _begins(self, name: str) -> bool:
         """Whether the job is still to be evaluated at its step: at its start, or after an interruption."""
-        job, progress = self.jobs[name], self.executor.aboard[name].progress
+        job, progress = self.jobs[name], self.executor.attached[name].progress
         if job.data.evaluation is None:
             return progress.step == 0
         if self.sweeps.is_awaited(name, progress.step) and not self.sweeps.judges_mean(name):
@@ -380,7 +382,7 @@ class Loop:
         yield
         for name in self._judged:
             # A trial that was killed reads zeros, and one that had to leave comes back with its own weights.
-            if name in self.executor.aboard and name not in self._endings:
+            if name in self.executor.attached and name not in self._endings:
                 self.executor.show_master(name)
         self._judged = frozenset()
 
@@ -389,7 +391,7 @@ class Loop:
         now = time.monotonic()
         return frozenset(
             name
-            for name in self.executor.aboard
+            for name in self.executor.attached
             if self.jobs[name].spec.save_every is None and now - self._last_saved[name] < LEAST_SAVE_SECONDS
         )
 
@@ -400,10 +402,10 @@ class Loop:
         return [self.jobs[name].shape for name in names]
 
     def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
-        aboard = {name: self.jobs[name].shape for name in self.executor.aboard}
-        promise = self.learned.promise(program, aboard, self.engine.price(aboard))
+        attached = {name: self.jobs[name].shape for name in self.executor.attached}
+        promise = self.learned.promise(program, attached, self.engine.price(attached))
         taken = self.learned.memory.taken
-        self.journal.promise(promise_numbers(self.choice.layout, program, aboard, promise, taken))
+        self.journal.promise(promise_numbers(self.choice.layout, program, attached, promise, taken))
         self._timed = TimedWindow()
         own_peak, peak_before = begin_peak(self.base.device), self._peak_bytes()
         if not own_peak:
@@ -425,12 +427,12 @@ class Loop:
         seconds = time.monotonic() - began - timed.callback
         peak = self._peak_bytes()
         outcome = Outcome(seconds, peak, own_peak, timed.passes, timed.steps, timed.saves)
-        self.learned.learn(program, aboard, outcome)
+        self.learned.learn(program, attached, outcome)
         if not self.engine.deterministic and self.learned.adopt():
             self.journal.keep_learned(self.learned.recorded())
-        self.journal.window(program, aboard, promise, outcome, self.learned.cost)
+        self.journal.window(program, attached, promise, outcome, self.learned.cost)
         if self._slow_run is not None and len(program.devices) == 1:
-            planned = self._planned_cost.program_seconds(program, aboard)
+            planned = self._planned_cost.program_seconds(program, attached)
             if sentence := self._slow_run.add(planned, seconds):
                 self.journal.note(sentence)
         if timed.saves:
@@ -440,7 +442,7 @@ class Loop:
     def _shrink(self, capacity: int) -> None:
         """Take less memory after a shortage: halve the capacity, else preempt a job, else fail the last."""
         release(self.base.device)
-        shapes = self._shapes(name for name in self.executor.aboard if name not in self._endings)
+        shapes = self._shapes(name for name in self.executor.attached if name not in self._endings)
         if not shapes:
             return
         least = longest(shapes)
@@ -481,7 +483,7 @@ class Loop:
                 if job in self._saved_at_every_step:
                     # There is no half of an interval in which the last checkpoint could be written.
                     self.executor.finish_saves(job)
-                self.journal.step(event, self.jobs[job], self.executor.aboard[job].progress)
+                self.journal.step(event, self.jobs[job], self.executor.attached[job].progress)
                 self.journal.warn(job, collapse_warning(event.outcome, self.base.shape.vocabulary))
                 if (reason := self.sweeps.step(event)) is not None and job not in self._endings:
                     self._end(job, Ending(State.CANCELLED, reason, leaves_sweep=True))
@@ -502,7 +504,7 @@ class Loop:
         self._handle_writes()
 
     def _on_evaluation(self, event: Evaluated) -> None:
-        spec, training = self.jobs[event.job].spec, self.executor.aboard[event.job]
+        spec, training = self.jobs[event.job].spec, self.executor.attached[event.job]
         min_delta = spec.early_stop.min_delta if spec.early_stop else 0.0
         counts = self.jobs[event.job].counts(event.step)
         self.executor.note_evaluation(event.job, event.loss, spec.keep == "best", min_delta, counts)
@@ -521,7 +523,7 @@ class Loop:
         began = time.monotonic()
         self.executor.finish_saves(name)
         self._handle_writes()
-        training = self.executor.aboard[name]
+        training = self.executor.attached[name]
         if name not in self._endings:
             self._last_saved[name] = began
             try:
@@ -543,7 +545,7 @@ class Loop:
     def _pause_unsaved(self, unsaved: Unsaved) -> None:
         """Pause a job whose checkpoint could not be written, before more is lost. A job that has made its
         last step stays: there may be room for its adapter, and then no checkpoint is needed."""
-        name, training = unsaved.job, self.executor.aboard.get(unsaved.job)
+        name, training = unsaved.job, self.executor.attached.get(unsaved.job)
         if training is None or name in self._endings:
             return
         if training.progress.step >= self.jobs[name].recipe.steps:
@@ -559,7 +561,7 @@ class Loop:
         self.executor.kill(name)
 
     def _retire(self) -> None:
-        for name, training in list(self.executor.aboard.items()):
+        for name, training in list(self.executor.attached.items()):
             if training.progress.step >= self.jobs[name].recipe.steps and not self._begins(name):
                 self._endings.setdefault(name, Ending(State.SUCCEEDED))
         for name, ending in self._endings.items():
@@ -603,7 +605,7 @@ class Loop:
         return [self.executor.detach(name) for name in names if name not in self._endings]
 
     def _suspend(self) -> None:
-        for training in self._save_and_detach(list(self.executor.aboard)):
+        for training in self._save_and_detach(list(self.executor.attached)):
             reason = self._interruption(training.progress.step)
             self.journal.move(training.job, State.PAUSED, reason)
         self._retire()
@@ -620,8 +622,8 @@ class Loop:
         a seat, or leave. Return whether a new job waits for a seat."""
         if not self.sweeps.sweeps:
             return False
-        aboard = {name: training.progress.step for name, training in self.executor.aboard.items()}
-        orders = self.sweeps.orders(aboard, self.result_writer)
+        attached = {name: training.progress.step for name, training in self.executor.attached.items()}
+        orders = self.sweeps.orders(attached, self.result_writer)
         before = frozenset(self.waiting)
         for name, limit in orders.limits.items():
             if self.jobs[name].limit != limit:
@@ -637,7 +639,7 @@ class Loop:
         return not before.issuperset(self.waiting)
 
     def _leave_sweep(self, name: str, reason: str) -> None:
-        if name in self.executor.aboard:
+        if name in self.executor.attached:
             self._end(name, Ending(State.CANCELLED, reason, leaves_sweep=True))
             return
         self._leave_queue(name, State.CANCELLED, reason)

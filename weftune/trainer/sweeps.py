@@ -82,8 +82,8 @@ class Sweeps:
         """Record an evaluation of the mean of a trial's last weights."""
         self._of[event.job].judge(event.job, event.step, event.loss, event.token_accuracy)
 
-    def orders(self, aboard: Mapping[str, int], delivering: Collection[str]) -> TrialOrders:
-        found = [sweep.orders(aboard, delivering) for sweep in self.sweeps]
+    def orders(self, attached: Mapping[str, int], delivering: Collection[str]) -> TrialOrders:
+        found = [sweep.orders(attached, delivering) for sweep in self.sweeps]
         return TrialOrders(
             {name: limit for one in found for name, limit in one.limits.items()},
             [name for one in found for name in one.promoted],

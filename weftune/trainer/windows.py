@@ -91,7 +91,7 @@ class Windows:
         self._ahead = Ahead(unfinished, *limits, planned)
 
     def _cursors(self) -> dict[str, int]:
-        return {name: training.progress.step for name, training in self._executor.aboard.items()}
+        return {name: training.progress.step for name, training in self._executor.attached.items()}
 
     def _plan(
         self,
@@ -110,7 +110,7 @@ class Windows:
 
     def _capacity(self) -> tuple[int, Recompute]:
         """Return the token capacity of microbatches, and what must be recomputed for it."""
-        shapes = [self._jobs[name].shape for name in self._executor.aboard]
+        shapes = [self._jobs[name].shape for name in self._executor.attached]
         memory = self._learned.memory
         recompute = memory.recompute(shapes, self.max_tokens)
         return memory.capacity(shapes, self.max_tokens, recompute), recompute

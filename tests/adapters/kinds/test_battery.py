@@ -76,7 +76,7 @@ def test_its_nan_stays_with_it(kind, together, tmp_path):
     def spoil(event):
         if isinstance(event, Stepped) and (event.job, event.step) == (kind, POISONED):
             executor = trainer.loop.executor
-            executor.banks.aboard[kind].weights.fill_(math.nan)
+            executor.banks.attached[kind].weights.fill_(math.nan)
 
     trainer.run(spoil)
     assert status(tmp_path / "out")["jobs"][kind]["state"] == "failed"

@@ -194,7 +194,7 @@ def test_its_nan_stays_with_it(together, tmp_path):
     def spoil(event):
         if isinstance(event, Stepped) and (event.job, event.step) == ("tokens", 3):
             executor = trainer.loop.executor
-            executor.banks.aboard["tokens"].weights.fill_(math.nan)
+            executor.banks.attached["tokens"].weights.fill_(math.nan)
 
     trainer.run(spoil)
     assert status(tmp_path / "out")["jobs"]["tokens"]["state"] == "failed"

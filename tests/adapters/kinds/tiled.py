@@ -90,7 +90,7 @@ def passed(
         y_TN = banks.linear(f"{stem}.mlp.down_proj", adds_residual=True)(inner_TK, o_TN)
         (y_TN.double().pow(2).sum() + qkv_TN.double().sin().sum()).backward()
     assert x_TK.grad is not None
-    return Passed(y_TN.detach(), x_TK.grad, {job: banks.aboard[job].gradient for job in specs})
+    return Passed(y_TN.detach(), x_TK.grad, {job: banks.attached[job].gradient for job in specs})
 
 
 def differences(got: Passed, want: Passed) -> dict[str, float]:

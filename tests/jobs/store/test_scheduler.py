@@ -92,7 +92,7 @@ def test_after_so_many_nobody_overtakes_it_any_more() -> None:
     admission = admit(waiting, [shape("x", 50)], fits, {"large": 3})
     assert admission.admitted == tuple(f"small{n}" for n in range(1, MOST_OVERTAKEN - 2))
     assert admission.overtaken["large"] == MOST_OVERTAKEN
-    assert admission.waiting["small20"] == "it waits behind large, which nobody may overtake any more"
+    assert admission.waiting["small20"] == "it waits behind large, which no job may overtake any more"
     again = admit(waiting[6:], [shape("x", 50)], fits, admission.overtaken)
     assert len(again.admitted) == 15, "the large one is gone, and with it what it was owed"
     assert admit([waiting[0], *waiting[6:]], [shape("x", 50)], fits, admission.overtaken).admitted == ()
@@ -208,7 +208,7 @@ def test_every_job_gets_one_answer_and_nobody_waits_behind_a_lower_priority(
         higher = [job for job in together if job.priority >= by_name[name].priority]
         assert fits([*higher, by_name[name]]) is not None, "there was room for it beside those before it"
         assert newcomers
-    held = "which nobody may overtake any more"
+    held = "which no job may overtake any more"
     for name, reason in admission.waiting.items():
         job = by_name[name]
         above = [one for one in together if one.priority >= job.priority]

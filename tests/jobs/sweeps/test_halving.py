@@ -56,12 +56,12 @@ def test_a_trial_rests_at_a_rung_until_all_have_been_evaluated_there_and_the_bes
     assert rungs.limit("t3") == 20, "nothing changes before it is adopted"
     rungs.adopt(decision)
     assert (rungs.limit("t3"), rungs.limit("t2")) == (60, 60)
-    assert decision.reason("t1", 20) == "left the sweep at step 20: 3rd of 4, the best 2 go on"
+    assert decision.reason("t1", 20) == "left the sweep at step 20: 3rd of 4, the best 2 continue"
     assert rungs.pending() == []
     for name, value in (("t2", 1.5), ("t3", 1.6)):
         rungs.evaluate(name, 60, value)
     decide(rungs)
-    assert rungs.decisions[-1].reason("t3", 60) == "left the sweep at step 60: 2nd of 2, the best goes on"
+    assert rungs.decisions[-1].reason("t3", 60) == "left the sweep at step 60: 2nd of 2, the best continues"
     assert rungs.limit("t2") == STEPS
 
 
@@ -91,7 +91,7 @@ def test_whoever_failed_counts_among_those_who_began_the_rung_and_as_the_worst()
     decide(rungs)
     assert rungs.decisions[0].kept == ("t2", "t3", "t4")
     assert rungs.decisions[0].left == ("t5",)
-    assert rungs.decisions[0].reason("t5", 20) == "left the sweep at step 20: 4th of 6, the best 3 go on"
+    assert rungs.decisions[0].reason("t5", 20) == "left the sweep at step 20: 4th of 6, the best 3 continue"
     rungs.end("t2", TrialEnd.LEFT, 40)
     rungs.evaluate("t3", 60, 2.0)
     assert rungs.pending() == []

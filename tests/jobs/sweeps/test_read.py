@@ -205,7 +205,7 @@ def test_trials_cannot_be_compared_without_held_out_rows(keys: Any, place: str) 
     ("halving", "place", "sentence"),
     [
         (3, "", "must be a mapping such as {at: [0.1, 0.3], keep: 0.33}, got 3"),
-        ({"at": [0.1]}, "", "needs keep: the share that goes on, such as 0.33"),
+        ({"at": [0.1]}, "", "needs keep: the share of trials that continues, such as 0.33"),
         ({"keep": 0.3}, "", "needs at: a list of shares of the steps such as [0.1, 0.3]"),
         ({"at": 0.1, "keep": 0.3}, ".at",
          "must be a list of shares of the steps such as [0.1, 0.3], got 0.1"),

@@ -39,7 +39,7 @@ CASES = {
     "rank 256": Case([Job(77, rank=256), Job(200, rank=3)], features=1024, widths=(512, 128), **BIG),
     "a long sum": Case([Job(200, rank=16)], features=14336, widths=(4096,), **BIG),
     "a longer one in the backward": Case([Job(200, rank=16)], features=512, widths=(14336, 14336), **BIG),
-    "nobody aboard": Case([], padding=140, features=512, widths=(256,), **BIG),
+    "no job attached": Case([], padding=140, features=512, widths=(256,), **BIG),
 }  # fmt: skip
 
 

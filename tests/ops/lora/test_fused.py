@@ -25,7 +25,7 @@ CASES = {
     "small ranks beside rank 64": Case([Job(70, rank=64), Job(90, rank=16), Job(33, rank=3)]),
     "an empty segment and an empty slot": Case([Job(0, rank=8), Job(6, rank=8), None, Job(3, rank=2)]),
     "no gap, no padding": Case([Job(128, rank=4), Job(128, rank=6)], gap=0, padding=0),
-    "nobody aboard": Case([], padding=140),
+    "no job attached": Case([], padding=140),
     "bias and residual": Case([Job(112, rank=4), Job(47, rank=3)], bias=True, residual=True),
     "parts": Case([Job(120, rank=4), Job(49, rank=8)], widths=(256, 128, 40), bias=True, residual=True),
     "parts, one job with but one of them": Case(
@@ -44,7 +44,7 @@ def test_values_and_gradients_equal_plain_autograd_over_one_job_after_another(na
     close(run(case, plan=ProductPlan.fused), truth(case))
 
 
-@pytest.mark.parametrize("name", ["several pieces", "small ranks beside rank 64", "nobody aboard", "parts"])
+@pytest.mark.parametrize("name", ["several pieces", "small ranks beside rank 64", "no job attached", "parts"])
 def test_gradients_beside_the_product_equal_plain_autograd_too(name):
     case = CASES[name].dropping(0.1)
     close(run(case, plan=ProductPlan.fused_beside), truth(case))

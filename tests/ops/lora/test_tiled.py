@@ -33,7 +33,7 @@ CASES = {
     "several pieces": Case([Job(100, rank=4), Job(31, rank=5), Job(70, rank=16)], piece=32),
     "an empty segment and an empty slot": Case([Job(0, rank=8), Job(6, rank=8), None, Job(3, rank=2)]),
     "no gap, no padding": Case([Job(32, rank=4), Job(32, rank=6)], gap=0, padding=0),
-    "nobody aboard": Case([], padding=40),
+    "no job attached": Case([], padding=40),
     "bias and residual": Case([Job(12, rank=4), Job(7, rank=3)], bias=True, residual=True),
     "two parts": Case([Job(20, rank=4), Job(9, rank=8)], widths=(40, 24)),
     "three parts, one job with but one of them": Case(

@@ -111,8 +111,8 @@ def test_those_aboard_are_whom_the_scheduler_admits(gib):
     jobs[1] = replace(jobs[1], trainable=10**11)
     jobs[4] = replace(jobs[4], priority=1)
     found = choose(SHAPE, jobs, gpu(gib))
-    assert tuple(job.name for job in found.aboard) == admit(jobs, [], found.memory.why_not).admitted
-    assert found.aboard == fitting(jobs, found.memory)
+    assert tuple(job.name for job in found.attached) == admit(jobs, [], found.memory.why_not).admitted
+    assert found.attached == fitting(jobs, found.memory)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -37,15 +37,15 @@ def jobs(count: int, tokens: int = 4096, rank: int = 16) -> list[JobShape]:
 def test_it_is_chosen_where_more_jobs_come_aboard_and_nowhere_else():
     asked = jobs(32)
     tight, ample = (choose(SHAPE, asked, gpu(gib)) for gib in (32, 60))
-    assert (ample.layout, len(ample.aboard)) == (one_device(SHAPE.layers), 32)
+    assert (ample.layout, len(ample.attached)) == (one_device(SHAPE.layers), 32)
     assert (ample.host_bytes, ample.note) == (0, "")
     assert tight.layout == OFFLOADED
     without = choose(SHAPE, asked, replace(gpu(32), host_budget=0))
     assert without.layout == one_device(SHAPE.layers)
-    assert len(without.aboard) < len(tight.aboard) <= 32
+    assert len(without.attached) < len(tight.attached) <= 32
     assert tight.bytes <= 32 * GIB
-    assert tight.host_bytes == 12 * sum(job.trainable for job in tight.aboard)
-    told = f"since {len(tight.aboard)} of 32 jobs are admitted with it and {len(without.aboard)} without"
+    assert tight.host_bytes == 12 * sum(job.trainable for job in tight.attached)
+    told = f"since {len(tight.attached)} of 32 jobs are admitted with it and {len(without.attached)} without"
     assert told in tight.why
     assert tight.note == f"The base is {tight.why}."
 
@@ -56,16 +56,16 @@ def test_a_run_and_a_plan_admit_the_jobs_that_it_was_chosen_for():
     assert found.layout == OFFLOADED
     known = Learned(known=arithmetic(SHAPE), memory=found.memory)
     for fits in (found.memory.why_not, known.why_not):
-        assert admit(asked, [], fits).admitted == tuple(job.name for job in found.aboard)
+        assert admit(asked, [], fits).admitted == tuple(job.name for job in found.attached)
 
 
 def test_the_host_has_room_for_those_aboard_and_the_next_one_is_told_so():
     asked = jobs(32)
-    plain = len(choose(SHAPE, asked, replace(gpu(32), host_budget=0)).aboard)
+    plain = len(choose(SHAPE, asked, replace(gpu(32), host_budget=0)).attached)
     most = plain + 2
     host = 12 * sum(job.trainable for job in asked[:most])
     found = choose(SHAPE, asked, replace(gpu(32), host_budget=host))
-    assert (found.layout, len(found.aboard), found.host_bytes) == (OFFLOADED, most, host)
+    assert (found.layout, len(found.attached), found.host_bytes) == (OFFLOADED, most, host)
     decision = admit(asked, [], found.memory.why_not)
     assert decision.waiting[asked[most].name].startswith("needs ")
     assert "of the host's memory for master weights and moments" in decision.waiting[asked[most].name]
@@ -95,14 +95,14 @@ def unmeasured(_budget, _host, _workers):
 
 
 def test_nothing_is_measured_where_every_job_is_aboard_with_all_the_room_it_wants():
-    assert len(choose(SHAPE, jobs(4), replace(gpu(60), gpu=unmeasured)).aboard) == 4
+    assert len(choose(SHAPE, jobs(4), replace(gpu(60), gpu=unmeasured)).attached) == 4
 
 
 def test_jobs_that_are_all_aboard_get_room_for_what_would_be_recomputed():
     asked = jobs(8)
     found, without = (choose(SHAPE, asked, replace(gpu(25), host_budget=host)) for host in (1 << 50, 0))
-    assert (found.layout, len(found.aboard)) == (OFFLOADED, 8)
-    assert (without.layout, len(without.aboard)) == (one_device(SHAPE.layers), 8)
+    assert (found.layout, len(found.attached)) == (OFFLOADED, 8)
+    assert (without.layout, len(without.attached)) == (one_device(SHAPE.layers), 8)
     before, after = (one.memory.recompute(asked, 8192).layers for one in (without, found))
     assert before > after
     assert f"{after} layers are recomputed instead of {before}" in found.why
@@ -114,8 +114,8 @@ def test_jobs_on_a_quantised_base_get_room_for_larger_microbatches():
     asked, quantised = jobs(16), replace(SHAPE, site_bytes_per_value=0.52)
     tight = gpu(27)
     found, without = (choose(quantised, asked, replace(tight, host_budget=host)) for host in (1 << 50, 0))
-    assert (found.layout, len(found.aboard)) == (OFFLOADED, 16)
-    assert (without.layout, len(without.aboard)) == (one_device(SHAPE.layers), 16)
+    assert (found.layout, len(found.attached)) == (OFFLOADED, 16)
+    assert (without.layout, len(without.attached)) == (one_device(SHAPE.layers), 16)
     after, before = (one.memory.capacity(asked, 8192, Recompute(outputs=True)) for one in (found, without))
     assert after > 1.3 * before
     assert f"microbatches have {after:,} tokens with it and {before:,} without, and the GPU" in found.why
@@ -135,8 +135,8 @@ def test_beside_a_base_that_is_loaded_already_a_job_may_fit_only_so():
     machine = gpu(24)
     assert machine.stream_budget is None
     found = choose(SHAPE, large, machine)
-    assert (found.layout, found.aboard) == (OFFLOADED, tuple(large))
-    assert choose(SHAPE, large, replace(machine, host_budget=0)).aboard == ()
+    assert (found.layout, found.attached) == (OFFLOADED, tuple(large))
+    assert choose(SHAPE, large, replace(machine, host_budget=0)).attached == ()
 
 
 def test_steps_are_hidden_behind_passes_of_the_other_group_as_far_as_those_are_long():
@@ -164,8 +164,8 @@ def test_steps_take_the_link_as_fast_as_it_is_both_ways_where_that_was_measured(
 def test_what_a_window_takes_knows_of_unhidden_steps():
     found = choose(SHAPE, jobs(32), gpu(32))
     assert 0 < found.unhidden < 0.2
-    parameters = sum(job.trainable for job in found.aboard)
-    seconds = found.unhidden_steps(len(found.aboard), parameters)
+    parameters = sum(job.trainable for job in found.attached)
+    seconds = found.unhidden_steps(len(found.attached), parameters)
     assert 0 < seconds < 2.0
     assert found.rounds == TRAVEL_ROUNDS
 

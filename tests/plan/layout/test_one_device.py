@@ -57,11 +57,11 @@ def test_those_aboard_are_the_first_jobs_in_order_and_one_more_would_not_fit(lay
     except PlanError:
         assert not chooses(shape, ordered[:1], device)
         return
-    count = len(found.aboard)
-    assert list(found.aboard) == ordered[:count]
+    count = len(found.attached)
+    assert list(found.attached) == ordered[:count]
     for waiting in (lambda at: ordered[at:], lambda at: []):
         if chooses(shape, ordered[:count], device, waiting(count)):
-            tokens = sum(one.batch_tokens for one in found.aboard)
+            tokens = sum(one.batch_tokens for one in found.attached)
             choice = choose_stream(shape, ordered[:count], device, 256, tokens, waiting=waiting(count))
             assert found == choice
             assert count == len(jobs) or not chooses(shape, ordered[: count + 1], device, waiting(count + 1))
@@ -80,6 +80,6 @@ def test_a_cut_that_serves_fewer_jobs_now_and_each_of_the_others_later_is_prefer
         return alone.fits(draft_of(cut))
 
     found = choose_for_jobs(shape, [*jobs, large], device, 64)
-    assert [one.name for one in found.aboard] == ["a", "b"]
+    assert [one.name for one in found.attached] == ["a", "b"]
     assert serves(found)
     assert not serves(choose_for_jobs(shape, jobs, device, 64))

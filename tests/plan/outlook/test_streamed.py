@@ -58,7 +58,7 @@ def window(found: StreamOutlook, jobs):
         made = tuple(make_batch(name, step, lengths) for step, lengths in enumerate(batches, 1))
         return JobWindow(name, 0, made, (), frozenset(), frozenset(), True)
 
-    return first_window(found.choice, found.choice.aboard, course)
+    return first_window(found.choice, found.choice.attached, course)
 
 
 JOBS = alike(2, batch=1)
@@ -137,8 +137,8 @@ def test_all_that_the_choice_was_made_for_come_aboard_and_no_more_than_fit():
         for at, job in enumerate(jobs)
     ]
     choice = foreseen(device, jobs).choice
-    assert 0 < len(choice.aboard) < len(jobs)
-    assert choice.memory.why_not(choice.aboard) is None
+    assert 0 < len(choice.attached) < len(jobs)
+    assert choice.memory.why_not(choice.attached) is None
     assert choice.memory.why_not([job.shape for job in jobs]) is not None
 
 

@@ -500,7 +500,7 @@ def replaced(program, device, one, *others):
         ),
         (
             lambda p: replaced(p, 1, Reduce("job0", 1), Reduce("job0", 1, "gradient"), Reduce("job0", 1)),
-            r"Reduce\(.* what='gradient'\) has nobody to hand its gradient to",
+            r"Reduce\(.* what='gradient'\) has no replica to hand its gradient to",
         ),
     ],
 )

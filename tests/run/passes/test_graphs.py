@@ -28,13 +28,13 @@ def test_kinds_without_kernels_are_never_missing_from_passes_that_could_be_captu
     plain = PlainPasses(adapted, {0: base})
     gradients = []
     for passes in (plain, *(CapturedPasses(adapted, {0: base}) for _ in range(2))):
-        for one in adapted.banks.aboard.values():
+        for one in adapted.banks.attached.values():
             one.gradient.zero_()
         visit, rows = StageVisit(0, 0), aboard.in_flight(laid)
         h_TD = passes.forward(visit, rows, None, keep=True)
         assert rows.timed.settled
         passes.backward(visit, rows, None, torch.ones_like(h_TD))
-        gradients.append([adapted.banks.aboard[job].gradient.clone() for job in ("lora", "gate")])
+        gradients.append([adapted.banks.attached[job].gradient.clone() for job in ("lora", "gate")])
     for found in gradients:
         assert all(gradient.norm() > 1e-3 for gradient in found)
         assert all(map(torch.equal, found, gradients[0]))

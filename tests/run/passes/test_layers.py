@@ -107,7 +107,7 @@ def trained(base, route, monkeypatch, steps=STEPS, recompute=NOTHING):
     executor.restore_base()
     losses = {(e.job, e.step): e.outcome.loss for e in events if isinstance(e, Stepped)}
     assert len(losses) == steps * len(jobs)
-    return losses, {job.name: executor.aboard[job.name].master for job in jobs}
+    return losses, {job.name: executor.attached[job.name].master for job in jobs}
 
 
 @pytest.mark.parametrize("family", slow_but(["mistral", "gemma3"], ["gemma3"]))
@@ -176,7 +176,7 @@ def test_virtual_tokens_train_in_fused_layers_as_in_the_plain_ones(recompute, mo
         events = list(aboard.events(executor, program, jobs))
         assert sum(isinstance(event, Stepped) for event in events) == len(jobs)
         executor.restore_base()
-        found.append({job.name: executor.aboard[job.name] for job in jobs})
+        found.append({job.name: executor.attached[job.name] for job in jobs})
     for name in adapters:
         plain, fused = (one[name].state.exp_avg for one in found)
         assert plain.norm() > 0
@@ -232,13 +232,13 @@ def test_a_nan_leaves_the_bits_of_the_others_as_they_are(monkeypatch):
     for sick in (False, True):
         executor = adapted_executor(base, jobs, Route.tiled, monkeypatch)
         if sick:
-            executor.banks.aboard["dropping"].weights.fill_(math.nan)
+            executor.banks.attached["dropping"].weights.fill_(math.nan)
         program = plan_window([job.course(0, 1, False) for job in jobs], one_device(), CAPACITY, ladder=True)
         assert program.shared() > 0
         events = list(aboard.events(executor, program, jobs))
         executor.restore_base()
         assert [event.job for event in events if isinstance(event, Failed)] == ["dropping"] * sick
-        masters.append(executor.aboard["values-only"].master)
+        masters.append(executor.attached["values-only"].master)
     assert torch.equal(*masters)
 
 
@@ -340,5 +340,5 @@ def test_streamed_they_have_the_bits_of_the_resident_ones(family, travels, monke
     wanted = adapted_executor(resident, jobs, Route.tiled, monkeypatch)
     list(aboard.events(wanted, plan_window(courses, one_device(), CAPACITY), jobs))
     for job in jobs:
-        assert executor.aboard[job.name].progress.step == 1
-        assert torch.equal(executor.aboard[job.name].master, wanted.aboard[job.name].master), job.name
+        assert executor.attached[job.name].progress.step == 1
+        assert torch.equal(executor.attached[job.name].master, wanted.attached[job.name].master), job.name

@@ -267,7 +267,7 @@ def trained(cut, pool):
     program = plan_window([job.course(0, 2, False)], cut, LENGTH)
     assert len(program.microbatches) == 2 * 2
     events = [event for event in aboard.events(executor, program, [job]) if isinstance(event, Stepped)]
-    return events, executor.aboard["a"].master, executor
+    return events, executor.attached["a"].master, executor
 
 
 @pytest.fixture

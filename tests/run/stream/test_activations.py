@@ -117,12 +117,12 @@ def test_a_job_killed_in_the_middle_of_a_round_leaves_the_others_the_same_bits()
         courses = [job.course(0, 2, True) for job in jobs]
         run(executor, plan_window(courses, cut, CAPACITY), jobs)
         hook.remove()
-        courses = [job.course(executor.aboard[job.name].progress.step, 2, False) for job in others]
+        courses = [job.course(executor.attached[job.name].progress.step, 2, False) for job in others]
         run(executor, plan_window(courses, cut, CAPACITY), jobs)
         assert passes > 3
         assert rows_here(executor.activations) == 0
-        assert executor.aboard["b"].progress.step == 0
-        masters.append({job.name: executor.aboard[job.name].master.clone() for job in others})
+        assert executor.attached["b"].progress.step == 0
+        masters.append({job.name: executor.attached[job.name].master.clone() for job in others})
     for name, master in masters[0].items():
         assert torch.equal(masters[1][name], master), name
 
@@ -140,8 +140,8 @@ def test_microbatches_whose_jobs_are_all_dead_take_no_room():
         one.kill("b")
         run(one, planned, jobs)
     for name in ("a", "c"):
-        assert executor.aboard[name].progress.step == 3
-        assert torch.equal(executor.aboard[name].master, whole.aboard[name].master), name
+        assert executor.attached[name].progress.step == 3
+        assert torch.equal(executor.attached[name].master, whole.attached[name].master), name
 
 
 @pytest.mark.parametrize("short_stage", slow_but([1, 2, 3], [2]))
@@ -161,7 +161,7 @@ def test_after_a_shortage_in_the_middle_of_a_round_it_is_made_again_to_the_same_
         run(executor, program, jobs)
     hook.remove()
     assert rows_here(executor.activations) == 0
-    assert {one.progress.step for one in executor.aboard.values()} == {0}
+    assert {one.progress.step for one in executor.attached.values()} == {0}
     _, masters = windows(executor, jobs, lambda courses: plan_window(courses, LAYER_EACH, CAPACITY))
     _, wanted = resident("llama", torch.float32)
     for name, master in wanted.items():

@@ -96,7 +96,7 @@ def as_worker(wires, family, dtype, cuts, order, poison, cancelled=None):
     for job in jobs:
         executor.attach(aboard.training(base, job))
     if poison is not None:
-        executor.banks.aboard[poison].weights.fill_(math.nan)
+        executor.banks.attached[poison].weights.fill_(math.nan)
     program = pipeline_program(jobs, wires.position, order)
     by_name = {job.name: job for job in jobs}
     microbatches = {
@@ -108,8 +108,8 @@ def as_worker(wires, family, dtype, cuts, order, poison, cancelled=None):
         if isinstance(event, Stepped) and event.job == cancelled:
             executor.kill(cancelled)
     transport.flush()
-    steps = {name: training.progress.step for name, training in executor.aboard.items()}
-    return events, views(executor.aboard), steps
+    steps = {name: training.progress.step for name, training in executor.attached.items()}
+    return events, views(executor.attached), steps
 
 
 @cache
@@ -119,7 +119,7 @@ def alone(family, dtype, names="abc"):
     jobs = [job for job in make_jobs(base) if job.name in names]
     made = aboard.executor(base, jobs)
     events = list(aboard.events(made, aboard.program(jobs, 5, CAPACITY), jobs))
-    weights = views(made.aboard)
+    weights = views(made.attached)
     starts = views({job.name: aboard.training(base, job) for job in jobs})
     return losses_of(events), weights, starts
 

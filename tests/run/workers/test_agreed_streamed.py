@@ -84,11 +84,13 @@ def as_worker(wires, family, dtype, cut, make, poison=None, cancelled=None):
     for job in jobs:
         executor.attach(aboard.training(base, job))
     if poison is not None:
-        executor.banks.aboard[poison].weights.copy_(torch.full_like(executor.aboard[poison].master, math.nan))
+        executor.banks.attached[poison].weights.copy_(
+            torch.full_like(executor.attached[poison].master, math.nan)
+        )
     events, evaluations, begins = [], [], True
     by_name = {job.name: job for job in jobs}
     for _ in range(8):
-        steps = {name: training.progress.step for name, training in executor.aboard.items()}
+        steps = {name: training.progress.step for name, training in executor.attached.items()}
         courses = [job.course(steps[job.name], 5, begins) for job in jobs if job.name not in executor.dead]
         begins = False
         program = plan_window(courses, cut, CAPACITY)
@@ -106,8 +108,8 @@ def as_worker(wires, family, dtype, cut, make, poison=None, cancelled=None):
     if len(executor.part.streamed) > executor.part.slots:
         all_of_it = sum(source.size for source in streamed.sources.values())
         assert executor.weights.waited.copied_bytes > 2 * all_of_it
-    steps = {name: training.progress.step for name, training in executor.aboard.items()}
-    return events, evaluations, views(executor.aboard), steps
+    steps = {name: training.progress.step for name, training in executor.attached.items()}
+    return events, evaluations, views(executor.attached), steps
 
 
 @cache
@@ -117,7 +119,7 @@ def alone(family, dtype, make, names="abcd"):
     made = aboard.executor(base, jobs)
     events = list(aboard.events(made, aboard.program(jobs, 8, CAPACITY, begins=True), jobs))
     starts = views({job.name: aboard.training(base, job) for job in jobs})
-    return events, views(made.aboard), starts
+    return events, views(made.attached), starts
 
 
 def of(answers, place):

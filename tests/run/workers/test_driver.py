@@ -126,7 +126,7 @@ class Pipeline:
         return made
 
     def steps(self, names="ab"):
-        return [self.driver.aboard[name].progress.step for name in names]
+        return [self.driver.attached[name].progress.step for name in names]
 
     def saved(self, name):
         """The step of the newest checkpoint, which must be intact, and how many are not."""

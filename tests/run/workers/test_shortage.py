@@ -69,7 +69,7 @@ def as_worker(wires, layout, short, at):
     by_name = {job.name: job for job in jobs}
     events, shortages, steps = [], [], []
     for _ in range(6):
-        courses = [job.course(executor.aboard[job.name].progress.step, 2, False) for job in jobs]
+        courses = [job.course(executor.attached[job.name].progress.step, 2, False) for job in jobs]
         program = plan_window(courses, layout, CAPACITY, pacing=pacing)
         laid = {
             action.microbatch: lay_out(plan, False, by_name)
@@ -78,10 +78,10 @@ def as_worker(wires, layout, short, at):
         events += executor.run(program, delivered(program, laid))
         transport.flush()
         shortages.append(agreed.report.shortage)
-        steps.append({name: one.progress.step for name, one in executor.aboard.items()})
+        steps.append({name: one.progress.step for name, one in executor.attached.items()})
         assert aboard.is_empty(executor.activations)
-        assert all(one.open is None and not one.gradient.any() for one in executor.aboard.values())
-    return events, views(executor.aboard), shortages, steps
+        assert all(one.open is None and not one.gradient.any() for one in executor.attached.values())
+    return events, views(executor.attached), shortages, steps
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_a_generation_that_could_not_be_recorded_is_proposed_again(store, monkey
     with monkeypatch.context() as patched:
         patched.setattr(running, "write_record", full)
         assert made.proposed() == ()
-    assert told == ["warning: no space left on device; training goes on, and it is tried again."]
+    assert told == ["warning: no space left on device; training continues, and it is tried again."]
     assert read_record(made.folder) is None
     assert [one.name for one in made.proposed()] == ["s-more4"]
     assert [one.generation for one in read_record(made.folder).trials] == [0, 0, 0, 0, 1]
@@ -111,7 +111,7 @@ def test_a_trial_that_leaves_is_told_the_step_of_its_own_rung(store):
         sweep.rungs.enter(name, steps)
         sweep.evaluate(name, steps // 2, loss, 0.5)
     orders = sweep.orders(dict.fromkeys(NAMES[:2], 1), ())
-    assert orders.leave == {"s-b": "left the sweep at step 10: 2nd of 2, the best goes on"}
+    assert orders.leave == {"s-b": "left the sweep at step 10: 2nd of 2, the best continues"}
     assert read_record(sweep.folder).trials[1].left_at == 10
 
 

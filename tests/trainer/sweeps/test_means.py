@@ -70,7 +70,7 @@ def undisturbed(base, jobs, tmp_path_factory):
 
     def callback(event):
         heard.append(event)
-        training = trainer.loop.executor.aboard[event.job]
+        training = trainer.loop.executor.attached[event.job]
         if isinstance(event, Stepped):
             adapters[event.job, event.step] = named(training)
 
@@ -320,7 +320,7 @@ def test_the_mean_is_counted_in_the_memory_of_trials_and_of_nobody_else(base, jo
             loop = trainer.loop
             seen[judge] = {name: job.shape.means for name, job in loop.jobs.items()}
             seen[judge, "bytes"] = loop.learned.memory.state_bytes(job.shape for job in loop.jobs.values())
-            seen[judge, "mean"] = loop.executor.aboard[jobs[0].name].mean
+            seen[judge, "mean"] = loop.executor.attached[jobs[0].name].mean
             seen["sizes"] = [loop.jobs[job.name].shape.trainable for job in jobs]
             raise Crash
 

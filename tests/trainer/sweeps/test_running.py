@@ -84,7 +84,7 @@ def test_halving_trains_the_best_of_each_rung_on_and_leaves_the_winners_in_best(
         if one["name"] in first[2]:
             assert (job["state"], job["step"], one["state"], one["left_at"]) == ("cancelled", 3, "left", 3)
             assert job["reason"].startswith("left the sweep at step 3: ")
-            assert job["reason"].endswith(" of 6, the best 3 go on")
+            assert job["reason"].endswith(" of 6, the best 3 continue")
             assert one["reason"] == job["reason"]
         elif one["name"] in second[1]:
             assert (job["state"], job["step"], one["state"]) == ("succeeded", STEPS, "finished")

@@ -268,7 +268,7 @@ def _start_warnings(adapter: LoraSpec, before: LoraSpec, sites: Sequence[SiteSha
         if not math.isclose(scale, was):
             yield (
                 f"its scale at {site.name} is {scale:g}, but init_from was trained with {was:g}; "
-                "to go on from what it computes, set alpha, rslora and alpha_pattern as it has them"
+                "to continue from what it computes, set alpha, rslora and alpha_pattern as it has them"
             )
             return
 

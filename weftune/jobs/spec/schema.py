@@ -71,7 +71,7 @@ REQUIRED: Mapping[str, str] = {
     "model": "model: a Hub id, a folder, a GGUF file, or demo",
     "over": f"over: {EXPECTED['sweep', 'over']}",
     "at": f"at: {EXPECTED['sweep', 'halving', 'at']}",
-    "keep": "keep: the share that goes on, such as 0.33",
+    "keep": "keep: the share of trials that continues, such as 0.33",
     "job": "job: the name of another job",
     "patience": "patience: how many evaluations to wait",
 }

@@ -33,7 +33,7 @@ class Admission:
 
 def admit(
     waiting: Sequence[JobShape],
-    aboard: Sequence[JobShape],
+    attached: Sequence[JobShape],
     fits: Fits,
     overtaken: Mapping[str, int] | None = None,
 ) -> Admission:
@@ -42,10 +42,10 @@ def admit(
     never = too_large(waiting, fits)
     early = {job.name: f"waits for {job.starts_from}" for job in waiting if job.starts_from}
     possible = [job for job in waiting if job.name not in never and job.name not in early]
-    seats = seat(possible, aboard, fits, overtaken)
-    present, seated = {job.name for job in aboard}, {job.name for job in seats.seated}
+    seats = seat(possible, attached, fits, overtaken)
+    present, seated = {job.name for job in attached}, {job.name for job in seats.seated}
     admitted = [job for job in seats.seated if job.name not in present]
-    order = in_order(possible, aboard)
+    order = in_order(possible, attached)
     counts = _overtaken(order, seated, present, overtaken or {})
     return Admission(
         admitted=tuple(job.name for job in admitted),
@@ -83,7 +83,7 @@ def _reasons(seats: Seats, present: set[str], counts: Mapping[str, int], fits: F
     for job in queue:
         reasons[job.name] = behind or fits([*seats.seated, job]) or ""
         if counts[job.name] >= MOST_OVERTAKEN:
-            behind = f"it waits behind {job.name}, which nobody may overtake any more"
+            behind = f"it waits behind {job.name}, which no job may overtake any more"
         elif not behind:
             behind = f"it waits behind {job.name}, which comes first"
     return reasons

@@ -69,8 +69,8 @@ class Decision:
     def reason(self, trial: str, step: int) -> str:
         """Return why a trial leaves here."""
         place = ordinal(len(self.kept) + self.left.index(trial) + 1)
-        go_on = "the best goes on" if len(self.kept) == 1 else f"the best {len(self.kept)} go on"
-        return f"{LEFT} {step}: {place} of {self.began}, {go_on}"
+        survivors = "the best continues" if len(self.kept) == 1 else f"the best {len(self.kept)} continue"
+        return f"{LEFT} {step}: {place} of {self.began}, {survivors}"
 
 
 def ordinal(number: int) -> str:

@@ -197,7 +197,7 @@ class RunningSweep:
             changed.append("its trials")
         if changed:
             raise OutputError(
-                f"Sweep {self.sweep.name} has already begun and cannot go on with other settings: "
+                f"Sweep {self.sweep.name} has already begun and cannot continue with other settings: "
                 f"{', '.join(changed)} changed; put them back, or choose another --output"
             )
 
@@ -245,7 +245,7 @@ class RunningSweep:
             if steps:
                 raise SpecError(
                     f"{option} {name}: the sweep {self.sweep.name} has decided at step {steps[0]} that "
-                    "others go on, and its decisions stand; train it as a job of its own, under another name"
+                    "others continue, and its decisions stand; train it as a separate job, under another name"
                 )
             if changes:
                 raise SpecError(
@@ -321,21 +321,21 @@ class RunningSweep:
 
     # -- between windows ---------------------------------------------------------------------------------
 
-    def orders(self, aboard: Mapping[str, int], delivering: Collection[str]) -> TrialOrders:
+    def orders(self, attached: Mapping[str, int], delivering: Collection[str]) -> TrialOrders:
         """Record which trials have ended and the rungs that can be decided, and return what follows."""
         if self._finished:
             return TrialOrders()
         self._hear_ends(delivering)
         if self.rungs.is_over() and self._exhausted:
             self.finish()
-        self._decide(aboard)
+        self._decide(attached)
         living = [name for name in self.trials if name not in self.rungs.ended]
         promoted = [name for name in living if name in self.resting and not self.rungs.is_held(name)]
         self.resting -= set(promoted)
         rest = {
             name: self.rungs.waits(name)
             for name in living
-            if name in aboard and aboard[name] >= self.rungs.limit(name) and self.rungs.is_held(name)
+            if name in attached and attached[name] >= self.rungs.limit(name) and self.rungs.is_held(name)
         }
         return TrialOrders(
             {name: self.rungs.limit(name) for name in living if name in self._entered},
@@ -344,14 +344,14 @@ class RunningSweep:
             dict(self._unfinished_leaves()),
         )
 
-    def _decide(self, aboard: Mapping[str, int]) -> None:
+    def _decide(self, attached: Mapping[str, int]) -> None:
         """Decide and record. A decision that could not be recorded has no effect, and is tried again
         later."""
         decided = deepcopy(self.rungs) if self.rungs.pending() else self.rungs
         while pending := decided.pending():
             for decision in pending:
                 decided.adopt(decision)
-        if self._write(decided, aboard):
+        if self._write(decided, attached):
             self.rungs = decided
 
     def _hear_ends(self, delivering: Collection[str], but: Collection[str] = ()) -> None:
@@ -387,25 +387,25 @@ class RunningSweep:
 
     # -- the record --------------------------------------------------------------------------------------
 
-    def _write(self, rungs: Rungs, aboard: Mapping[str, int]) -> bool:
-        record = self._record(rungs, aboard)
+    def _write(self, rungs: Rungs, attached: Mapping[str, int]) -> bool:
+        record = self._record(rungs, attached)
         if self._written is not None and replace(self._written, samples=record.samples) == record:
             return True
         try:
             write_record(self.folder, record)
         except OutputError as error:
-            self._tell(f"warning: {error}; training goes on, and it is tried again.")
+            self._tell(f"warning: {error}; training continues, and it is tried again.")
             return False
         self._written = record
         self.show(record)
         return True
 
-    def _record(self, rungs: Rungs, aboard: Mapping[str, int] | None = None) -> SweepRecord:
+    def _record(self, rungs: Rungs, attached: Mapping[str, int] | None = None) -> SweepRecord:
         spec, halving = self.sweep.spec, self.sweep.spec.halving
         first = next(iter(self.trials), "")
         steps = rungs.steps(first)
         trials = tuple(
-            self._trial_record(rungs, name, generation, aboard or {})
+            self._trial_record(rungs, name, generation, attached or {})
             for generation, names in enumerate(rungs.generations)
             for name in names
         )
@@ -428,15 +428,15 @@ class RunningSweep:
         )
 
     def _trial_record(
-        self, rungs: Rungs, name: str, generation: int, aboard: Mapping[str, int]
+        self, rungs: Rungs, name: str, generation: int, attached: Mapping[str, int]
     ) -> TrialRecord:
         ended = rungs.ended.get(name)
         score, score_step = self._score(rungs, name)
         return TrialRecord(
             name=name,
             values=json.loads(json_text(self.trials[name].values)),
-            state=self._state(rungs, name, aboard),
-            reason=self._reason(rungs, name, aboard),
+            state=self._state(rungs, name, attached),
+            reason=self._reason(rungs, name, attached),
             steps=rungs.steps(name),
             at_rungs={str(step): value for step, value in rungs.values.get(name, {}).items()},
             score=score,
@@ -446,20 +446,20 @@ class RunningSweep:
             generation=generation,
         )
 
-    def _state(self, rungs: Rungs, name: str, aboard: Mapping[str, int]) -> TrialState:
+    def _state(self, rungs: Rungs, name: str, attached: Mapping[str, int]) -> TrialState:
         if name in rungs.ended:
             return rungs.ended[name].how.value
-        if rungs.is_held(name) and (name in self.resting or aboard.get(name, -1) >= rungs.limit(name)):
+        if rungs.is_held(name) and (name in self.resting or attached.get(name, -1) >= rungs.limit(name)):
             return "resting"
-        return "running" if name in aboard else "waiting"
+        return "running" if name in attached else "waiting"
 
-    def _reason(self, rungs: Rungs, name: str, aboard: Mapping[str, int]) -> str:
+    def _reason(self, rungs: Rungs, name: str, attached: Mapping[str, int]) -> str:
         if name in self._reasons:
             return self._reasons[name]
         for decision in rungs.decisions:
             if name in decision.left:
                 return decision.reason(name, rungs.rungs(name)[decision.rung])
-        if self._state(rungs, name, aboard) == "resting":
+        if self._state(rungs, name, attached) == "resting":
             return rungs.waits(name)
         return self.store.job(name).reason if name in self.store else ""
 

@@ -50,7 +50,7 @@ AUTO = 0
 
 
 def _no_link(_budget: int, _host: int, _workers: int) -> StreamDevice:
-    raise AssertionError("nobody has said how fast this device is")
+    raise AssertionError("the speed of this device is not known")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class Choice:
     """Maximum tokens per microbatch, unless a single sample has more."""
     memory: MemoryModel
     """Memory model used for admission and for the token capacity of windows."""
-    aboard: tuple[JobShape, ...]
+    attached: tuple[JobShape, ...]
     """Jobs that the choice was made for: those that can run together."""
     seconds: float | None = None
     """Predicted seconds per round (one global batch of every job). None without a search."""
@@ -238,7 +238,7 @@ def _whole(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Cho
         layout=one_device(shape.layers),
         capacity=machine.max_tokens,
         memory=memory,
-        aboard=together,
+        attached=together,
         bytes=full_bytes(memory, together, machine.max_tokens),
         why=f"whole on one device, which has {gib(machine.budget)} for a run",
         rounds=WINDOW_ROUNDS,
@@ -256,8 +256,8 @@ def _optimizer_offloaded(plain: Choice, jobs: Sequence[JobShape], machine: Machi
     memory = offloading(plain.memory, machine.host_budget)
     # The device is measured only if offloading may help, and once.
     device = cache(lambda: machine.stream_device(machine.budget))
-    if len(plain.aboard) == len(jobs):
-        together, reason = plain.aboard, _why_faster(plain, memory, jobs, device)
+    if len(plain.attached) == len(jobs):
+        together, reason = plain.attached, _why_faster(plain, memory, jobs, device)
     else:
         together = fitting(jobs, memory)
         reason = _why_more(plain, memory, jobs, together, device)
@@ -274,7 +274,7 @@ def _optimizer_offloaded(plain: Choice, jobs: Sequence[JobShape], machine: Machi
         plain,
         layout=replace(plain.layout, optimizer_offloaded=True),
         memory=memory,
-        aboard=together,
+        attached=together,
         bytes=full_bytes(memory, together, machine.max_tokens),
         host_bytes=host_bytes,
         unhidden=share,
@@ -297,13 +297,13 @@ def _why_more(
     running fewer jobs is as good. `memory` is the memory model with the optimizer offloaded."""
     too_large = {job.name for job in jobs if plain.memory.why_not([job]) is not None}
     only_so = any(memory.why_not([job]) is None for job in jobs if job.name in too_large)
-    if not only_so and len(together) <= len(plain.aboard):
+    if not only_so and len(together) <= len(plain.attached):
         return ""
     if not only_so:
         others = [job for job in jobs if job.name not in too_large]
         if not is_worth(memory, plain.memory, others, device(), plain.machine.max_tokens):
             return ""
-    return f"{len(together)} of {len(jobs)} jobs are admitted with it and {len(plain.aboard)} without"
+    return f"{len(together)} of {len(jobs)} jobs are admitted with it and {len(plain.attached)} without"
 
 
 def _why_faster(
@@ -372,7 +372,7 @@ def _as_streamed(shape: ModelShape, machine: Machine, device: StreamDevice, choi
         layout=choice.cut,
         capacity=choice.capacity,
         memory=replace(memory, budget=memory.budget + head),
-        aboard=choice.aboard,
+        attached=choice.attached,
         seconds=choice.step_seconds,
         bytes=choice.device_bytes,
         host_bytes=choice.host_bytes,
@@ -420,7 +420,7 @@ def _in_stages(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) ->
         layout=layout,
         capacity=machine.max_tokens,
         memory=memory,
-        aboard=together,
+        attached=together,
         bytes=full_bytes(memory, together, machine.max_tokens),
         why=f"cut into {len(held)} stages of {counts} layers" if len(held) > 1 else "whole on each replica",
         note=note,

@@ -34,22 +34,22 @@ class Seats:
     unseated: tuple[JobShape, ...]
 
 
-def in_order(jobs: Sequence[JobShape], aboard: Sequence[JobShape] = ()) -> list[JobShape]:
+def in_order(jobs: Sequence[JobShape], attached: Sequence[JobShape] = ()) -> list[JobShape]:
     """Return the jobs in the order in which they are seated."""
-    present = {job.name for job in aboard}
-    return sorted([*jobs, *aboard], key=lambda job: (-job.priority, job.name not in present, job.order))
+    present = {job.name for job in attached}
+    return sorted([*jobs, *attached], key=lambda job: (-job.priority, job.name not in present, job.order))
 
 
 def seat(
     waiting: Sequence[JobShape],
-    aboard: Sequence[JobShape],
+    attached: Sequence[JobShape],
     fits: Fits,
     overtaken: Mapping[str, int] | None = None,
 ) -> Seats:
     """Seat as many jobs as the rules allow. Every job of `waiting` must fit at least alone. `overtaken` maps
     a waiting job to the number of jobs admitted before it so far."""
-    seating = _Seating(aboard, fits, overtaken or {})
-    rest = in_order(waiting, aboard)
+    seating = _Seating(attached, fits, overtaken or {})
+    rest = in_order(waiting, attached)
     while rest:
         rest = seating.fill(rest)
     return Seats(tuple(seating.seated), tuple(seating.unseated))
@@ -73,10 +73,10 @@ class _Seating:
     """Seats given so far. Each check covers all jobs, so there are few checks: they bisect, and skip jobs
     that are as large as one that did not fit."""
 
-    def __init__(self, aboard: Sequence[JobShape], fits: Fits, overtaken: Mapping[str, int]) -> None:
+    def __init__(self, attached: Sequence[JobShape], fits: Fits, overtaken: Mapping[str, int]) -> None:
         self.seated: list[JobShape] = []
         self.unseated: list[JobShape] = []
-        self._present = {job.name for job in aboard}
+        self._present = {job.name for job in attached}
         self._fits = fits
         self._overtaken = overtaken
         self._as_large: set[str] = set()

@@ -43,7 +43,7 @@ class StreamChoice:
     cut: Layout
     capacity: int
     """Maximum tokens per microbatch."""
-    aboard: tuple[JobShape, ...]
+    attached: tuple[JobShape, ...]
     """Jobs that the choice was made for, which run from the start."""
     device_bytes: int
     """Predicted peak bytes on the fullest device."""
@@ -146,7 +146,7 @@ def _chosen(found: Found, why: str) -> StreamChoice:
     return StreamChoice(
         cut=draft.cut(case.travels, case.memory.round_rows if case.offloads else 0),
         capacity=case.capacity,
-        aboard=case.jobs,
+        attached=case.jobs,
         device_bytes=case.device_bytes(draft),
         host_bytes=case.host_bytes(draft),
         step_seconds=found.seconds,

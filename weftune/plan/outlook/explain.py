@@ -53,7 +53,7 @@ def explain_streams(found: StreamOutlook, source: str) -> list[str]:
     return [
         f"Times are {source}.",
         "Streamed, since the base does not fit with a job. `weftune train` finds the same cut for the "
-        f"same {len(choice.aboard)} of the jobs by the same search; others would take: {others}.{mapping}",
+        f"same {len(choice.attached)} of the jobs by the same search; others would take: {others}.{mapping}",
         f"Token capacity {choice.capacity:,}: the fullest device then needs {gib(choice.bytes)} of the "
         f"{gib(found.case.device.budget)} that may be taken, the host {gib(choice.host_bytes)}.",
         "Every layer is recomputed in the backward, save those of the last stage: of a microbatch a stage "

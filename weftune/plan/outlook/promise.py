@@ -68,15 +68,15 @@ class FirstWindow:
 
 def first_window(
     choice: Choice,
-    aboard: Sequence[JobShape],
+    attached: Sequence[JobShape],
     course: Callable[[str, int], JobWindow],
     order: PipelineOrder | None = None,
 ) -> FirstWindow:
     """Return the window that a run begins with. `course` returns a job's part of it for a number of rounds;
     `order` replaces a pipeline's own order, for comparison only."""
-    memory, shapes = choice.memory, {job.name: job for job in aboard}
-    recompute = memory.recompute(aboard, choice.capacity)
-    capacity = memory.capacity(aboard, choice.capacity, recompute)
+    memory, shapes = choice.memory, {job.name: job for job in attached}
+    recompute = memory.recompute(attached, choice.capacity)
+    capacity = memory.capacity(attached, choice.capacity, recompute)
     courses = shortened([course(name, choice.rounds) for name in shapes], choice.first_pace)
     program = plan_window(
         courses, choice.layout, capacity, choice.captured, recompute, _pacing(choice.layout, order)

@@ -44,9 +44,9 @@ class StreamOutlook:
 
 
 def stream_outlook(choice: Choice) -> StreamOutlook:
-    case = case_of(choice, choice.aboard)
+    case = case_of(choice, choice.attached)
     forecast = _round(case, choice.layout)
-    alone = [_round(case_of(choice, [job]), choice.layout) for job in choice.aboard]
+    alone = [_round(case_of(choice, [job]), choice.layout) for job in choice.attached]
     plain = [replace(_round(case, cut), name=name) for name, cut in _plain(case, choice.layout)]
     return StreamOutlook(choice, case, forecast, (replace(in_turn(alone), name=ALONE), *plain))
 

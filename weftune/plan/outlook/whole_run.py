@@ -46,10 +46,10 @@ def tokens_of(batches: Collection[Collection[int]], held_out: int, evaluations: 
 
 
 def endings(
-    totals: Mapping[str, JobTotal], aboard: Iterable[str], waiting: Iterable[str], seconds: RoundSeconds
+    totals: Mapping[str, JobTotal], attached: Iterable[str], waiting: Iterable[str], seconds: RoundSeconds
 ) -> dict[str, float]:
     """Return job → seconds until it ends. A waiting job is admitted when another ends."""
-    left = {name: totals[name].steps for name in aboard}
+    left = {name: totals[name].steps for name in attached}
     queue, now, ends = list(waiting), 0.0, {}
     while left:
         rounds = min(left.values())

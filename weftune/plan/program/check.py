@@ -223,7 +223,7 @@ class _DeviceCheck:
         _require(rows == self.left.get(key), "{} comes before the last Backward of its batch", action)
         if action.what == "gradient":
             _require(rows > 0, "{} hands out nothing", action)
-            _require(self.program.replicas > 1, "{} has nobody to hand its gradient to", action)
+            _require(self.program.replicas > 1, "{} has no replica to hand its gradient to", action)
             return
         if self.program.replicas > 1:
             told = not rows or key in self.handed_out

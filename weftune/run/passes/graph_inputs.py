@@ -49,10 +49,10 @@ class GatheredJob:
 def gathered_jobs(banks: Banks, microbatch: Microbatch) -> tuple[GatheredJob, ...]:
     """Return the gathered jobs of a microbatch, in the order in which they were attached."""
     found = []
-    for segment, aboard in banks.gathered(microbatch):
+    for segment, attached in banks.gathered(microbatch):
         rows = bucket(segment.stop - segment.start, LEAST)
-        samples = bucket(len(_samples(microbatch, segment)), 1) if aboard.keys else 0
-        found.append(GatheredJob(segment.job, aboard.serial, rows, aboard.keys, samples))
+        samples = bucket(len(_samples(microbatch, segment)), 1) if attached.keys else 0
+        found.append(GatheredJob(segment.job, attached.serial, rows, attached.keys, samples))
     return tuple(sorted(found, key=lambda one: one.serial))
 
 

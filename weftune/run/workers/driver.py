@@ -99,7 +99,7 @@ class Driver:
         """Peak bytes in use on each of the other workers."""
         self._transport = Transport(staff.wires, base.shape.hidden, base.dtype, base.device, delay)
         self._own, self._agreed = worker_executor(loaded, layout.on(0), self._transport, position.worker)
-        self.aboard = self._own.aboard
+        self.attached = self._own.attached
         """Maps each job to its slice of the first stage, which also holds the job's progress."""
         self.home, self.fused = self._own.home, self._own.fused
         self._checkpoints = checkpoints
@@ -160,7 +160,7 @@ class Driver:
     def note_evaluation(
         self, job: str, loss: float, keep_best: bool, min_delta: float, counts: bool = True
     ) -> None:
-        training = self.aboard[job]
+        training = self.attached[job]
         best = training.note_evaluation(loss, keep_best, min_delta, counts)
         if best and keep_best:
             self.staff.command_all(JobCommand("keep best", job))
@@ -236,7 +236,7 @@ class Driver:
     def _passed(self, program: Program) -> Iterator[Passed]:
         """Yield every microbatch's pass over the base, with its share of the workers' time."""
         forward, backward = (shares(self.reports, kinds) for kinds in (Forward | Evaluate, Backward))
-        met = {job: training.layout.met for job, training in self.aboard.items()}
+        met = {job: training.layout.met for job, training in self.attached.items()}
         for action, plan in program.compute():
             number = action.microbatch
             time = PassTime(
@@ -273,7 +273,7 @@ class Driver:
     def save(self, job: str, folder: Path) -> None:
         """Take a snapshot at the Program's Save, and write this worker's slice while training continues. The
         checkpoint is complete when all workers have written theirs."""
-        training = self.aboard[job]
+        training = self.attached[job]
         folder.mkdir(parents=True, exist_ok=True)
         snapshot = self._own.snapshot(job)
         key = job, snapshot.progress.step
@@ -286,7 +286,7 @@ class Driver:
 
     def save_now(self, job: str, folder: Path) -> None:
         """Save a checkpoint on all workers. Called between windows."""
-        if checkpoint.holds(folder, self.aboard[job].progress):
+        if checkpoint.holds(folder, self.attached[job].progress):
             return
         self.save(job, folder)
         for worker in self.staff.first_replica:

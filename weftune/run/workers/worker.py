@@ -106,7 +106,7 @@ class Worker:
                 case RunProgram() as run:
                     self._run(run)
                 case JobCommand("keep best", job):
-                    training = self.executor.aboard[job]
+                    training = self.executor.attached[job]
                     training.best = training.master.clone()
                 case JobCommand("show mean", job):
                     self.executor.show_mean(job)
