@@ -1,8 +1,8 @@
-"""The best packing within a bounded effort, and how it was found.
+"""A search, with bounded effort, for a packing of samples into as few microbatches as possible.
 
-Best fit runs first. If it needs more microbatches than the bound, exchanges, random repacking of a few bins
-and, on small instances, the solver follow. All are limited by counts, not by seconds, so a packing is a pure
-function of its input (and, if the solver decides, of the solver's version).
+Best fit runs first. If it needs more microbatches than the lower bound, samples are exchanged between bins, a
+few bins are repacked at random and, on small instances, an integer program is solved. Effort is limited by
+counts, not by seconds, so a packing is a pure function of its input (and of the solver's version).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Limits:
     kicks: int = 400
     """Maximum number of random repackings of a few bins."""
     solver_cells: int = 64 * 8
-    """Maximum of samples times bins for the solver, which cannot decide larger instances in time."""
+    """Maximum of samples times bins for the solver, which takes too long on larger instances."""
     room_cells: int = 12 * 12
-    """Maximum of samples times bins for the solver if the number of bins is fixed and only room is gained."""
+    """Maximum of samples times bins if the solver only minimises the rows of the least full bin."""
     solver_nodes: int = 60
 
 
@@ -38,13 +38,13 @@ LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Microbatches as indices of samples, the fullest first, and the quality of the packing."""
+    """Microbatches as lists of sample indices, the fullest first, and the quality of the packing."""
 
     bins: tuple[tuple[int, ...], ...]
     greedy: int
-    """Number of microbatches that best fit alone needs."""
+    """Number of microbatches that the best-fit heuristic alone needs."""
     bound: int
-    """Lower bound on the number of microbatches; the fewest possible may be more."""
+    """Lower bound on the number of microbatches, which may not be reachable."""
     emptiest: int
     """Rows of the least full microbatch, which is the last."""
     how: How
@@ -64,10 +64,10 @@ def pack_best(
     leave_room: bool = False,
     limits: Limits = LIMITS,
 ) -> Packing:
-    """Pack into at most as many microbatches as best fit. With `leave_room`, also minimise the last, for a
-    merge.
+    """Pack samples into as few microbatches as found, never more than best fit needs. With `leave_room`, also
+    minimise the rows of the last one, so that samples of the next round can fill it.
 
-    `multiple` pads each job's rows in a microbatch; `jobs` gives the job of each sample (one job without it).
+    Each job's rows in a microbatch are padded to `multiple`. `jobs` is the job of each sample; None: one job.
     """
     return pack_instance(instance(lengths, capacity, multiple, jobs), leave_room, limits)
 
@@ -87,7 +87,7 @@ def pack_instance(case: Instance, leave_room: bool = False, limits: Limits = LIM
         return 0 < len(case.lengths) * len(bins) <= cells and milp.available()
 
     def gains_room() -> bool:
-        """Return whether the least full bin may shrink by a sample or more: less makes room for none."""
+        """Return whether the least full bin may lose a whole sample's rows; less room would be useless."""
         spare = emptiest(case, bins) - least_possible(case, len(bins))
         return leave_room and spare >= min(case.lengths, default=1)
 

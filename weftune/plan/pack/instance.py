@@ -1,7 +1,7 @@
 """A packing problem, a lower bound on the number of its microbatches, and the greedy solution.
 
-Best fit decreasing: longest first, each into the fullest microbatch with room. The bound is L2 of Martello
-and Toth.
+Best fit decreasing puts samples, longest first, into the fullest microbatch that has room for them. The bound
+is L2 of Martello and Toth.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Instance:
 
     lengths: tuple[int, ...]
     jobs: tuple[int, ...]
-    """Job of each sample, as a number; all 0 if nothing is padded, since the job does not matter then."""
+    """Number of each sample's job; all 0 without padding, since the job does not matter then."""
     capacity: int
-    """Rows per microbatch, a multiple of `multiple`: padded rows could not use the rest."""
+    """Maximum rows per microbatch, rounded down to a multiple of `multiple`."""
     multiple: int
 
     def tokens(self, chosen: Iterable[int]) -> int:
@@ -40,14 +40,14 @@ class Instance:
 
     @property
     def rows(self) -> int:
-        """Fewest rows that can hold all samples, with each job padded once."""
+        """Number of rows of all samples in one microbatch: each job is padded once."""
         return self.load(range(len(self.lengths)))
 
 
 def instance(
     lengths: Sequence[int], capacity: int, multiple: int = 1, jobs: Sequence[int] | None = None
 ) -> Instance:
-    """Return an Instance. Without `jobs`, all samples belong to one job."""
+    """Return an Instance with a usable capacity. Without `jobs`, all samples belong to one job."""
     assert jobs is None or len(jobs) == len(lengths), "every sample has a job"
     usable = capacity // multiple * multiple
     assert all(0 < length <= usable for length in lengths), "a sample is longer than the capacity"
@@ -60,7 +60,7 @@ def padded(tokens: int, multiple: int) -> int:
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return indices of `lengths` in bins of at most `capacity`, by best fit decreasing."""
+    """Return bins of sample indices, each of at most `capacity` rows, by best fit decreasing."""
     assert all(length <= capacity for length in lengths), "a sample is longer than the capacity"
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room left, bin), ascending
@@ -77,7 +77,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def pack_padded(case: Instance) -> Bins:
-    """Pack by best fit decreasing with padding per job: a sample costs a bin only the rows that it adds."""
+    """Pack by best fit decreasing with padding per job: a sample may use padding rows of its job for free."""
     if case.multiple == 1:
         return pack(case.lengths, case.capacity)
     bins: Bins = []
@@ -103,17 +103,17 @@ def pack_padded(case: Instance) -> Bins:
 
 
 def bound_of(case: Instance) -> int:
-    """Return a lower bound on the number of microbatches, proven without packing."""
+    """Return a lower bound on the number of microbatches."""
     # Padding joins samples of one job, so a sample's own length may not be rounded up, only a job's sum.
     by_rows = -(-case.rows // case.capacity) if case.lengths else 0
     return max(by_rows, _l2(case.lengths, case.capacity))
 
 
 def _l2(lengths: Sequence[int], capacity: int) -> int:
-    """Return the largest of the bounds given by each smallest length worth counting.
+    """Return the lower bound L2: the largest bound over all choices of `smallest`, a minimum length.
 
-    Samples longer than half a microbatch each need their own. Of the others, those shorter than `smallest`
-    are ignored, and so is the room beside a long sample where `smallest` does not fit.
+    Each sample longer than half a microbatch needs a microbatch of its own. Shorter samples count from
+    `smallest` tokens on, and the room beside a long sample counts if `smallest` tokens fit there.
     """
     ordered = sorted(lengths)
     sums = [0, *accumulate(ordered)]

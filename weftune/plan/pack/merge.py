@@ -1,8 +1,8 @@
-"""Rounds of packed microbatches laid out one after another, the room at a round's end filled from the next.
+"""Sequences of rounds in which samples of the next round fill the last microbatch of a round.
 
-A round is one global batch of every job of a group. With several stages, a job's next batch must wait until
-the last microbatch of the previous one has come back (the bubble lemma). Rounds of other groups fill that
-wait; where nothing else may run, the sequence has a no-op (a microbatch without samples).
+A round is one global batch of every job of a group. In a pipeline, a job's next batch must wait until the
+backward of its previous batch has reached the first stage (the bubble lemma). Rounds of other groups fill
+this time; where nothing may run, the sequence has a no-op (an empty microbatch).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Merged:
 
     microbatches: tuple[Microbatch, ...]
     moved: int
-    """Number of samples that run in the round before their own."""
+    """Number of samples that were moved into the previous round."""
     packed: int
-    """Number of microbatches if each round is packed by itself."""
+    """Number of microbatches if each round is packed separately."""
 
     @property
     def no_ops(self) -> int:
@@ -61,11 +61,10 @@ def merge(
     before: Sequence[Microbatch] = (),
     shift: bool = True,
 ) -> Merged:
-    """Lay out the rounds in order. `before` are the last microbatches of the previous window, which do not
-    change.
+    """Concatenate the rounds. `before` are the last microbatches of the previous window, which do not change.
 
-    Without `shift` no sample leaves its round. With it samples do, unless that needs more positions in total:
-    a shorter round may bring a later batch too close, which costs no-ops.
+    With `shift`, samples may move to the end of the previous round, unless the sequence becomes longer: a
+    shorter round may bring a job's next batch too close to its previous one, which needs no-ops.
     """
     alone = [_pack(samples, rules) for samples in rounds]
     plain = _lay(rounds, alone, rules, before, shift=False)
@@ -81,7 +80,7 @@ def verify(
     rules: MergeRules,
     before: Sequence[Microbatch] = (),
 ) -> None:
-    """Raise IllegalProgram unless every sample runs once, within the capacity, and the lemma holds."""
+    """Raise IllegalProgram unless samples run once, microbatches fit, and the bubble lemma holds."""
     planned = Counter(one for samples in rounds for one in samples)
     if Counter(one for microbatch in microbatches for one in microbatch) != planned:
         raise IllegalProgram("the samples of the rounds are not trained exactly once each")
@@ -109,7 +108,7 @@ def _lay(
     before: Sequence[Microbatch],
     shift: bool,
 ) -> Merged:
-    """Lay out the rounds. `alone` are the microbatches of each round packed by itself."""
+    """Concatenate the rounds. `alone` are the microbatches of each round, packed separately."""
     line = _Line(rules, before)
     moved = 0
     for samples, packed in zip(rounds, alone, strict=True):
@@ -128,7 +127,7 @@ def _lay(
 
 
 class _Line:
-    """Microbatches laid out so far, and the position at which each job's batches ended."""
+    """The sequence of microbatches so far, and the position of the last microbatch of each batch."""
 
     def __init__(self, rules: MergeRules, before: Sequence[Microbatch]) -> None:
         self.rules = rules
@@ -138,7 +137,7 @@ class _Line:
             self._append(microbatch)
 
     def fitting(self, samples: Sequence[BatchSample]) -> list[BatchSample]:
-        """Return those of `samples` that fill the last microbatch best, among those that may run there."""
+        """Return the samples that fill the last microbatch best, among those that may run in it."""
         free = [one for one in samples if self._may_run(one, len(self.microbatches) - 1)]
         room = self.rules.capacity - _load(self.microbatches[-1], self.rules.multiple)
         case = _case(free, self.rules)
@@ -149,7 +148,7 @@ class _Line:
             self.ends[one.job, one.batch] = len(self.microbatches) - 1
 
     def lay(self, microbatches: Sequence[Microbatch]) -> None:
-        """Lay out a round, at each position the first microbatch that may run, so that no-ops are few."""
+        """Append a round: at each position the first microbatch that may run, or else a no-op."""
         remaining = list(microbatches)
         while remaining:
             number = len(self.microbatches)
@@ -160,7 +159,7 @@ class _Line:
             self._append(chosen)
 
     def _may_run(self, one: BatchSample, number: int) -> bool:
-        """Return whether a sample may run in the microbatch with this number."""
+        """Return whether a sample may run in microbatch `number`."""
         end = self.ends.get((one.job, one.batch - 1))
         return end is None or number >= earliest(end, self.rules.stages)
 
@@ -176,7 +175,7 @@ def _pack(samples: Sequence[BatchSample], rules: MergeRules) -> list[Microbatch]
 
 @lru_cache(maxsize=1024)
 def _packing(case: Instance, limits: Limits) -> Packing:
-    """Return a packing, cached since the plans that are compared often contain the same rounds."""
+    """Return a packing, cached because the plans that are compared often share rounds."""
     return pack_instance(case, leave_room=True, limits=limits)
 
 
@@ -195,7 +194,7 @@ def _load(microbatch: Microbatch, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class JobLengths:
-    """The lengths of a job that grouping depends on."""
+    """Sample and batch lengths of a job, from which groups are formed."""
 
     job: str
     mean: float
@@ -211,10 +210,10 @@ class Grouping:
     microbatches: tuple[int, ...]
     """Minimum number of microbatches in each group's round."""
     waits: int
-    """Number of no-ops per round of all groups."""
+    """Number of no-ops needed per round of all groups."""
 
     def why(self, stages: int) -> str:
-        """Return one sentence for a reader of the plan."""
+        """Return a sentence that explains the grouping in the plan."""
         return (
             f"{len(self.groups)} groups take turns on {stages} stages: a round of all is "
             f"{sum(self.microbatches)} microbatches and {self.waits} no-ops"
@@ -222,8 +221,8 @@ class Grouping:
 
 
 def earliest(last: int, stages: int) -> int:
-    """Return the first microbatch allowed for batch j+1 of a job whose batch j ends in `last` (the bubble
-    lemma).
+    """Return the first microbatch that batch j+1 of a job may use if its batch j ends in microbatch `last`
+    (the bubble lemma).
 
     In plain 1F1B the first stage runs the backward of microbatch k right before the forward of k + `stages`.
     """
@@ -231,17 +230,17 @@ def earliest(last: int, stages: int) -> int:
 
 
 def waits(microbatches: Sequence[int], stages: int) -> int:
-    """Return the no-ops per round if groups with these numbers of microbatches take turns.
+    """Return the number of no-ops per round if groups with these numbers of microbatches alternate.
 
-    The rounds of all others lie between two rounds of a group; the lemma requires `stages` − 1 microbatches
-    there.
+    Between two rounds of a group lie the rounds of all other groups. The bubble lemma requires `stages` − 1
+    microbatches between them.
     """
     between = min((sum(microbatches) - own for own in microbatches), default=stages)
     return max(0, stages - 1 - between)
 
 
 def head_tail(jobs: Sequence[JobLengths], count: int) -> tuple[tuple[JobLengths, ...], ...]:
-    """Return `count` similar groups of pairs, each a job with short samples and one with long samples."""
+    """Return `count` groups, each of pairs of a job with short samples and a job with long samples."""
     assert 1 <= count <= len(jobs), "every group has a job"
     ordered = sorted(jobs, key=lambda job: (job.mean, job.job))
     groups: list[list[JobLengths]] = [[] for _ in range(count)]
@@ -259,7 +258,7 @@ def group(jobs: Sequence[JobLengths], capacity: int, stages: int) -> Grouping:
     """Return the head-tail grouping with the fewest microbatches and no-ops per round, then the fewest
     groups.
 
-    Fewer groups pack better; more groups leave less to wait for. On one stage all jobs form one group.
+    Fewer groups pack better; more groups need fewer no-ops. With one stage, all jobs form one group.
     """
     assert jobs, "there is a job to group"
     choices = [_grouping(head_tail(jobs, count), capacity, stages) for count in range(1, len(jobs) + 1)]

@@ -1,4 +1,4 @@
-"""Packing as a mixed integer program, solved by HiGHS: the fewest microbatches, then the emptiest one."""
+"""Packing as a mixed integer program, solved by HiGHS: minimise the bins, or the rows of one bin."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from weftune.plan.pack.instance import Bins, Instance, padded
 
 Entry = tuple[int, float]
-"""A column and its coefficient."""
+"""Index of a variable (a column of the program) and its coefficient in a constraint."""
 
 
 def available() -> bool:
-    """Return whether the solver is installed; packing works without it."""
+    """Return whether the optional solver HiGHS is installed."""
     try:
         import highspy  # noqa: F401
     except ImportError:
@@ -22,10 +22,10 @@ def available() -> bool:
 
 
 def fewest_bins(case: Instance, bins: Bins, fewest: int, nodes: int) -> tuple[Bins, bool]:
-    """Minimise the number of bins, at least `fewest` and at most as many as given, starting from those.
-    Return the bins and whether the solver showed that nothing better exists.
+    """Minimise the number of bins, starting from `bins`, down to `fewest`. Return the bins and whether the
+    solver proved them optimal.
 
-    The search ends after `nodes` nodes, never by the clock, so the answer depends only on the input.
+    The search ends after `nodes` nodes, never by the clock, so the result depends only on the input.
     """
     model = _Model(case, len(bins))
     used = [model.column(cost=1.0, lower=float(number < fewest)) for number in range(len(bins))]
@@ -37,10 +37,10 @@ def fewest_bins(case: Instance, bins: Bins, fewest: int, nodes: int) -> tuple[Bi
 
 
 def emptiest_bin(case: Instance, bins: Bins, nodes: int) -> tuple[Bins, bool]:
-    """Minimise the rows in one bin, with as many bins as given. Return the bins and whether that is the
-    minimum.
+    """Minimise the rows of the least full bin without changing the number of bins. Return the bins and
+    whether the solver proved them optimal.
 
-    It does not matter which of them is the emptiest, so one is named and minimised: the last.
+    Bins are interchangeable, so the last bin is the one that is minimised.
     """
     loads = [case.load(chosen) for chosen in bins]
     emptiest = loads.index(min(loads))
@@ -61,17 +61,17 @@ def _by_length(case: Instance) -> list[int]:
 
 
 def _in_order(case: Instance, bins: Bins) -> Bins:
-    """Sort bins by their longest sample, so that the s-th longest lies in one of the first s."""
+    """Sort bins by their longest sample, so that the s-th longest sample lies in one of the first s bins."""
     position = {index: number for number, index in enumerate(_by_length(case))}
     return sorted(bins, key=lambda chosen: min(position[index] for index in chosen))
 
 
 class _Model:
-    """The integer program: which sample goes into which bin, and how many multiples of rows a job has there
-    (the paper's x and k).
+    """The integer program. Variables: whether a sample is in a bin, and a job's rows in a bin in multiples of
+    `case.multiple` (x and k in the paper).
 
-    Bins are alike, so the s-th longest sample may use only the first s: any packing can be numbered this way.
-    A named bin differs from the others and stays open to all samples.
+    Bins are interchangeable, so the s-th longest sample may use only the first s bins: any packing can be
+    numbered so. The bin `named`, whose rows are minimised, is open to all samples.
     """
 
     def __init__(self, case: Instance, count: int, named: int | None = None) -> None:
@@ -103,13 +103,13 @@ class _Model:
         self.rows.append(entries)
 
     def rows_in(self, number: int) -> list[Entry]:
-        """Return the rows of a bin, including padding, as a sum over columns."""
+        """Return the number of rows of a bin, with padding, as a linear expression."""
         if self.case.multiple > 1:
             return [(column, float(self.case.multiple)) for column in self.multiples[number].values()]
         return [(column, float(self.case.lengths[index])) for index, column in self.held[number].items()]
 
     def start(self, bins: Bins) -> dict[int, float]:
-        """Return column → value for the columns that are not 0 in a packing."""
+        """Return the nonzero variables of a packing, as a mapping from column to value."""
         values: dict[int, float] = {}
         for number, chosen in enumerate(bins):
             values |= {self.held[number][index]: 1.0 for index in chosen}

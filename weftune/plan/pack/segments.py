@@ -1,4 +1,4 @@
-"""Packing of samples of several jobs into shared microbatches, on a ladder of sizes for captured passes."""
+"""Packing of samples of several jobs into shared microbatches, with few sizes for captured CUDA graphs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from weftune.plan.pack.best import Limits, Packing, pack_best
 from weftune.plan.program.program import MicrobatchPlan, PlacedSample, SegmentPlan, kept_together
 
 QUICK = Limits(kicks=50, solver_cells=0, room_cells=0)
-"""Limits without the solver: a window is planned while the previous one runs, and alike on every machine."""
+"""Limits without the solver, so that planning is quick and gives the same result on every machine."""
 
 
 def rung(tokens: int) -> int:
-    """Return the next size on the ladder: sixteen rungs from a power of two to the next, none below 128."""
+    """Round up to a size on the ladder: sixteen sizes per power of two, in steps of at least 128."""
     step = max(128, 1 << max(0, tokens.bit_length() - 5))
     return -(-tokens // step) * step
 
 
 def level(lengths: Sequence[int], capacity: int) -> int:
-    """Return the lowest rung that needs as few microbatches as full capacity, which fills them evenly."""
+    """Return the smallest size on the ladder that needs no more microbatches than `capacity` does."""
     if not lengths:
         return capacity
     fewest = _pack(lengths, capacity).count
@@ -32,10 +32,10 @@ def level(lengths: Sequence[int], capacity: int) -> int:
 def pack_segments(
     segments: Iterable[SegmentPlan], capacity: int, ladder: bool = False
 ) -> list[MicrobatchPlan]:
-    """Return microbatches that share the samples of all `segments`. In each, a job's samples stay together,
-    and the samples of a group share one microbatch.
+    """Return microbatches with the samples of all `segments`. Within each, a job's samples are contiguous;
+    the samples of a group share one microbatch.
 
-    With a `ladder`, each microbatch is to be padded to a rung.
+    With `ladder`, the sizes are chosen for padding to the ladder of `rung`.
     """
     segments = list(segments)
     pieces = [

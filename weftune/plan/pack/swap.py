@@ -1,6 +1,6 @@
-"""Exchange of samples between microbatches, to fill the fuller ones and in the end to empty the emptiest.
+"""Exchanges of samples between bins (microbatches), which fill some bins in order to empty others.
 
-A microbatch is filled as far as a pool of samples allows: subset sums as the bits of an integer.
+Which samples fill a bin best is a subset-sum problem, solved with the bits of an integer.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import numpy as np
 from weftune.plan.pack.instance import Bins, Instance
 
 SHAKEN = 5
-"""Number of bins repacked together: the best of 3, 4 and 5 on lengths of which two or three fill a bin."""
+"""Number of bins repacked together, the best of 3, 4 and 5 if two or three samples fill a bin."""
 KEPT = 0.6
-"""Share of samples that a bin is first filled from."""
+"""Fraction of the samples that a bin is first filled from."""
 LOSS = 0.005
-"""Share of their sum of squares that repacked bins may lose and still be accepted."""
+"""Relative loss in the sum of squared loads with which repacked bins are still accepted."""
 
 
 def swap(case: Instance, bins: Bins, fewest: int, tries: int) -> Bins:
-    """Exchange samples between bins. There are never more, and if as many, the emptiest is at most as full.
+    """Exchange samples between bins. Neither the number of bins nor, at equal number, the smallest load
+    grows.
 
-    Of two bins, the fuller takes what fills it best from both, if it then holds more than either did. The sum
-    of squared tokens therefore grows with every exchange, and the search ends; `tries` ends it sooner. It
-    also ends when `fewest` bins remain and the emptiest cannot hold less.
+    The fuller bin of a pair gets the samples of both that fill it best, if it then holds more than either
+    did. So the sum of squared tokens grows with every exchange, and the search ends, at the latest after
+    `tries`. It also ends when `fewest` bins remain and the least full bin cannot hold less.
     """
     search = _SwapSearch(case, [list(chosen) for chosen in bins], tries)
     while search.tries > 0 and not search.done(fewest) and search.round():
@@ -36,9 +37,9 @@ def swap(case: Instance, bins: Bins, fewest: int, tries: int) -> Bins:
 
 
 def shake(case: Instance, bins: Bins, fewest: int, kicks: int, tries: int) -> Bins:
-    """Return fewer bins if `kicks` random repackings of a few of them lead there, otherwise those given.
+    """Return fewer bins if at most `kicks` random repackings of a few bins achieve that, else the given bins.
 
-    The random numbers are the same in every call, so the result depends only on the input.
+    The random seed is fixed, so the result depends only on the input.
     """
     random = Random(0)
     current = bins
@@ -74,7 +75,7 @@ class _SwapSearch:
         return emptiest(self.case, self.bins) <= least_possible(self.case, len(self.bins))
 
     def round(self) -> bool:
-        """Try every pair once, the emptiest giving first. Return False if nothing could be exchanged."""
+        """Try every pair of bins once, least full first. Return whether any samples were exchanged."""
         tokens = self.case.tokens
         self.bins.sort(key=lambda chosen: (-tokens(chosen), sorted(chosen)))
         changed = False
@@ -88,7 +89,8 @@ class _SwapSearch:
         return changed
 
     def _exchange(self, taker: int, giver: int, held: list[int]) -> bool:
-        """Exchange samples between two bins if that helps, and update `held`, the tokens in each bin."""
+        """Exchange samples if `taker` becomes fuller than both bins were. Update `held`, the tokens per
+        bin."""
         if not self.bins[giver] or not self.bins[taker]:
             return False
         self.tries -= 1
@@ -107,7 +109,7 @@ class _SwapSearch:
 
 
 def _kicked(case: Instance, bins: Bins, random: Random) -> Bins:
-    """Repack the emptiest bin and a few with much room if little is lost; otherwise return the given bins."""
+    """Repack the least full bin and a few others, unless that lowers the sum of squares too much."""
     rooms = [case.capacity - case.tokens(chosen) + 1 for chosen in bins]
     opened = {rooms.index(max(rooms)), *random.choices(range(len(bins)), weights=rooms, k=SHAKEN - 1)}
     before = [bins[number] for number in sorted(opened)]
@@ -120,7 +122,7 @@ def _kicked(case: Instance, bins: Bins, random: Random) -> Bins:
 
 
 def _packed_anew(case: Instance, pool: list[int], random: Random) -> Bins:
-    """Build each bin around the longest sample left, filled first from some of the others, then all."""
+    """Repack samples: each bin gets the longest remaining sample, then a random subset, then any that fit."""
     pool = sorted(pool, key=lambda index: (-case.lengths[index], index))
     bins: Bins = []
     while pool:
@@ -150,8 +152,8 @@ def fullest(case: Instance, pool: Sequence[int], room: int) -> list[int]:
 
 
 class _Sums:
-    """All sums that samples of `pool` can have, up to `room`: bit n of `reach[k]` is set if the k shortest
-    samples have a subset of n tokens."""
+    """All token sums up to `room` that subsets of `pool` can have: bit n of `reach[k]` is set if a subset of
+    the k shortest samples has n tokens."""
 
     def __init__(self, case: Instance, pool: Sequence[int], room: int) -> None:
         self.lengths = case.lengths
@@ -164,7 +166,7 @@ class _Sums:
             self.reach.append((before | before << case.lengths[index]) & mask)
 
     def largest(self, room: int) -> int:
-        """Return the largest sum of at most `room`."""
+        """Return the largest reachable sum up to `room`."""
         return (self.reach[-1] & ((1 << (room + 1)) - 1)).bit_length() - 1
 
     def chosen(self, tokens: int) -> list[int]:
@@ -180,7 +182,7 @@ class _Sums:
 
 
 def _fullest_of_jobs(case: Instance, pool: Sequence[int], room: int) -> list[int]:
-    """Return the fullest choice if jobs are padded, by dynamic programming over their multiples of rows."""
+    """Return the samples that fill `room` best if jobs are padded, by dynamic programming."""
     units = room // case.multiple
     jobs: dict[int, list[int]] = {}
     for index in pool:

@@ -1,4 +1,4 @@
-"""Checks that a Program may run: every device keeps the rules of training, and none waits forever."""
+"""Checks that a Program is valid: every device follows the rules of training, and no device deadlocks."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def check(program: Program, done: dict[str, int] | None = None) -> None:
     The rules: every sample of a global batch is trained exactly once, at its own offset, the samples of a
     group in one microbatch; a held-out sample is evaluated once per step; a microbatch stays within the
     capacity and holds each job's rows in one segment. On every device: Forward follows the arrival of its
-    input from the previous stage, Backward its Forward and the arrival of its gradient from the next stage;
-    Step follows every Backward of its batch and, in a pipeline, its Reduce; a job's batches come in order,
-    the next Forward only after the previous Step; Evaluate and Save follow a step that has just been
-    executed; a streamed stage is used between its Load and its Evict; the chunks of a sample go forward in
-    order and backward in reverse. Every Send has its Recv, in one order per pair of devices; a Reduce waits
-    for the Reduce of the next device, a Step for the Step of the previous one. Nothing is left over at the
-    end of the window.
+    input from the previous stage; Backward follows its Forward and the arrival of its gradient from the next
+    stage; Step follows every Backward of its batch and, in a pipeline, its Reduce; a job's batches run in
+    order, each Forward after the previous Step; Evaluate and Save follow a step that has just been executed;
+    a streamed stage is used between its Load and its Evict; the chunks of a sample go forward in order and
+    backward in reverse. Every Send has its Recv, in one order per pair of devices; a Reduce waits for the
+    Reduce of the next device, a Step for the Step of the previous one. At the end of the window nothing is
+    pending.
 
     With replicas: every microbatch runs in one of them; each replica sends the gradient of its part of a
     batch once, after its last Backward; the Reduce that adds the gradients waits for all of them, with an
-    accumulator that the previous Step has emptied; every device executes every Step.
+    accumulator that the previous Step has cleared; every device executes every Step.
     """
     _check_microbatches(program)
     _check_samples(program)
@@ -63,8 +63,8 @@ def check(program: Program, done: dict[str, int] | None = None) -> None:
 
 
 def _require(condition: bool, sentence: str, *named: object) -> None:
-    """Raise IllegalProgram unless `condition` holds. `sentence` is formatted only if it is raised, since
-    formatting every action would dominate the time of a check."""
+    """Raise IllegalProgram unless `condition` holds. `sentence` is formatted with `named` only on failure,
+    since formatting every action would be slow."""
     if not condition:
         raise IllegalProgram(sentence.format(*named))
 
@@ -121,12 +121,12 @@ def _check_held_out(program: Program) -> None:
 
 
 class _DeviceCheck:
-    """Check of one device's actions, one by one, with the state that they have reached so far."""
+    """Checks the actions of one device in order, and tracks the state that they lead to."""
 
     def __init__(
         self, program: Program, device: int, share: Counter[tuple[str, int]], done: dict[str, int]
     ) -> None:
-        """`share` is the number of samples of each batch that the device's replica trains."""
+        """`share` maps each (job, step) to the number of samples that the device's replica trains."""
         self.program = program
         self.device = device
         self.homes = program.homes(program.replica(device))
@@ -278,7 +278,7 @@ class _DeviceCheck:
 
 
 def _check_coverage(program: Program) -> None:
-    """Check that every stage of one replica runs every microbatch that holds rows."""
+    """Check that each microbatch with rows runs on every stage of exactly one replica."""
     filled = {index for index, microbatch in enumerate(program.microbatches) if microbatch.segments}
     found: set[int] = set()
     for replica in range(program.replicas):
@@ -295,8 +295,8 @@ def _check_coverage(program: Program) -> None:
 
 
 def _check_chunks(program: Program) -> None:
-    """Check the order of chunks: a forward reads the keys and values of earlier chunks, and their backwards
-    need the gradients that its own backward leaves."""
+    """Check the order of a sample's chunks: a forward reads the keys and values of earlier chunks, and a
+    backward needs the gradients from later ones."""
     reached: dict[tuple[bool, int, str, int, int], int] = {}
     for action in chain.from_iterable(program.devices):
         if isinstance(action, Forward | Backward):
@@ -311,7 +311,7 @@ def _check_chunks(program: Program) -> None:
 
 
 def _check_transport(program: Program) -> None:
-    """Check that every device reaches its end and nothing remains in transit, by advancing each."""
+    """Check that every device can finish and that no message remains in transit."""
     walk = _Walk(program)
     while walk.advance():
         pass
@@ -340,7 +340,7 @@ class _Walk:
         return self.reached != before
 
     def _passes(self, device: int, action: Action) -> bool:
-        """Record the action's effects on other devices; return False if it still waits for one of them."""
+        """Record the messages of an action; return False if the action still waits for another device."""
         match action:
             case Send():
                 self.under_way.setdefault((device, action.peer), deque()).append(action)
@@ -372,12 +372,12 @@ class StepMessage:
 
 
 class StepMessages:
-    """Messages by which the devices of a Program agree on steps: a device needs them before it executes a
-    Reduce or a Step. Devices hold one stage each, in one or more replicas.
+    """The messages that a device needs before it executes a Reduce or a Step. Each device holds one stage, in
+    one or more replicas.
 
-    Gradients go from each replica's device to the devices of the same stage. Sums go up the first replica,
-    stage by stage. The first device's decision goes to the first device of every replica, and down from
-    there.
+    Gradients go from each replica's device to the devices of the same stage. In the first replica, sums go
+    from each stage to the previous one. The first device decides about the Step; its decision goes to the
+    first device of every replica, and from there to the next stages.
     """
 
     def __init__(self, program: Program) -> None:
@@ -405,7 +405,7 @@ class StepMessages:
         return gradients if ends else (*gradients, StepMessage(device + 1, action))
 
     def receivers(self, action: Reduce | Step, device: int) -> tuple[int, ...]:
-        """Return the devices that wait for this message from `device`."""
+        """Return the devices that wait for the message that `device` sends with this action."""
         message, program = StepMessage(device, action), self._program
         waiting: Reduce | Step = Reduce(action.job, action.step) if isinstance(action, Reduce) else action
         firsts = range(0, len(program.devices), program.width) if device == 0 else ()
@@ -415,12 +415,11 @@ class StepMessages:
 
 
 def check_slots(program: Program, part: OnWorker) -> None:
-    """Raise IllegalProgram unless every streamed stage of a worker has its slot to itself while it is
-    present.
+    """Raise IllegalProgram if two streamed stages of a worker would be in the same slot at once.
 
     The program is assumed to pass `check`. The rules: resident stages are neither loaded nor evicted; a Load
-    finds its slot empty; a pass and an Evict find their stage in its slot; the window begins and ends with
-    `part.waiting` in the slots.
+    needs an empty slot; a pass and an Evict need their stage in its slot; at the beginning and the end of the
+    window, the slots hold `part.waiting`.
     """
     if len(program.stages) != len(part.stages):
         raise IllegalProgram(

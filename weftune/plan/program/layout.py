@@ -14,12 +14,12 @@ from weftune.core.shapes import LayerRange
 
 @dataclass(frozen=True, slots=True)
 class StageLayers:
-    """Consecutive layers that are placed and moved together."""
+    """A stage: consecutive layers that are placed on a device and loaded together."""
 
     start: int
     stop: int
     resident: bool = False
-    """Whether its weights stay on the device."""
+    """Whether the stage's weights stay on the device."""
 
     @property
     def count(self) -> int:
@@ -27,24 +27,24 @@ class StageLayers:
 
 
 OFFLOADED_ROUNDS = OFFLOADED_MICROBATCHES = 2
-"""Whole rounds, and microbatches beyond them, whose rows are on the device at the peak if inputs are
-offloaded: a backward holds the inputs of the current stage and, in their place, those of the previous stage
-as they return, and the gradients; each takes one microbatch more than a round, since one arrives before
-another leaves. A forward holds less."""
+"""Rounds, and microbatches in addition, whose rows are on the device at the peak if inputs are offloaded.
+During a backward these are the inputs of the current stage, replaced one by one by those of the previous
+stage, and the gradients; each needs one microbatch more than a round, since one arrives before another
+leaves. A forward holds less."""
 BUFFERED = 2
-"""Microbatches of rows buffered to pass hidden states and gradients into and out of captured passes."""
+"""Number of microbatches whose rows are buffered as inputs and outputs of CUDA graphs."""
 RUNGS = 16
-"""Number of sizes between two powers of two to which microbatches are padded if passes are captured."""
+"""Number of sizes between two powers of two to which microbatches are padded for CUDA graphs."""
 
 
 def padded_rows(tokens: int, captured: bool) -> int:
-    """Return the most rows for a round of `tokens` tokens, except for the smallest microbatches."""
+    """Return the maximum rows of `tokens` tokens after padding, except for the smallest microbatches."""
     return tokens + tokens // RUNGS if captured else tokens
 
 
 def offloaded_inputs(stages: int) -> int:
-    """Return the number of stages whose input can be offloaded: the first has none, and the last one's
-    backward follows at once."""
+    """Return the number of stages whose input can be offloaded: all but the first, which has no input, and
+    the last, whose backward follows at once."""
     return max(0, stages - 2)
 
 
@@ -54,20 +54,20 @@ class Layout:
 
     stages: tuple[StageLayers, ...]
     slots: tuple[int, ...] = (0,)
-    """Number of slots on each worker's device, each as large as its largest streamed stage."""
+    """Number of slots on each worker's device. A slot is as large as the worker's largest streamed stage."""
     travels: bool = False
-    """Whether adapters also live in host memory and are loaded and evicted with their stage."""
+    """Whether adapters are also kept in host memory, and loaded and evicted with their stage."""
     offloaded_rows: int = 0
-    """Rows per round for whose inputs host memory is reserved; 0 keeps inputs on the device."""
+    """Number of rows per round whose inputs fit in host memory; 0 keeps inputs on the device."""
     replicas: int = 1
     """Number of copies of all stages, each on its own workers."""
     optimizer_offloaded: bool = False
-    """Whether master weights and moments live in host memory and are copied to the device only for Steps,
-    while compute copies and gradients of adapters stay on the device."""
+    """Whether master weights and optimizer moments are in host memory and copied to the device only for
+    Steps, while compute copies and gradients of adapters stay on the device."""
     pipelined: bool = False
-    """Whether every worker has one resident stage that keeps the activations of its forward for the backward.
-    If stages take turns, forwards are recomputed from their inputs, whether the stages are resident or
-    not."""
+    """Whether every worker has one resident stage, which keeps the activations of a forward for its backward.
+    Otherwise stages run one after another, and forwards are recomputed from their inputs, even if the stages
+    are resident."""
 
     def __post_init__(self) -> None:
         assert self.workers <= len(self.stages), "every worker has a stage"
@@ -96,7 +96,7 @@ class Layout:
 
     @property
     def job_groups(self) -> int:
-        """Groups of jobs that take turns in a round, to hide each other's Steps from host memory."""
+        """Number of groups of jobs in a round. The offloaded Steps of one overlap the passes of the other."""
         return 2 if self.optimizer_offloaded else 1
 
     @property
@@ -141,16 +141,16 @@ class OnWorker:
 
     @property
     def streamed(self) -> tuple[int, ...]:
-        """Own stages that are streamed."""
+        """Stages of this worker that are streamed."""
         return tuple(number for number in self.own if not self.stages[number].resident)
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Streamed stages in the slots between two windows: the first ones, which are needed next."""
+        """Streamed stages that are in the slots between windows: this worker's first ones."""
         return self.streamed[: self.slots]
 
     def slot(self, stage: int) -> int:
-        """Return the fixed slot of a stage, so that its weights have one address; neighbours differ."""
+        """Return the slot of a stage, always the same, so that its weights keep their address."""
         return self.streamed.index(stage) % self.slots
 
     def held(self, stage: int) -> LayerRange:
@@ -159,13 +159,13 @@ class OnWorker:
 
     @property
     def offloaded(self) -> tuple[int, ...]:
-        """Own stages whose inputs are offloaded, if any are: the first stage of all has none, and the inputs
-        of the last one here are needed first in the backward."""
+        """Stages of this worker whose inputs are offloaded: not the base's first stage, which has no input,
+        and not this worker's last one, whose backward runs first."""
         return tuple(number for number in self.own[:-1] if number > 0) if self.layout.offloads else ()
 
     @property
     def held_rounds(self) -> int:
-        """Rounds whose rows are on the device at the peak: one per stage if inputs are kept there."""
+        """Number of rounds whose rows are on the device at the peak: one per stage without offloading."""
         return OFFLOADED_ROUNDS if self.layout.offloads else len(self.own)
 
     @property

@@ -12,16 +12,16 @@ class PassPrice:
     """Cost of one microbatch on one stage."""
 
     forward: float
-    """Seconds of a Forward or an Evaluate."""
+    """Duration of a Forward or an Evaluate, in seconds."""
     backward: float
     activation_bytes: int = 0
-    """Bytes handed to the next stage."""
+    """Bytes of activations sent to the next stage."""
     gradient_bytes: int = 0
-    """Bytes of gradients handed to the previous stage."""
+    """Bytes of gradients sent to the previous stage."""
     kept_bytes: int = 0
     """Bytes kept on the device from the Forward to the Backward."""
     working_bytes: int = 0
-    """Additional bytes while the Backward runs, for what it recomputes of the Forward."""
+    """Additional bytes during the Backward, for recomputed activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,11 @@ class Prices:
     passes: tuple[tuple[PassPrice, ...], ...]
     """Cost of each microbatch on each stage."""
     step: float = 0.0
-    """Seconds of one Step on one device."""
+    """Duration of one optimizer step on one device, in seconds."""
     weight_bytes: tuple[int, ...] = ()
     """Weight bytes of each stage; empty if weights are not counted."""
     adapter_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Job → bytes of its gradient on each stage, which replicas exchange; 0 for absent jobs."""
+    """Maps each job to the bytes of its gradient on each stage, which replicas exchange."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +48,17 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class PricedCluster:
-    """A cluster as the simulator sees it: without more than a number of devices, links take no time."""
+    """Devices and links of a cluster for the simulator. By default, links take no time."""
 
     devices: int
     link: Link = Link()
     """Link between any two devices."""
     host: Link = Link()
-    """Link of every device to host memory, for Loads."""
+    """Link between each device and host memory, used by Load actions."""
     homes: tuple[int, ...] = ()
-    """Index of the root complex of each device's host link. Empty means that all are under the first."""
+    """Index of the PCIe root complex of each device. Empty means that all devices share the first one."""
     roots: tuple[float, ...] = (math.inf,)
-    """Bandwidth of each root complex in bytes per second, shared by all Loads in progress there."""
+    """Bandwidth of each root complex in bytes per second, shared by its concurrent Loads."""
     queued: bool = False
-    """Whether such Loads run in first-come order instead of sharing the bandwidth equally. The first Load is
-    needed first, so a queue delays no stage for one that is needed later."""
+    """Whether concurrent Loads run in first-come order instead of sharing the bandwidth equally. The first
+    Load is needed first, so a queue does not delay it for a later one."""

@@ -1,6 +1,6 @@
-"""A plan as a value: the actions of every device in a window, in order.
+"""The Program: an immutable plan of the actions of every device in a window, in order.
 
-Steps are counted from 1; step n is the n-th global batch of a job and the optimizer step it ends in.
+Steps are counted from 1; step n is the n-th global batch of a job and the optimizer step that follows it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Literal, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """The parts of a forward that its backward recomputes because they were not kept."""
+    """The parts of a forward that are not kept but recomputed in the backward."""
 
     outputs: bool = False
-    """Whether outputs of norms and activations are recomputed, which costs little."""
+    """Whether the outputs of norms and activation functions are recomputed, which costs little."""
     layers: int = 0
-    """Number of layers that are recomputed completely, at the cost of their forward."""
+    """Number of layers that are recomputed completely, which costs another forward."""
 
 
 NOTHING = Recompute()
@@ -37,19 +37,19 @@ class OfBatch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlacedSample:
-    """A sample of a global batch: its index, its length, and the number of the batch's tokens before it."""
+    """A sample of a global batch: its index, its length, and the number of tokens before it in the batch."""
 
     sample: int
     length: int
     offset: int
     supervised: int = 0
-    """Number of its tokens that count in the loss."""
+    """Number of the sample's tokens that count in the loss."""
     group: int | None = None
-    """Group number. Neighbours in a batch with the same number must share a microbatch, for example pairs."""
+    """Group number. Adjacent samples with the same number, such as preference pairs, share a microbatch."""
 
 
 def in_groups(samples: Sequence[PlacedSample], size: int) -> tuple[PlacedSample, ...]:
-    """Return the samples of a batch in groups of `size` neighbours; a size of 1 leaves them ungrouped."""
+    """Number the samples in groups of `size` consecutive ones; a size of 1 leaves them ungrouped."""
     if size == 1:
         return tuple(samples)
     assert len(samples) % size == 0, f"a batch of {len(samples)} samples is no number of groups of {size}"
@@ -69,19 +69,19 @@ def kept_together(samples: Iterable[PlacedSample]) -> list[tuple[PlacedSample, .
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """The samples of one job that make one optimizer step."""
+    """The samples of one job for one optimizer step."""
 
     job: str
     step: int
     samples: tuple[PlacedSample, ...]
     supervised: int
-    """Supervised tokens in the whole batch, by which the job's loss is divided."""
+    """Number of supervised tokens in the whole batch, by which the job's loss is divided."""
     before: int = 0
-    """Number of its rows that the job's adapter inserts before samples."""
+    """Number of rows that the job's adapter inserts before samples."""
 
     @property
     def tokens(self) -> int:
-        """Total rows of its samples, which is what passes compute."""
+        """Total rows of the batch's samples, including rows that the adapter inserts."""
         return sum(placed.length for placed in self.samples)
 
 
@@ -102,7 +102,7 @@ class SegmentPlan:
 class MicrobatchPlan:
     segments: tuple[SegmentPlan, ...]
     rung: int = 0
-    """Rows that the pass computes, padding included, if graphs are captured for a few sizes; otherwise 0."""
+    """Rows of the pass including padding, if CUDA graphs are captured for a few sizes; otherwise 0."""
 
     @property
     def rows(self) -> int:
@@ -122,7 +122,7 @@ class MicrobatchPlan:
 
 
 def batch_samples(microbatches: Iterable[MicrobatchPlan]) -> Counter[tuple[str, int]]:
-    """Return (job, step) → number of samples in these microbatches."""
+    """Return the number of samples of each (job, step) in these microbatches."""
     samples: Counter[tuple[str, int]] = Counter()
     for microbatch in microbatches:
         for segment in microbatch.segments:
@@ -144,7 +144,7 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """A forward pass over held-out samples; each segment's `step` is the Step that it follows."""
+    """A forward pass over held-out samples. Each segment's `step` is the optimizer step that precedes it."""
 
     microbatch: int
     stage: int = 0
@@ -161,9 +161,9 @@ class Reduce:
     the devices that hold the same stage in other replicas, without waiting. A replica without samples of a
     batch has no such action.
 
-    `norm`: the sums of the other replicas are added, in the same order on every device. Losses, correct
-    predictions and the squared norm of this stage's slice, added to those of the next stage, then go to the
-    previous stage, in the first replica alone. The first device decides, and its decision goes to every Step.
+    `norm`: the sums of the other replicas are added, in the same order on every device. In the first replica,
+    losses, correct predictions and the squared norm of this stage's gradient are then added to those of the
+    next stage and sent to the previous one. The first device decides for every Step.
     """
 
     job: str
@@ -188,7 +188,7 @@ What = Literal["activation", "gradient"]
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send of a result computed here. `stage` is the stage that receives it, in the Send and in its Recv."""
+    """Send of a result of this device. `stage` is the stage that receives it, both here and in the Recv."""
 
     microbatch: int
     stage: int
@@ -238,19 +238,19 @@ class Program:
     """Device of each stage, in the first replica."""
     recompute: Recompute = NOTHING
     chunk: int = 0
-    """Rows per chunk if samples are cut into chunks, else 0; then `samples` are parts of samples."""
+    """Rows per chunk if samples are cut into chunks (then `samples` are parts of samples), otherwise 0."""
     replicas: int = 1
     """Number of copies of all stages, each on its own devices; every microbatch runs in one of them."""
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """All actions of a program for one device."""
+        """Actions of the only device."""
         assert len(self.devices) == 1, f"a program for {len(self.devices)} devices has no single order"
         return self.devices[0]
 
     @property
     def pipelined(self) -> bool:
-        """Whether several devices, each with a slice of every adapter, agree on every Step by a Reduce."""
+        """Whether several devices hold a slice of every adapter each, so that every Step needs a Reduce."""
         return len(self.devices) > 1
 
     @property
@@ -266,7 +266,7 @@ class Program:
         return tuple(replica * self.width + device for device in self.stages)
 
     def present_at_start(self, device: int) -> set[int]:
-        """Return the stages of a device that are not streamed or are evicted before their first Load."""
+        """Return the stages whose weights are on the device at the start of the window."""
         loads_first: dict[int, bool] = {}
         for action in self.devices[device]:
             if isinstance(action, Streaming):
@@ -287,7 +287,7 @@ class Program:
 
     @cached_property
     def _batches(self) -> dict[tuple[str, int], GlobalBatch]:
-        """(job, step) → batch: a scan per lookup would be slow with thousands of jobs."""
+        """Maps (job, step) to the batch, for quick lookup with thousands of jobs."""
         return {(batch.job, batch.step): batch for batch in self.batches}
 
     def supervised(self, segment: OfBatch) -> int:
@@ -299,22 +299,22 @@ class Program:
         return len(self.batch(segment.job, segment.step).samples)
 
     def compute(self) -> Iterator[tuple[Forward | Evaluate, MicrobatchPlan]]:
-        """Yield every pass over the base, once regardless of the number of stages."""
+        """Yield every forward and evaluation pass with its microbatch, once for all stages."""
         for replica in range(self.replicas):
             yield from self.compute_in(replica)
 
     def compute_in(self, replica: int) -> Iterator[tuple[Forward | Evaluate, MicrobatchPlan]]:
-        """Yield the passes of one replica."""
+        """Yield the forward and evaluation passes of one replica with their microbatches."""
         for action in self.devices[self.homes(replica)[0]]:
             if isinstance(action, Forward | Evaluate) and action.stage == 0:
                 yield action, self.microbatches[action.microbatch]
 
     def shared(self) -> int:
-        """Return the number of microbatches that hold two jobs or more."""
+        """Return the number of microbatches that contain two jobs or more."""
         return sum(len(set(microbatch.jobs)) > 1 for microbatch in self.microbatches)
 
     def without(self, *jobs: str) -> Program:
-        """Return the program without the rows and actions of these jobs; all else is unchanged."""
+        """Return the program without the rows and actions of these jobs."""
         dead = frozenset(jobs)
         microbatches = tuple(microbatch.without(dead) for microbatch in self.microbatches)
 
@@ -340,4 +340,4 @@ class Program:
 
 
 class IllegalProgram(AssertionError):
-    """Raised if a planner broke a rule. This is always a bug in Weftune, never a user's mistake."""
+    """Raised for an invalid Program. This is always a bug in Weftune, never a user's mistake."""

@@ -1,11 +1,11 @@
-"""An event simulator for Programs: the duration of every action, when it can begin, and the memory it holds.
+"""An event simulator for Programs: when each action begins and ends, and how much memory is in use.
 
-Each device has four lanes that overlap: compute, send, receive, load. Compute, send and load keep the order
-of the device's list. A pass waits for its Recv and its stage's Load, a Send for its pass and for both lanes;
-what arrives stays in memory until used. A Load begins once the compute action before it in the list has
-begun. A Reduce waits for the Reduce of the next device, a Step for the Step of the previous one: these are
-small messages, which take the link's latency and no lane. Gradients that replicas exchange take the link for
-as long as their size requires, and no lane either: they are small compared with hidden states.
+Each device has four lanes that overlap: compute, send, receive, load. Actions of the compute, send and load
+lanes keep their order in the device's list. A pass waits for its Recv and for the Load of its stage; a Send
+waits for its pass and for the lanes of both devices; received data stays in memory until it is used. A Load
+begins once the preceding compute action in the list has begun. A Reduce waits for the Reduce of the next
+device, a Step for the Step of the previous one: these messages are small, so they take the link's latency and
+occupy no lane. Gradients that replicas exchange take the time of their size, and occupy no lane either.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from weftune.plan.program.program import (
 )
 
 Arrival = tuple[int, int, str]
-"""Microbatch, receiving stage, and activation or gradient."""
+"""(microbatch, receiving stage, "activation" or "gradient")."""
 
 
 class Lane(StrEnum):
@@ -60,7 +60,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An action and the time when it ran."""
+    """An action with its begin and end."""
 
     device: int
     lane: Lane
@@ -81,7 +81,7 @@ class Level:
 class Timeline:
     devices: int
     events: tuple[Event, ...]
-    """Events in the order of their ends; a lane of a device never executes two actions at a time."""
+    """Events in the order in which they end; a lane runs one action at a time."""
     memory: tuple[tuple[Level, ...], ...]
     """Bytes in use over time, for each device."""
 
@@ -91,7 +91,7 @@ class Timeline:
 
     @property
     def peaks(self) -> tuple[int, ...]:
-        """Most bytes in use at any time, for each device."""
+        """Maximum bytes in use at any time, for each device."""
         return tuple(max((level.bytes for level in levels), default=0) for levels in self.memory)
 
     def of(self, device: int, lane: Lane = Lane.compute) -> Iterator[Event]:
@@ -112,8 +112,7 @@ class Timeline:
         return sum(seconds for seconds in inside if seconds > 0) / span.seconds
 
     def steady(self) -> Span:
-        """Return the span from when every device has begun until one has no Forward left, between filling and
-        draining.
+        """Return the steady state: from when every device has begun until one has no Forward left.
 
         The span is empty if the window is too short.
         """
@@ -136,7 +135,7 @@ class Timeline:
 
 
 def levels(changes: Iterable[Level], at_start: int) -> tuple[Level, ...]:
-    """Return running sums of changes in bytes; at equal times, frees come before allocations."""
+    """Return running sums of changes in bytes; at equal times, releases precede allocations."""
     ordered = sorted(changes, key=lambda change: (change.time, change.bytes))
     sums = at_start + np.cumsum([change.bytes for change in ordered], dtype=np.int64)
     return (
@@ -146,7 +145,7 @@ def levels(changes: Iterable[Level], at_start: int) -> tuple[Level, ...]:
 
 
 def simulate(program: Program, prices: Prices, cluster: PricedCluster) -> Timeline:
-    """Simulate `program`, which must have passed the checker."""
+    """Simulate a program that has passed `check`."""
     assert cluster.devices >= len(program.devices), "the cluster has fewer devices than the program"
     run = _Simulation(program, prices, cluster)
     run.go()
@@ -161,10 +160,10 @@ class _Lanes:
     """The remaining actions of each lane of one device, and the state that the lanes wait for."""
 
     compute: deque[tuple[Action, int]] = field(default_factory=deque)
-    """Actions, each with the number of Loads that must have ended before it."""
+    """Compute actions, each with the number of Loads that must have ended before it."""
     sends: deque[Send] = field(default_factory=deque)
     loads: deque[tuple[Load, int]] = field(default_factory=deque)
-    """Loads, each with the number of compute actions that must have begun before it."""
+    """Load actions, each with the number of compute actions that must have begun before it."""
     begun: int = 0
     """Number of compute actions that have begun."""
     loaded: int = 0
@@ -175,9 +174,9 @@ class _Lanes:
     loading: bool = False
     arrived: set[Arrival] = field(default_factory=set)
     results: set[Arrival] = field(default_factory=set)
-    """Results computed here and still to be sent."""
+    """Results computed on this device that have not been sent yet."""
     decisions: set[StepMessage] = field(default_factory=set)
-    """Reduces and Steps of other devices that have been reported to this one."""
+    """Messages about Reduces and Steps that this device has received from other devices."""
     waiting: deque[int] = field(default_factory=deque)
     """Devices whose send lane waits for this device's receive lane."""
     changes: list[Level] = field(default_factory=list)
@@ -185,7 +184,7 @@ class _Lanes:
 
 @dataclass(slots=True)
 class _Flow:
-    """A Load in progress; its rate changes with the other Loads under its root complex."""
+    """A Load in progress; its rate depends on the number of concurrent Loads under its root complex."""
 
     device: int
     action: Load
@@ -216,7 +215,7 @@ class _Simulation:
             end()
 
     def at_start(self, device: int) -> int:
-        """Return the weight bytes of the stages that are present from the beginning."""
+        """Return the weight bytes of the stages that are on the device at the start."""
         return sum(map(self._weight, self.program.present_at_start(device)))
 
     def _at(self, time: float, end: Callable[[], None]) -> None:
@@ -259,7 +258,7 @@ class _Simulation:
         return arrival is None or arrival in lanes.arrived
 
     def _arrival(self, action: Forward | Backward | Evaluate, device: int) -> Arrival | None:
-        """Return the input that must have arrived from another device, or None."""
+        """Return the input that this pass needs from another device, or None."""
         back = isinstance(action, Backward)
         maker = action.stage + 1 if back else action.stage - 1
         if not 0 <= maker < len(self.program.stages) or self.homes[device][maker] == device:
@@ -318,7 +317,7 @@ class _Simulation:
         self._wake(device)
 
     def _product(self, action: Forward | Backward | Evaluate, device: int) -> Arrival | None:
-        """Return the result for another device, or None. Its memory is allocated when the pass begins."""
+        """Return the result that this pass sends to another device, or None."""
         back = isinstance(action, Backward)
         taker = action.stage - 1 if back else action.stage + 1
         if not 0 <= taker < len(self.program.stages) or self.homes[device][taker] == device:
@@ -392,7 +391,7 @@ class _Simulation:
         self._share(root)
 
     def _share(self, root: int) -> None:
-        """Update the progress of all Loads and divide the root complex's bandwidth again."""
+        """Update the progress of all Loads under a root complex and divide its bandwidth again."""
         flows = self.flows[root]
         moving = flows[:1] if self.cluster.queued else flows
         for flow in flows:

@@ -1,4 +1,4 @@
-"""Dispatch by a rule: each device of a pipeline takes what is ready, and prices predict the resulting order.
+"""Greedy dispatch: each device of a pipeline runs whatever is ready, in an order predicted from costs.
 
 All replicas are dispatched together: a job's next batch waits for the Backwards of every replica.
 """
@@ -17,15 +17,15 @@ from weftune.plan.program.program import Action, Backward, Forward, MicrobatchPl
 
 @dataclass(frozen=True, slots=True)
 class DispatchRules:
-    """Limits on what each stage may have in flight, and the direction it prefers when it has a choice."""
+    """Limits on microbatches in flight per stage, and whether forwards or backwards go first."""
 
     flights: tuple[int, ...]
     """Maximum number of microbatches in flight on each stage."""
     forward_first: tuple[bool, ...]
     room: tuple[int, ...] = ()
-    """Bytes that microbatches in flight may keep on each stage. Empty if memory does not matter."""
+    """Maximum bytes of microbatches in flight on each stage. Empty means no limit."""
     lag: float = 0.0
-    """Seconds from a batch's last Backward until it is closed, while replicas exchange their shares."""
+    """Seconds from a batch's last Backward until it is closed, in which replicas exchange gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """An event: a batch has ended on a stage in all replicas, and all of them know it."""
+    """An event: a batch has ended on a stage in all replicas, and their gradients are exchanged."""
 
     stage: int
     job: str
@@ -57,8 +57,7 @@ class _Device:
 
 
 class Dispatch:
-    """A simulation of the devices. `launches` has, for each replica, its microbatches in the order in which
-    they should enter its first stage."""
+    """A simulation of the devices. `launches` are each replica's microbatches in their preferred order."""
 
     def __init__(
         self,
@@ -71,19 +70,19 @@ class Dispatch:
         self.last = len(rules.flights) - 1
         samples = batch_samples(microbatches)
         self._remaining = [samples.copy() for _ in rules.flights]
-        """For each stage, the samples of each batch whose backward is still to come, in all replicas."""
+        """Number of samples of each batch that still need their backward, in all replicas; for each stage."""
         self._open = [set(samples) for _ in rules.flights]
-        """For each stage, the batches that are not closed yet."""
+        """Batches that are not closed yet, for each stage."""
         self.devices = [_Device(stage) for _ in launches for stage in range(len(rules.flights))]
         self.jobs = [frozenset(one.jobs) for one in microbatches]
         self.before = [
             frozenset((segment.job, segment.step - 1) for segment in one.segments) for one in microbatches
         ]
-        """Batches whose Steps each microbatch waits for."""
+        """Batches whose Steps must precede each microbatch."""
         for first, numbers in zip(self.devices[:: len(rules.flights)], launches, strict=True):
             first.ready_forward.extend(numbers)
         self.delayed: set[int] = set()
-        """Stages on which a launch had to wait for memory."""
+        """Stages on which a microbatch had to wait for memory."""
         self.log: list[Began | Closed] = []
         """Events on all devices, in the order in which they happened."""
         everyone = set(range(len(self.devices)))
@@ -91,12 +90,12 @@ class Dispatch:
             {max(0, device - 1), device, min(self.last, device + 1)} if len(launches) == 1 else everyone
             for device in everyone
         ]
-        """Devices that may be able to continue when a device has ended something."""
+        """Devices that may become able to run a pass when a device has ended one."""
         self._ends: list[tuple[float, int, int, Forward | Backward | Closed]] = []
         self._number = count()
 
     def run(self) -> list[list[Action]]:
-        """Return the passes of every device, in the order in which it began them."""
+        """Run the simulation and return the passes of every device, in order."""
         now = 0.0
         self._start(range(len(self.devices)), now)
         while self._ends:
@@ -139,7 +138,7 @@ class Dispatch:
         return Backward(one.ready_backward.popleft(), one.stage) if one.ready_backward else None
 
     def _launchable(self, one: _Device) -> int | None:
-        """Return the first ready microbatch that may start now, or None."""
+        """Return the first ready microbatch that may start on this device now, or None."""
         if one.in_flight >= self.rules.flights[one.stage]:
             return None
         blocked: set[str] = set()

@@ -1,10 +1,10 @@
 """Orders for a pipeline of one stage per device: GPipe, 1F1B, the multi-job 1F1B of mLoRA, and MuxTune's
 template.
 
-The first two follow from the list of microbatches alone. In the multi-job order, every device takes what is
-ready, as predicted from the prices, so that microbatches of independent jobs fill each other's waits. The
-template (3.4.1) runs the slowest bucket first, each bucket in one piece, with eager launches. Under its
-premises the last stage never waits between its first forward and its last backward (appendix A).
+GPipe and 1F1B follow from the list of microbatches alone. In the multi-job order, every device runs what is
+ready, as predicted from the costs, so that microbatches of independent jobs fill each other's idle time. The
+template (section 3.4.1 of MuxTune) runs the buckets one after another, the slowest first, and launches
+eagerly. Under its premises the last stage never waits between its first forward and its last backward.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Work:
     microbatches: tuple[MicrobatchPlan, ...]
     batches: tuple[GlobalBatch, ...]
     by_replica: tuple[tuple[int, ...], ...] = ()
-    """Numbers of the microbatches of each replica in their preferred order, if there are several replicas."""
+    """Indices of each replica's microbatches in their preferred order; empty with one replica."""
 
     @property
     def filled(self) -> list[int]:
-        """Numbers of the microbatches that hold rows; the others only keep a place free."""
+        """Indices of the microbatches that have rows; the others are no-ops."""
         return [number for number, one in enumerate(self.microbatches) if one.segments]
 
 
@@ -66,7 +66,7 @@ def multi_job(work: Work, stages: int, prices: Prices, spare: int = 0) -> Progra
 
 
 def gpipe_passes(work: Work, stages: int) -> Passes:
-    """Return all forwards of a round, then its backwards. A round ends when a job begins another batch."""
+    """Return the GPipe order: all forwards of a round (at most one batch of each job), then its backwards."""
     lists: Passes = [[] for _ in range(stages)]
     for number in rounds(work):
         for stage, actions in enumerate(lists):
@@ -76,22 +76,22 @@ def gpipe_passes(work: Work, stages: int) -> Passes:
 
 
 def alternating_passes(work: Work, stages: int) -> Passes:
-    """Return the 1F1B order: stage s has up to `stages` − s microbatches in flight; until then forwards go
-    first.
+    """Return the 1F1B order: stage s runs forwards until `stages` − s microbatches are in flight, then
+    alternates.
 
-    If a microbatch needs a Step that has not run yet, the backwards that lead to it go first. With one job
-    that drains the pipeline after every batch; where the bubble lemma holds it never does.
+    If a microbatch needs a Step that has not run yet, the backwards before that Step go first. With one job,
+    this drains the pipeline after every batch, unless its batches are far enough apart (the bubble lemma in
+    `merge`).
     """
     return [_alternate(work, stage, stages - stage) for stage in range(stages)]
 
 
 def multi_job_passes(work: Work, stages: int, prices: Prices, spare: int = 0) -> Passes:
-    """Return mLoRA's order: the first device prefers forwards, all others backwards, with as many in flight
-    as in 1F1B.
+    """Return mLoRA's order: the first device prefers forwards, all others backwards, with as many
+    microbatches in flight as in 1F1B.
 
-    While a job waits for its Step, the next ready microbatch of any job goes first. `spare` more may be in
-    flight on all stages but the last: with `stages` − 1, hops no longer than a pass are hidden behind
-    compute.
+    While a job waits for its Step, the next ready microbatch of any job runs. `spare` more may be in flight
+    on all stages but the last: `stages` − 1 more hide transfers that take no longer than a pass.
     """
     rules = multi_job_rules(stages, spare)
     return Dispatch(work.microbatches, [work.filled], prices, rules).run()
@@ -106,7 +106,7 @@ def multi_job_rules(stages: int, spare: int = 0) -> DispatchRules:
 
 
 def rounds(work: Work) -> list[list[int]]:
-    """Return runs of consecutive microbatches in which no job has two batches."""
+    """Split the microbatches into rounds: consecutive ones in which no job has two batches."""
     found: list[list[int]] = []
     steps: dict[str, int] = {}
     for number in work.filled:
@@ -176,9 +176,9 @@ def _with_steps(work: Work, actions: Iterable[Action], device: int, homes: Count
     """Yield the actions of a device with a job's Step right after the last Backward of its batch. `homes`
     maps each device to its number of stages.
 
-    Among several devices a Reduce follows that Backward, and on all but the first device the Step comes as
-    late as possible, before the job's next Forward or at the end: until then the first device's decision is
-    on its way, and no device waits for it.
+    With several devices, a Reduce follows that Backward, and on all but the first device the Step is as late
+    as possible, before the job's next Forward or at the end, so that devices rarely wait for the decision of
+    the first device.
     """
     remaining = {key: homes[device] * count for key, count in batch_samples(work.microbatches).items()}
     pending: dict[str, Step] = {}
@@ -203,7 +203,7 @@ def _with_steps(work: Work, actions: Iterable[Action], device: int, homes: Count
 
 
 def transported(actions: Iterable[Action], homes: Sequence[int]) -> Iterable[Action]:
-    """Yield the actions with Recvs right before data of another device is used, and Sends after it."""
+    """Yield the actions with a Recv before each input from another device and a Send after each output."""
     for action in actions:
         match action:
             case Forward(number, stage) | Evaluate(number, stage):
@@ -224,14 +224,14 @@ def transported(actions: Iterable[Action], homes: Sequence[int]) -> Iterable[Act
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A bucket's microbatches, all alike, and what one of them costs on every stage."""
+    """A bucket: microbatches of equal cost, and the cost of one of them on every stage."""
 
     microbatches: tuple[int, ...]
     passes: tuple[PassPrice, ...]
 
     @property
     def latency(self) -> float:
-        """Seconds of one microbatch on the first stage, by which buckets are balanced."""
+        """Duration of one microbatch on the first stage in seconds, by which buckets are balanced."""
         return self.passes[0].forward + self.passes[0].backward
 
 
@@ -239,15 +239,15 @@ class Queue:
 class PipelineTemplate:
     program: Program
     order: tuple[int, ...]
-    """Queues in the order in which they run."""
+    """Indices of the queues in the order in which they run."""
     broken: tuple[str, ...]
-    """Premises of the theorem that do not hold, one sentence each. If empty, the last stage never waits."""
+    """Sentences about premises of the template that do not hold. If empty, the last stage never waits."""
 
 
 def template(work: Work, queues: Sequence[Queue], room: Sequence[int] = ()) -> PipelineTemplate:
-    """Return the template's order for `queues`, which together hold all microbatches of `work`.
+    """Return MuxTune's order for `queues`, which together hold all microbatches of `work`.
 
-    `room` is the bytes that microbatches in flight may keep on each stage; without it memory is unlimited.
+    `room` is the maximum bytes of microbatches in flight on each stage; empty means no limit.
     """
     assert queues, "there is a bucket to run"
     order = sorted(range(len(queues)), key=lambda index: -queues[index].latency)
@@ -261,7 +261,7 @@ def template(work: Work, queues: Sequence[Queue], room: Sequence[int] = ()) -> P
 
 
 def eager_passes(work: Work, prices: Prices, room: Sequence[int]) -> Passes:
-    """Return the template's passes for microbatches that are not alike, already sorted by slowest bucket."""
+    """Return MuxTune's order for unequal microbatches, already sorted by bucket, the slowest first."""
     return _dispatch(work, work.filled, prices, room).run()
 
 
@@ -280,7 +280,7 @@ def queue_prices(work: Work, queues: Sequence[Queue]) -> Prices:
 
 
 def _broken(work: Work, queues: Sequence[Queue]) -> list[str]:
-    """Return the theorem's premises on time that `queues`, in the order in which they run, do not meet."""
+    """Return the premises on time that `queues`, in the order in which they run, violate, as sentences."""
     broken: list[str] = []
     for number, queue in enumerate(queues, 1):
         if any(abs(one.forward - one.backward) > EVEN * one.forward for one in queue.passes):

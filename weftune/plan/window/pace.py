@@ -1,11 +1,11 @@
-"""Paces of stages and windows, and what they predict: the timeline of a window and the number of its rounds.
+"""Speeds ("paces") of stages and windows, and the predicted timeline and number of rounds of a window.
 
-A window has no more rounds than are predicted to end soon, since jobs join, leave and are interrupted between
-windows. The prediction uses the pace that the run has recorded, and before that what is known of the device.
+A window has only as many rounds as are predicted to end soon, since jobs join, leave and are interrupted
+between windows. The prediction uses the pace that the run has recorded or, at first, a profile or data sheet.
 It never uses the clock, so that a resumed run plans the same windows as an uninterrupted one.
 
-Workers wait for one another: time lost by a slow pass is not regained by a quick one, so even times alone
-predict too few bubbles. Timelines are therefore also predicted with passes that vary as earlier passes did.
+Workers wait for one another: time lost in a slow pass is not regained in a quick one, so timelines with mean
+times alone have too few bubbles. Timelines are therefore also predicted with times that vary as measured.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ WINDOW_SECONDS = 10.0
 ROW_FLOPS = 4
 """FLOPs per parameter and row: two each for forward and backward."""
 DRAWS = 4
-"""Number of timelines per window: their results differ little, and each costs as much as a plan's own."""
+"""Number of varied timelines per window. Few suffice, and each costs as much as the plan's own."""
 BACKWARD_GUESS = 1.5
 """Time of a backward relative to a forward, until one has been measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagePace:
-    """Time of a microbatch on one stage, by its rows, and of a Step."""
+    """Time of a pass on one stage as a linear function of its rows, and time of an optimizer step."""
 
     forward: Line
     backward: Line
     step: float = 0.0
-    """Seconds of one job's Step."""
+    """Duration of one job's optimizer step, in seconds."""
     spread: tuple[float, ...] = ()
-    """Times of passes as multiples of what the lines predict, in the order in which they ran."""
+    """Ratios of measured to predicted pass times, in the order of the passes."""
 
 
 def guessed_pace(layers: int) -> StagePace:
-    """Return the pace of a stage of `layers` layers before anything was measured: proportions only."""
+    """Return a pace in proportion to the number of layers, for use before any measurement."""
     return StagePace(Line(0.0, float(layers)), Line(0.0, BACKWARD_GUESS * layers))
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPace:
-    """Bytes of the stages that are loaded from the host, and the speed of the links."""
+    """Weight bytes of the stages, and the speed of the links over which they are loaded from the host."""
 
     stage_bytes: tuple[int, ...]
     bandwidth: float
@@ -65,14 +65,14 @@ class LoadPace:
 def timeline_foreseen(
     program: Program, paces: Sequence[StagePace], loads: LoadPace | None = None
 ) -> Timeline:
-    """Return the timeline that the simulator predicts for a window, ignoring links between devices."""
+    """Return the simulated timeline of a window at these paces. Links between devices take no time."""
     return timeline_priced(program, pace_prices(program.microbatches, paces), loads)
 
 
 def timeline_priced(
     program: Program, prices: Prices, loads: LoadPace | None = None, link: Link | None = None
 ) -> Timeline:
-    """Return the simulated timeline of a window. Without a `link` between devices, sending takes no time."""
+    """Return the simulated timeline of a window. Without `link`, transfers between devices take no time."""
     host = Link()
     if loads is not None:
         prices, host = replace(prices, weight_bytes=loads.stage_bytes), Link(loads.bandwidth)
@@ -95,7 +95,7 @@ def pace_prices(microbatches: Sequence[MicrobatchPlan], paces: Sequence[StagePac
 def timelines_varied(
     program: Program, paces: Sequence[StagePace], loads: LoadPace | None = None, draws: int = DRAWS
 ) -> list[Timeline]:
-    """Return timelines with randomly varied passes. The result is always the same: the seed is fixed."""
+    """Return timelines with randomly varied pass times. The seed is fixed, so the result is reproducible."""
     prices, drawn = pace_prices(program.microbatches, paces), Random(0)
     return [timeline_priced(program, _varied(program, prices, paces, drawn), loads) for _ in range(draws)]
 
@@ -117,8 +117,8 @@ def _varied(program: Program, prices: Prices, paces: Sequence[StagePace], drawn:
 
 
 def _factors(spread: Sequence[float], moment: float) -> Iterator[float]:
-    """Return the factors in the order in which they were recorded, from the same moment on for all stages:
-    slow passes come in a row, and what slows one stage may slow another."""
+    """Return the recorded factors in order, for all stages from the same relative `moment` on, since slow
+    passes occur in a row and often on several stages at once."""
     if not spread:
         return repeat(1.0)
     start = int(moment * len(spread))
@@ -127,22 +127,22 @@ def _factors(spread: Sequence[float], moment: float) -> Iterator[float]:
 
 @dataclass(frozen=True, slots=True)
 class WindowPace:
-    """Predicted time of a round of a window; zeros if nothing is known."""
+    """Predicted time of a round; zeros if nothing is known."""
 
     row_seconds: float = 0.0
-    """Seconds per row that is trained."""
+    """Seconds per trained row."""
     round_seconds: float = 0.0
-    """Minimum seconds of a round, however few rows it has: if stages take turns, all of them are loaded."""
+    """Minimum duration of a round in seconds, for example to load all stages."""
 
 
 def shortened(windows: Sequence[JobWindow], pace: WindowPace) -> list[JobWindow]:
-    """Return the windows with as many of their rounds as fit in WINDOW_SECONDS, but at least one."""
+    """Cut the windows to as many rounds as fit in WINDOW_SECONDS, at least one."""
     rounds = rounds_within(windows, pace)
     return [replace(window, batches=window.batches[:rounds]) for window in windows]
 
 
 def rounds_within(windows: Sequence[JobWindow], pace: WindowPace) -> int:
-    """Return how many rounds fit in WINDOW_SECONDS, but at least one."""
+    """Return how many rounds fit in WINDOW_SECONDS, at least 1."""
     longest = max((len(window.batches) for window in windows), default=0)
     ends = accumulate(_round_seconds(windows, turn, pace) for turn in range(longest))
     return max(1, sum(end <= WINDOW_SECONDS for end in ends))
@@ -157,8 +157,8 @@ def _round_seconds(windows: Sequence[JobWindow], turn: int, pace: WindowPace) ->
 
 
 def first_pace(cost: CostModel, shape: ModelShape, on_gpu: bool, max_tokens: int) -> WindowPace:
-    """Return the pace before the run has measured anything: from a profile, for a pass that one sample fills,
-    or from the data sheet."""
+    """Return the pace before the run has measured anything: from a profile, for passes of `max_tokens`
+    tokens, or else from the device's data sheet."""
     if cost.measured:
         full = PassWork(
             tokens=max_tokens, squares=max_tokens**2, samples=1, supervised=max_tokens, adapted=0, segments=1

@@ -1,7 +1,7 @@
-"""The next window of a pipeline: the same batches as on one device, cut, grouped and ordered for its stages.
+"""The next window of a pipeline: batches split into microbatches, grouped and ordered for its stages.
 
-Jobs form groups whose rounds take turns, so that other groups fill the time in which a job's batch waits for
-its Step. A window ends with the round in which a job evaluates, since what follows depends on the outcome.
+Jobs form groups whose rounds alternate, so that other groups fill the time in which a job's batch waits for
+its Step. A window ends with the round in which a job evaluates, since later steps depend on the result.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MOST_SPLITS = 4
 
 
 PATIENCE = 1.02
-"""Factor by which a window of replicas may be predicted longer so that no device waits for gradients."""
+"""Factor by which a window may be predicted to take longer if devices then never wait for gradients."""
 
 
 class PipelineOrder(StrEnum):
@@ -62,7 +62,7 @@ class PipelineOrder(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PipelineRules:
-    """Inputs of the planner of a pipeline's windows, besides the jobs."""
+    """Inputs of `plan_pipeline` besides the jobs."""
 
     capacity: int
     paces: tuple[StagePace, ...]
@@ -71,11 +71,11 @@ class PipelineRules:
     """Order of the pipeline. None selects the one that the simulator finds fastest."""
     recompute: Recompute = NOTHING
     spare: int = 0
-    """Number of microbatches in flight beyond what 1F1B has, on all stages but the last: they hide slow links
+    """Additional microbatches in flight, compared with 1F1B, on all stages but the last. They hide slow links
     and varying pass times."""
     replicas: int = 1
-    """Number of copies of all stages, which share every batch. They run in the multi-job order, whatever
-    `order` says: only that order predicts all replicas together."""
+    """Number of copies of all stages, which share every batch. Several replicas always run in the multi-job
+    order, since only that order is predicted for all replicas together."""
 
     @property
     def stages(self) -> int:
@@ -83,13 +83,13 @@ class PipelineRules:
 
     @property
     def distance(self) -> int:
-        """Number of microbatches from a batch's last to the first of the job's next one: the shares that
-        replicas exchange are in transit as long as one more stage would take."""
+        """Minimum distance, in microbatches, from the last of a batch to the first of the job's next batch.
+        The exchange of gradients between replicas counts as one more stage."""
         return self.stages + (self.replicas > 1)
 
 
 def plan_pipeline(windows: Sequence[JobWindow], rules: PipelineRules) -> Program:
-    """Plan a window that trains the jobs' batches up to the first evaluation, and check it."""
+    """Return a checked program that trains the jobs' batches up to the first evaluation."""
     step = {window.job: window.step for window in windows}
     beginners = [window for window in windows if window.begins]
     evaluating = [window for window in beginners if window.evaluates_at(window.step)]
@@ -127,8 +127,8 @@ def _batches(windows: Sequence[JobWindow]) -> list[GlobalBatch]:
 
 
 def _trained(batches: Sequence[GlobalBatch], windows: Sequence[JobWindow], rules: PipelineRules) -> Program:
-    """Return the program that is fastest in the simulator among a few that differ in how finely rounds are
-    cut and in the order in which they run."""
+    """Return the program that is fastest in the simulator, among several sizes of microbatches and several
+    orders."""
     longest = max(_tokens(together) for batch in batches for together in kept_together(batch.samples))
     # Among equals the first is taken: with spare microbatches it waits less for links and slow passes.
     orders = [PipelineOrder.multi_job, PipelineOrder.alternating] if rules.order is None else [rules.order]
@@ -166,7 +166,7 @@ def _seconds(program: Program, prices: Prices) -> float:
 def _groups(
     batches: Sequence[GlobalBatch], jobs: Sequence[str], capacity: int, rules: PipelineRules
 ) -> Groups:
-    """Return groups that take turns, based on a replica's expected share of each job's first batch."""
+    """Return groups of jobs whose rounds alternate, by a replica's part of each job's first batch."""
     firsts: dict[str, GlobalBatch] = {}
     for batch in batches:
         firsts.setdefault(batch.job, batch)
@@ -181,8 +181,8 @@ def _groups(
 
 
 def _dealt(batches: Sequence[GlobalBatch], groups: Groups, room: int, rules: PipelineRules) -> Work:
-    """Return microbatches that the jobs of a group share, laid out for each replica by itself so that a job's
-    batches are far enough apart."""
+    """Return microbatches of at most `room` tokens, shared by the jobs of a group. Those of each replica are
+    ordered so that a job's batches are far enough apart."""
     # A bucket of the template runs in one piece, so no sample may go into another group's round. With
     # replicas, two microbatches could each hold a sample that waits for the other's round.
     shift = rules.order is not PipelineOrder.template and rules.replicas == 1
@@ -201,7 +201,7 @@ def _dealt(batches: Sequence[GlobalBatch], groups: Groups, room: int, rules: Pip
 
 
 def _rounds(batches: Sequence[GlobalBatch], groups: Groups) -> Rounds:
-    """Return rounds with the samples of one batch of every job of a group, the groups taking turns."""
+    """Return rounds, each with the samples of one batch of every job of a group; the groups alternate."""
     by_job: dict[str, list[GlobalBatch]] = {}
     for batch in batches:
         by_job.setdefault(batch.job, []).append(batch)
@@ -258,7 +258,7 @@ def _ordered(
 
 
 def _queues(work: Work, prices: Prices, groups: Groups, stages: int) -> list[Queue]:
-    """Return a bucket per group. Its microbatches have the same price, as the template requires."""
+    """Return one bucket per group. The template requires that its microbatches all have the same cost."""
     home = {job: number for number, members in enumerate(groups) for job in members}
     held: dict[int, list[int]] = {}
     for number in work.filled:
@@ -279,7 +279,7 @@ def _queues(work: Work, prices: Prices, groups: Groups, stages: int) -> list[Que
 
 
 def _with_evaluation(program: Program, held_out: Sequence[SegmentPlan], rules: PipelineRules) -> Program:
-    """Add the evaluation after all training: forwards through all stages, shared by the replicas."""
+    """Add an evaluation after all training: forwards through all stages, divided among the replicas."""
     packed = pack_segments(held_out, _evaluation_room(held_out, rules))
     before = len(program.microbatches)
     shares = deal_evaluation(packed, rules.replicas)
@@ -299,7 +299,7 @@ def _with_evaluation(program: Program, held_out: Sequence[SegmentPlan], rules: P
 
 
 def _evaluation_room(held_out: Sequence[SegmentPlan], rules: PipelineRules) -> int:
-    """Return a capacity small enough that every replica gets something to evaluate."""
+    """Return a microbatch capacity that leaves every replica a part of the evaluation."""
     if rules.replicas == 1 or not held_out:
         return rules.capacity
     longest = max(_tokens(together) for segment in held_out for together in kept_together(segment.samples))
@@ -308,8 +308,8 @@ def _evaluation_room(held_out: Sequence[SegmentPlan], rules: PipelineRules) -> i
 
 
 def _with_saves(program: Program, windows: Sequence[JobWindow], beginners: Sequence[JobWindow]) -> Program:
-    """Add a Save right after its Step. A job that begins is saved at its current step, before anything else.
-    Only one replica's devices save, since the others hold the same."""
+    """Add Saves right after their Steps. A job that begins is first saved at its current step. Only the
+    devices of one replica save, since all replicas hold the same weights."""
     at = {window.job: window.save_at for window in windows}
     begin = [Save(window.job, window.step) for window in beginners if window.step in window.save_at]
 

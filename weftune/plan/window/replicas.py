@@ -1,8 +1,8 @@
-"""Replicas of a pipeline: the samples that each of them trains, and where their shares of a batch are added.
+"""Replicas of a pipeline: which samples each one trains, and when the gradients of a batch are summed.
 
-A batch belongs to one job; replicas share its samples, and every Step waits for all of them. The order of
-passes is predicted for all replicas together, so that a Reduce is placed where the last of them is expected
-to have finished, and no replica waits for another.
+Replicas divide the samples of each batch, and every Step waits for all of them. The order of passes is
+predicted for all replicas together, so that a Reduce is placed where the last replica is expected to have
+finished, and no replica waits for another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Rounds = list[list[BatchSample]]
 
 
 def deal(rounds: Sequence[Sequence[BatchSample]], replicas: int) -> list[Rounds]:
-    """Return the samples of each replica, round by round; a round evens out the imbalance of the last."""
+    """Divide each round's samples among the replicas; a round evens out earlier imbalance."""
     tokens = [0] * replicas
     dealt: list[Rounds] = [[] for _ in range(replicas)]
     for samples in rounds:
@@ -42,8 +42,8 @@ def deal(rounds: Sequence[Sequence[BatchSample]], replicas: int) -> list[Rounds]
 
 
 def _deal(sizes: Sequence[int], totals: list[int]) -> list[int]:
-    """Return the replica of each item and add its size to that total: the largest go first, each to the
-    replica with the smallest total so far."""
+    """Return the replica of each item, and add its size to the replica's total: the largest items go first,
+    each to the replica with the smallest total."""
     home = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         home[index] = totals.index(min(totals))
@@ -52,7 +52,7 @@ def _deal(sizes: Sequence[int], totals: list[int]) -> list[int]:
 
 
 def deal_evaluation(microbatches: Sequence[MicrobatchPlan], replicas: int) -> list[list[int]]:
-    """Return the evaluation microbatches that each replica runs, dealt by the rule of `deal`."""
+    """Return the indices of the evaluation microbatches of each replica, divided as in `deal`."""
     home = _deal([one.rows for one in microbatches], [0] * replicas)
     return [[index for index, where in enumerate(home) if where == one] for one in range(replicas)]
 
@@ -60,8 +60,7 @@ def deal_evaluation(microbatches: Sequence[MicrobatchPlan], replicas: int) -> li
 def replicated(work: Work, stages: int, prices: Prices, spare: int = 0, patient: bool = False) -> Program:
     """Return the multi-job order for all replicas together, with the Reduces and Steps that they need.
 
-    With `patient`, replicas let a pass go by before they add up each other's shares, so that slow links are
-    hidden.
+    With `patient`, one more pass runs before replicas sum their gradients, which hides slow links.
     """
     forwards = [one.forward for number in work.filled for one in prices.passes[number]]
     lag = sum(forwards) / len(forwards) if patient else 0.0
@@ -85,9 +84,9 @@ def replicated(work: Work, stages: int, prices: Prices, spare: int = 0, patient:
 
 
 class _Meeting:
-    """A builder that inserts Reduces and Steps among the passes, event by event.
+    """Inserts Reduces and Steps among the passes, event by event.
 
-    Nothing can wait forever: whatever an action waits for happened at an earlier moment of the log.
+    No deadlock is possible: whatever an action waits for happened earlier in the log.
     """
 
     def __init__(self, work: Work, stages: int) -> None:
@@ -98,7 +97,7 @@ class _Meeting:
         """Batches of which each replica trains at least one sample."""
         self.remaining = [shares[device // stages].copy() for device in range(len(self.lists))]
         self.pending: list[dict[str, Step]] = [{} for _ in self.lists]
-        """Steps that each device has yet to execute, job → Step; they come as late as possible."""
+        """For each device, its pending Steps by job. They are placed as late as possible."""
 
     def lists_of(self, log: Iterable[Began | Closed]) -> list[list[Action]]:
         for moment in log:
@@ -124,7 +123,8 @@ class _Meeting:
         self.lists[device].append(action)
 
     def _backward(self, device: int, action: Backward) -> None:
-        """Add a Backward; right after the last one of a batch here, hand out this device's share."""
+        """Add a Backward; after the last one of a batch on this device, add the Reduce that sends its
+        gradient."""
         self.lists[device].append(action)
         for segment in self.microbatches[action.microbatch].segments:
             key = segment.job, segment.step
@@ -133,7 +133,7 @@ class _Meeting:
                 self.lists[device].append(Reduce(*key, "gradient"))
 
     def _close(self, stage: int, job: str, step: int) -> None:
-        """Add the Reduce that sums the shares, once all replicas have reached the end of a batch."""
+        """Add the Reduces that sum the gradients, once all replicas have ended a batch."""
         for device in range(stage, len(self.lists), self.stages):
             self.lists[device].append(Reduce(job, step))
             self.pending[device][job] = Step(job, step)

@@ -1,4 +1,4 @@
-"""Windows in rounds: one global batch of every job, then evaluations and saves, in any layout."""
+"""Windows planned in rounds: one global batch of every job, then evaluations and saves, in any layout."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from weftune.plan.window.orders import transported
 
 @dataclass(frozen=True, slots=True)
 class JobWindow:
-    """One job's part of a window: the batches it trains next, and when it evaluates or saves in between."""
+    """One job's part of a window: its next batches, and after which steps it evaluates or saves."""
 
     job: str
     step: int
-    """Last executed step."""
+    """Last step that was executed before the window."""
     batches: tuple[GlobalBatch, ...]
     evaluation: tuple[PlacedSample, ...]
     evaluate_at: frozenset[int]
@@ -44,7 +44,7 @@ class JobWindow:
     """Whether the job starts in this window: it evaluates and saves before its first batch."""
 
     def evaluates_at(self, step: int) -> bool:
-        """Return whether its held-out samples are evaluated after this step."""
+        """Return whether the job's held-out samples are evaluated after this step."""
         return bool(self.evaluation) and step in self.evaluate_at
 
 
@@ -62,16 +62,16 @@ class Round:
 
     trained: tuple[Trained, ...]
     evaluated: tuple[int, ...]
-    """Microbatches of held-out samples."""
+    """Indices of the microbatches with held-out samples."""
     saves: tuple[Save, ...]
 
 
 class _LaidRounds:
-    """Jobs' windows laid out in rounds: what is done, regardless of the order in which devices do it.
+    """The rounds of a window, independent of the order in which devices run them.
 
-    With a `ladder`, training passes keep to few sizes, as captured graphs require. With several `groups`, a
-    job shares microbatches with others of its group, and the Steps of a group follow its last one: what they
-    wait for is transferred during the passes of another group.
+    With a `ladder`, training passes have few sizes, as captured CUDA graphs require. With several `groups`,
+    only jobs of the same group share microbatches, and the Steps of a group follow its last microbatch:
+    transfers for these Steps overlap the passes of another group.
     """
 
     def __init__(self, windows: Sequence[JobWindow], capacity: int, ladder: bool, groups: int) -> None:
@@ -90,7 +90,7 @@ class _LaidRounds:
     def _add(
         self, batches: Sequence[GlobalBatch], windows: Sequence[JobWindow], step: dict[str, int]
     ) -> None:
-        """Add a round of these batches, after which the jobs are at `step`."""
+        """Add a round of these batches. `step` is the step of each job after the round."""
         trained = self._train(batches)
         segments = [
             SegmentPlan(one.job, step[one.job], one.evaluation)
@@ -144,13 +144,13 @@ def plan_rounds(
     ladder: bool = False,
     recompute: Recompute = NOTHING,
 ) -> Program:
-    """Plan a window that trains every job's batches round by round: a stage serves all microbatches of a
-    round before the next takes its turn, so that one Load serves them all.
+    """Return a checked program that trains every job's batches round by round. A stage runs all microbatches
+    of a round before the next stage begins, so that one Load serves them all.
 
-    Microbatches, and the order in which each stage sees them, are the same in every layout, so losses have
-    the same bits. A window of several workers ends with the round in which a job evaluates: what follows
-    depends on the outcome, which only the first worker knows. Every worker begins and ends with the stages in
-    its slots that it needs first. The result is checked before it is returned.
+    Microbatches and their order on each stage are the same in every layout, so losses are bitwise equal. With
+    several workers, a window ends with the round in which a job evaluates: later steps depend on the result,
+    which only the first worker knows. At the start and the end of a window, each worker's slots hold the
+    stages that it needs first.
     """
     done = {window.job: window.step for window in windows}
     windows = _until_an_evaluation(windows) if layout.workers > 1 else windows
@@ -172,8 +172,8 @@ def plan_rounds(
 
 
 def _until_an_evaluation(windows: Sequence[JobWindow]) -> list[JobWindow]:
-    """Return the windows up to the first evaluation. A job that evaluates as it begins needs the outcome
-    before its first batch; no job trains meanwhile."""
+    """Cut the windows after the first evaluation. If a job evaluates before its first batch, no job trains in
+    this window."""
     if waiting := [window for window in windows if window.begins and window.evaluates_at(window.step)]:
         return [replace(window, batches=()) for window in waiting]
     rounds = [
@@ -188,8 +188,8 @@ def _until_an_evaluation(windows: Sequence[JobWindow]) -> list[JobWindow]:
 
 
 def _evaluation_rows(laid: _LaidRounds, layout: Layout, capacity: int) -> int:
-    """Return the rows of an evaluation that may be in flight at once: as many as the inputs that training
-    holds, less those of its current microbatch."""
+    """Return the maximum rows of an evaluation that are in flight at once: the rows whose inputs training
+    holds, less one microbatch."""
     rounds = (sum(laid.microbatches[one.microbatch].rows for one in each.trained) for each in laid.rounds)
     largest = max(rounds, default=0)
     if layout.offloads:
@@ -199,7 +199,7 @@ def _evaluation_rows(laid: _LaidRounds, layout: Layout, capacity: int) -> int:
 
 
 def _together(numbers: Sequence[int], laid: _LaidRounds, room: int) -> list[list[int]]:
-    """Split microbatches into runs of at most `room` rows. Each run but the first loads every stage again."""
+    """Split microbatches into runs of at most `room` rows. Every run loads all stages once."""
     runs: list[list[int]] = []
     taken = room
     for number in numbers:
@@ -213,7 +213,7 @@ def _together(numbers: Sequence[int], laid: _LaidRounds, room: int) -> list[list
 
 
 def _listed(laid: _LaidRounds, runs: Sequence[Sequence[Sequence[int]]], part: OnWorker) -> tuple[Action, ...]:
-    """Return one worker's actions; `runs` are the microbatches that each round evaluates."""
+    """Return one worker's actions; `runs` are the evaluation microbatches of each round."""
     visits = [list(_visits(one, run, part)) for one, run in zip(laid.rounds, runs, strict=True)]
     moved = moves([stage for each in visits for stage, _ in each], part)
     actions: list[Action] = []
@@ -226,9 +226,9 @@ def _listed(laid: _LaidRounds, runs: Sequence[Sequence[Sequence[int]]], part: On
 
 
 def _visits(one: Round, runs: Sequence[Sequence[int]], part: OnWorker) -> Iterator[tuple[int, list[Action]]]:
-    """Yield each stage at work until another takes its turn, with its passes and the Steps among them:
-    forward and back through the worker's own stages, where the last stage of all runs each backward right
-    after its forward; then the evaluation runs."""
+    """Yield (stage, actions) for each visit of a stage: forwards through the worker's stages, then backwards
+    with Steps in reverse order, where the base's last stage runs each backward right after its forward; then
+    evaluations."""
     last, numbers = len(part.stages) - 1, [trained.microbatch for trained in one.trained]
     if numbers:
         for stage in (stage for stage in part.own if stage < last):
@@ -249,7 +249,8 @@ def _visits(one: Round, runs: Sequence[Sequence[int]], part: OnWorker) -> Iterat
 
 
 def moves(stages: Sequence[int], part: OnWorker) -> Iterator[tuple[Action, ...]]:
-    """Return the actions after the turn of each stage: the next stage for its slot is loaded at once."""
+    """Return the Evict and Load after each visit of a stage: the next stage for its slot is loaded at
+    once."""
     streamed = set(part.streamed)
     needed = {part.slot(stage): stage for stage in part.waiting}
     found: list[tuple[Action, ...]] = []
@@ -264,7 +265,7 @@ def moves(stages: Sequence[int], part: OnWorker) -> Iterator[tuple[Action, ...]]
 
 
 def _steps_late(actions: Iterable[Action], laid: _LaidRounds) -> Iterator[Action]:
-    """Yield the actions with each Step as late as possible: the first worker's decision is in transit."""
+    """Yield the actions with each Step as late as possible, since it needs the first worker's decision."""
     pending: dict[str, Step] = {}
     for action in actions:
         match action:

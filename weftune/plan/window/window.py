@@ -1,4 +1,4 @@
-"""The plan of the next window, from records of the running jobs: the only planner that a run calls."""
+"""Planning of the next window, from records of the running jobs: the only planner that a run calls."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from weftune.plan.window.rounds import JobWindow, plan_rounds
 
 @dataclass(frozen=True, slots=True)
 class Pacing:
-    """The paces of the stages of a pipeline, used to run microbatches one after another without waits."""
+    """Options of a pipeline in which several microbatches are in flight."""
 
     paces: tuple[StagePace, ...]
     """Pace of each stage."""
     order: PipelineOrder | None = None
     """Order of the pipeline. None selects the one that the simulator finds fastest."""
     spare: int = 0
-    """Number of microbatches in flight beyond what 1F1B has, on all stages but the last."""
+    """Number of additional microbatches in flight, compared with 1F1B, on all stages but the last."""
 
 
 def plan_window(
@@ -33,12 +33,11 @@ def plan_window(
     recompute: Recompute = NOTHING,
     pacing: Pacing | None = None,
 ) -> Program:
-    """Plan a window that trains the jobs' batches in a layout, with at most `capacity` tokens per
-    microbatch.
+    """Return a checked program that trains the jobs' batches, with at most `capacity` tokens per microbatch.
 
-    With a `ladder`, training passes keep to few sizes, as captured passes require. With `pacing`, stages that
-    stay on their workers are kept busy by several microbatches at once; without it, all microbatches of a
-    round go through one stage after another. The result is checked before it is returned.
+    With a `ladder`, training passes have few sizes, as captured CUDA graphs require. With `pacing`, resident
+    stages run as a pipeline with several microbatches in flight; without it, all microbatches of a round pass
+    one stage before the next stage begins.
     """
     if pacing is None:
         return plan_rounds(windows, layout, capacity, ladder, recompute)
@@ -52,7 +51,7 @@ def plan_window(
 
 
 def _on_ladder(program: Program, capacity: int) -> Program:
-    """Return the program with each trained microbatch padded to a rung."""
+    """Return the program with each training microbatch padded to a size on the ladder."""
     trained = {action.microbatch for action, _ in program.compute() if isinstance(action, Forward)}
     return replace(
         program,
