@@ -1,4 +1,4 @@
-"""The devices that a plan is made for and their links, read from a line of text, a file, or this machine."""
+"""Devices and links that a plan is made for, parsed from a string or a file or detected on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weftune.plan.program.prices import Link, PricedCluster
 
 GIB = 1 << 30
 PCIE = Link(25e9, 10e-6)
-"""Sixteen lanes of PCIe 4.0, at the bandwidth that copies reach."""
+"""PCIe 4.0 with sixteen lanes, at the bandwidth that copies reach in practice."""
 USABLE = {True: 0.92, False: 0.85}
 """Usable share of the memory of a GPU (True) and of a CPU (False); other processes take the rest."""
 
@@ -30,11 +30,11 @@ class Device:
     peak: float
     """FLOP/s of dense bf16 products with fp32 accumulation (fp32 products on a CPU)."""
     bandwidth: float
-    """Bandwidth of its own memory, in bytes per second."""
+    """Bandwidth of the device's memory, in bytes per second."""
     nvlink: float = 0.0
     """Bandwidth to another device in one direction, in bytes per second; 0 without NVLink."""
     limit: int | None = None
-    """Bytes that a run may use, if set explicitly. None uses the share in `USABLE`."""
+    """Bytes that a run may use. None selects the share in `USABLE`."""
 
     @property
     def is_gpu(self) -> bool:
@@ -66,7 +66,7 @@ class Cluster:
         return text if len(self.devices) == 1 else f"{text}:{self.link_name}"
 
     def priced(self) -> PricedCluster:
-        """Return the cluster in the form that the simulator takes."""
+        """Return the cluster as input of the simulator."""
         return PricedCluster(
             devices=len(self.devices),
             link=self.link,
@@ -98,7 +98,7 @@ DEVICES: Mapping[str, Device] = {
         _sheet("T4", 14.6, 65, 320),
     )
 }
-"""Name → data-sheet numbers. Memory is the size that the device reports, which is less than its name says."""
+"""Maps each name to a device. Memory is the size that the driver reports, which is less than nominal."""
 
 CORE_PEAK = 160e9
 """FLOP/s of one CPU core in fp32: two fused multiply-adds of sixteen lanes at 2.5 GHz."""
@@ -124,8 +124,8 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def make_cluster(devices: Sequence[Device], link: str | Link | None, roots: Sequence[int] = ()) -> Cluster:
-    """Return a cluster of these devices. The default link is nvlink if every device has one, else pcie; the
-    default is one root complex."""
+    """Return a cluster of these devices. The default link is nvlink if every device has it, else pcie. By
+    default, all devices are under one root complex."""
     nvlink = min((device.nvlink for device in devices), default=0.0)
     if not devices:
         raise PlanError("--cluster: there is no device in it")
@@ -153,7 +153,7 @@ def limited(cluster: Cluster, limit: int) -> Cluster:
 
 
 def cluster_from(values: Any, source: str) -> Cluster:
-    """Return the cluster that the values of a cluster file describe; `source` names the file in errors."""
+    """Return the cluster described by the contents of a cluster file; errors name the file as `source`."""
     if not isinstance(values, Mapping) or not isinstance(values.get("devices"), list):
         raise PlanError(Mistake(source, "must be a mapping with devices: a list such as [4xA100-80G]"))
     _refuse_unknown(values, KEYS, source)
@@ -180,7 +180,7 @@ def _link(values: Mapping[str, Any], source: str) -> Link:
 
 
 def this_machine() -> Cluster:
-    """Return this machine's GPUs as nvidia-smi reports them, or its CPU and memory if it has none."""
+    """Return the GPUs of this machine that nvidia-smi lists, or its CPU if there are none."""
     found = _smi()
     if found:
         return make_cluster([_smi_device(line) for line in found.splitlines() if line.strip()], None)
@@ -194,13 +194,13 @@ def this_cpu() -> Cluster:
 
 
 def gpu_here() -> str | None:
-    """Return the name of this machine's first GPU as its driver reports it, or None."""
+    """Return the name of this machine's first GPU as nvidia-smi reports it. None without a GPU."""
     first = _smi().partition("\n")[0]
     return first.rpartition(",")[0].strip() or None
 
 
 def _smi() -> str:
-    """Return one line per GPU with its name and its memory in MiB, or an empty string without GPUs."""
+    """Return one line per GPU, with name and memory in MiB, or an empty string without GPUs."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""

@@ -1,7 +1,7 @@
-"""Costs of layers and stages, and the estimated time of a pass before any measurement: FLOPs over a stated
-share of the data-sheet peak.
+"""Costs of layers and stages, and the time of a pass estimated without measurements: its FLOPs divided by a
+fixed share of the device's data-sheet peak.
 
-Measurements enter through `Speed`: one made from a profile of the device replaces the data sheet.
+If the device has been profiled, a `Speed` made from the profile replaces the one made from the data sheet.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from weftune.plan.cost.cluster import Device
 from weftune.plan.cost.time import Line
 
 GPU_PART, CPU_PART = 0.6, 0.45
-"""Share of the peak that the base's products reach, set by one measured step each on an H200 and on a CPU
-with two cores; on any other device it is a guess."""
+"""Share of the peak FLOP/s that the base's matrix products reach, from one measured step on an H200 and one
+on a CPU with two cores; on any other device it is a guess."""
 ADAPTER_PART = 0.1
-"""Share of the peak that adapters reach: their products are narrow and re-read what the base has read."""
+"""Share of the peak FLOP/s that adapters reach: their products are narrow and read all inputs again."""
 GPU_LAUNCH, CPU_LAUNCH = 60e-6, 30e-6
-"""Seconds that one pass over one layer takes regardless of its number of rows."""
+"""Fixed seconds of one pass over one layer, whatever the number of rows."""
 CODED_SPEED = 1.7
-"""Speed of products of 8-bit floats relative to bfloat16: on an H200 a step of the 8B shape saves 138 of 440
-ms, of which 330 ms are products of the layers."""
+"""Speed of fp8 matrix products relative to bfloat16. On an H200, a step of an 8B model takes 440 ms, 330 ms
+of them in the layers' products, and fp8 saves 138 ms."""
 ATTENTION_BACKWARD = 2.5
 """Time of attention's backward relative to its forward."""
 ADAPTER_BACKWARD = 2.0
@@ -32,7 +32,7 @@ ADAPTER_BACKWARD = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Throughput that a device reaches."""
+    """Throughput that a device reaches in practice."""
 
     flops: float
     adapter_flops: float
@@ -41,7 +41,7 @@ class Speed:
     source: str
     """Origin of these numbers, for display."""
     attention_flops: float = 0.0
-    """FLOP/s of attention's products; 0 if they are as fast as the others."""
+    """FLOP/s of attention; 0 if it reaches `flops`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class JobOutline:
 
     shape: JobShape
     ranks: Mapping[str, int]
-    """Site → rank, for the sites that the job targets."""
+    """Maps each site (adapted linear) that the job targets to the adapter's rank there."""
     batches: tuple[tuple[int, ...], ...]
-    """Sample lengths of its next global batches."""
+    """Sample lengths, in tokens, of each of the job's next global batches."""
 
     @property
     def name(self) -> str:
@@ -61,22 +61,22 @@ class JobOutline:
 
 @dataclass(frozen=True, slots=True)
 class BaseLayer:
-    """A layer of the base, its embedding, or its head."""
+    """A decoder layer of the base, or the embedding or the head."""
 
     kind: Literal["embedding", "layer", "head"]
     flops: int
-    """FLOPs per token of one pass, at the rate of the base's dtype: products of quantised codes count as
-    fewer. The backward of a frozen layer takes as many."""
+    """FLOPs per token of one pass, forward or backward alike since the layer is frozen. Faster products of
+    quantised weights count as fewer FLOPs."""
     square_flops: int
-    """Attention FLOPs of a forward per squared token of a sample's length."""
+    """Attention FLOPs of a forward for a sample, divided by its squared length."""
     weight_bytes: int
     kept_bytes: int
     """Bytes per token kept from forward to backward."""
     handed_bytes: int
-    """Bytes per token handed to the next layer, or back."""
+    """Bytes per token of the output for the next layer, and of the gradient for the previous one."""
     sites: tuple[SiteShape, ...]
     matrix_bytes: int = 0
-    """Size of the matrices that quantised weights are dequantised into for every pass; 0 if not quantised."""
+    """Bytes of the weights after dequantisation, which every pass repeats; 0 if they need none."""
 
 
 def sheet_speed(device: Device) -> Speed:
@@ -91,9 +91,9 @@ def sheet_speed(device: Device) -> Speed:
 
 
 def base_layers(shape: ModelShape, kept: int, apart: bool) -> tuple[BaseLayer, ...]:
-    """Return embedding, layers and head; a layer keeps `kept` bytes per token for its backward.
+    """Return embedding, layers and head. Each layer keeps `kept` bytes per token for its backward.
 
-    `apart` says that embedding and head are on different devices, each with its own matrix.
+    `apart` means that embedding and head are on different devices, so that tied weights are stored twice.
     """
     by_layer: dict[int, list[SiteShape]] = {number: [] for number in range(shape.layers)}
     outside: list[SiteShape] = []
@@ -121,8 +121,8 @@ def layer_bytes(shape: ModelShape) -> int:
 
 
 def dequantised_bytes(shape: ModelShape) -> int:
-    """Return the most bytes that a pass over one layer reads and writes to dequantise its weights; 0 if they
-    are stored as matrices, or multiplied as they are stored."""
+    """Return the bytes that a pass over one layer reads and writes to dequantise weights, at most over all
+    layers; 0 if weights are not dequantised."""
     return max(_moved_bytes(layer) if layer.matrix_bytes else 0 for layer in _inner_layers(shape))
 
 
@@ -136,7 +136,7 @@ def _inner_layers(shape: ModelShape) -> tuple[BaseLayer, ...]:
 
 
 def _moved_bytes(layer: BaseLayer) -> int:
-    """Return the weight bytes that a pass moves: a dequantised matrix is written and read again."""
+    """Return the weight bytes that a pass reads and writes: dequantised weights are written, then read."""
     return layer.weight_bytes + 2 * layer.matrix_bytes
 
 
@@ -151,7 +151,7 @@ def _layer(shape: ModelShape, sites: tuple[SiteShape, ...], kept: int, handed: i
 
 
 def adapter_flops(layer: BaseLayer, job: JobOutline) -> int:
-    """Return the FLOPs per token of an adapter's forward."""
+    """Return the FLOPs per token that the job's adapter adds to a forward of this layer."""
     return sum(2 * job.ranks.get(site.name, 0) * site.widths for site in layer.sites)
 
 
@@ -171,18 +171,18 @@ class LayerCost:
     backward: float
     weight_bytes: int
     activation_bytes: int = 0
-    """Bytes handed to the next layer."""
+    """Bytes of the output, which the next layer receives."""
     gradient_bytes: int = 0
-    """Bytes of gradients handed back to the previous layer."""
+    """Bytes of the input gradient, which the previous layer receives."""
     state_bytes: int = 0
-    """Bytes of the attached adapters: parameters, gradients and moments, which never leave the device."""
+    """Bytes of the layer's adapters, which stay on the device: parameters, gradients and moments."""
     kept_bytes: int = 0
     """Bytes that a microbatch keeps on the device from its forward to its backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Combined cost of layers `start` to `stop`."""
+    """Combined cost of the layers from `start` up to, but not including, `stop`."""
 
     start: int
     stop: int
@@ -199,7 +199,7 @@ class StageCost:
         return self.forward + self.backward
 
     def resident_bytes(self, in_flight: int) -> int:
-        """Return the bytes of the resident stage with activations of `in_flight` microbatches."""
+        """Return the device bytes of the stage while it holds activations of `in_flight` microbatches."""
         return self.weight_bytes + self.state_bytes + in_flight * self.kept_bytes
 
 
@@ -220,7 +220,7 @@ def stage_cost(layers: Sequence[LayerCost], start: int, stop: int) -> StageCost:
 
 
 def stage_shape(shape: ModelShape, held: LayerRange) -> ModelShape:
-    """Return the shape of one stage of the base; sites outside the layers count for every stage."""
+    """Return the model shape of one stage of the base. Every stage includes the sites outside the layers."""
     sites = tuple(site for site in shape.sites if _held(site.name, held))
     inside = sum(site.weights for site in sites)
     ends = shape.hidden * shape.vocabulary * (held.first + held.last)
@@ -240,7 +240,7 @@ class RowCounts:
     squares: int
     """Sum of squared sample lengths."""
     by_job: Mapping[str, int]
-    """Job → tokens."""
+    """Maps each job to its number of tokens."""
 
 
 def base_line(layers: Sequence[BaseLayer], speed: Speed) -> Line:
@@ -252,21 +252,21 @@ def base_line(layers: Sequence[BaseLayer], speed: Speed) -> Line:
 
 
 def square_seconds(layers: Sequence[BaseLayer], speed: Speed) -> float:
-    """Return the seconds of a forward's attention per squared token."""
+    """Return the seconds of attention in a forward for a sample, divided by its squared length."""
     return sum(layer.square_flops for layer in layers) / (speed.attention_flops or speed.flops)
 
 
 def adapter_seconds(layers: Sequence[BaseLayer], job: JobOutline, speed: Speed) -> float:
-    """Return the seconds of a forward's adapters per token."""
+    """Return the seconds per token that the job's adapters add to a forward."""
     return sum(adapter_flops(layer, job) for layer in layers) / speed.adapter_flops
 
 
 def layer_costs(
     layers: Sequence[BaseLayer], jobs: Sequence[JobOutline], rows: RowCounts, speed: Speed, state_bytes: int
 ) -> tuple[LayerCost, ...]:
-    """Return the cost of each layer for a microbatch with `rows`, with nothing recomputed in the backward.
+    """Return the cost of each layer for a microbatch with these counts, without recomputation.
 
-    `state_bytes` is the size of the state of one adapter parameter.
+    `state_bytes` is the number of bytes per adapter parameter, with its gradient and optimizer state.
     """
     costs = []
     for layer in layers:

@@ -1,7 +1,7 @@
-"""Models of time and memory that a run learns while it trains, and its predictions for the next window.
+"""Models of time and memory that a run fits to its own measurements, and its predictions for the next window.
 
-Predictions use models that are refitted after every window. Plans use a versioned model, which changes at few
-windows and is recorded: a resumed run plans with the recorded version.
+Predictions use models that are refitted after every window. Plans use a versioned model, which is replaced
+rarely and is saved with the run, so that a resumed run makes the same plans.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from weftune.plan.program.program import Program
 _FIT = {"state": float, "activations": float, "slack": float, "head": float, "error": int}
 
 EVALUATION_PART = 1 / 3
-"""Time of an evaluated row relative to a trained one: a forward without its backward of twice the time."""
+"""Time of an evaluated row relative to a trained one, whose backward takes twice as long as its forward."""
 RECENT = 20
-"""Number of windows whose pace is remembered."""
+"""Number of the latest windows from which the seconds per row are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class Promise:
     """Predicted seconds. None if nothing comparable has been measured."""
     peak_bytes: int
     error_bytes: int
-    """Bytes by which earlier peaks exceeded the fit."""
+    """Bytes by which earlier measured peaks exceeded the fitted memory model."""
     source: str
     version: int
     changed: bool
-    """Whether its jobs or sample lengths differ from the previous window."""
+    """Whether the jobs or the sample lengths differ from those of the previous window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +48,20 @@ class Outcome:
     seconds: float
     peak_bytes: int
     own_peak: bool
-    """Whether the peak is this window's own rather than the highest so far."""
+    """Whether the peak was measured in this window alone rather than since the start of the run."""
     passes: Sequence[PassTime]
     steps: Sequence[StateTime]
     saves: Sequence[StateTime]
 
     def between(self) -> float:
-        """Return the seconds per action that none of the measured actions accounts for."""
+        """Return the seconds per action that were spent outside passes, optimizer steps and saves."""
         states = (*self.steps, *self.saves)
         taken = sum(one.seconds for one in self.passes) + sum(one.seconds for one in states)
         actions = len(self.passes) + sum(one.jobs for one in states)
         return max(0.0, self.seconds - taken) / max(1, actions)
 
     def row_seconds(self) -> float | None:
-        """Return the seconds per trained row. None if no pass was made."""
+        """Return the seconds per trained row. None if the window had no passes."""
         rows = sum(one.tokens * (1.0 if one.training else EVALUATION_PART) for one in self.passes)
         return self.seconds / rows if rows else None
 
@@ -73,19 +73,19 @@ class Learned:
     memory: MemoryModel
     """Memory model that plans use; at the start, the model known before the run."""
     first_seconds: float = 0.0
-    """Seconds that the first pass of a process takes beyond the time model."""
+    """Seconds that the first pass of a process takes in addition to the predicted time."""
     version: int = 0
     """Number of times that the memory model used for plans was replaced."""
     windows: int = 0
     cost: CostModel = field(init=False)
-    """Time model refitted after every window, as is `fitted`."""
+    """Time model. Like the memory model `fitted`, it is refitted after every window."""
     fitted: MemoryModel = field(init=False)
     start: MemoryFit = field(init=False)
     row_seconds: float | None = None
-    """Seconds per row used to plan the length of windows. None before the first version."""
+    """Seconds per row, used to plan the length of windows. None until `adopt` first sets it."""
     times: Times = field(default_factory=Times)
     row_times: list[float] = field(default_factory=list)
-    """Seconds per row in the last windows."""
+    """Seconds per row in each of the last windows."""
     peaks: list[Peak] = field(default_factory=list)
     _before: object = None
 
@@ -93,7 +93,7 @@ class Learned:
         self.cost, self.fitted, self.start = self.known, self.memory, self.memory.fit
 
     def recorded(self) -> dict[str, Any]:
-        """Return the record from which a resumed run plans."""
+        """Return the state that a resumed run needs to make the same plans."""
         return {
             "version": self.version,
             "windows": self.windows,
@@ -102,7 +102,7 @@ class Learned:
         }
 
     def resume(self, record: Mapping[str, Any]) -> None:
-        """Resume from a record; raise ValueError if it is not one."""
+        """Restore the state that `recorded` returned. Raise ValueError if it is invalid."""
         try:
             # Runs started before the head was counted separately have not recorded it.
             memory = {"head": 0.0, **record["memory"]}
@@ -119,7 +119,7 @@ class Learned:
     def promise(
         self, program: Program, shapes: JobShapes, price: Callable[[Program], float | None] | None = None
     ) -> Promise:
-        """Predict a window. `price` replaces the time model if several devices share the window."""
+        """Predict time and memory of a window. `price` predicts the time in place of the time model."""
         content = _content(program)
         changed, self._before = content != self._before, content
         need = window_need(self.fitted, list(shapes.values()), program)
@@ -136,7 +136,7 @@ class Learned:
         )
 
     def learn(self, program: Program, shapes: JobShapes, outcome: Outcome) -> None:
-        """Refit the prediction models to an executed window."""
+        """Refit the prediction models with the measurements of an executed window."""
         times = self.times
         if times.passes:
             # The first window includes setup that later windows do not repeat.
@@ -164,8 +164,8 @@ class Learned:
         return (alone if len(jobs) == 1 else self.memory).why_not(jobs)
 
     def adopt(self) -> bool:
-        """Plan with the learned models after the first window and whenever the number of windows has doubled.
-        Return whether the models were adopted."""
+        """Use the fitted models for plans, after the first window and whenever the number of windows has
+        doubled. Return whether the models for plans were replaced."""
         if self.windows & (self.windows - 1):
             return False
         # The slack is not adopted: memory that the process accumulates besides the jobs must not reject a job

@@ -1,10 +1,10 @@
-"""Predicted memory need of a run on each device, in every layout, before anything is loaded.
+"""Memory that a run will need on each device, predicted for every layout before anything is loaded.
 
 peak = process + base + state of every attached adapter + activations of one microbatch + logits of one chunk
-+ slack. The activation bytes per token follow from the sites: a layer keeps values for its backward in
-proportion to the widths of its linears. Logits count only on the worker with the head. If stages take turns,
-forwards are recomputed: their inputs are kept, and the activations of a pass over the largest stage. Every
-prediction is logged with the measured peak, and `memory_fit.py` learns from both.
++ slack. A layer keeps activations for its backward in proportion to the widths of its sites (adapted
+linears). Logits count only on the worker with the head. If several stages share a device in turn, forwards
+are recomputed: the inputs of all stages are kept, and the activations of the largest stage. Every prediction
+is logged with the measured peak, and `memory_fit.py` fits the model to both.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from weftune.plan.program.layout import BUFFERED, Layout, OnWorker, one_device
 from weftune.plan.program.program import NOTHING, Recompute
 
 ENOUGH_TOKENS = 2048
-"""Microbatch size in tokens that keeps a device busy: rather than go below it, layers are recomputed."""
+"""Tokens per microbatch that keep a device busy. Layers are recomputed before microbatches become smaller."""
 
 SMALL_BYTES, TINY_BYTES = 50 << 20, 50 << 10
 SLACK_BYTES = 256 << 20
 FUSED_SLACK_BYTES = 3 << 30
-"""Logits of one chunk, temporaries and the allocator's rounding. GPUs use larger chunks."""
+"""Bytes for logits of one chunk, temporaries and the allocator's rounding. GPUs use larger chunks."""
 LOGIT_COPIES = 2
-"""Copies of a chunk's logits: the logits themselves and the normalised ones, which become their gradient."""
+"""Number of copies of a chunk's logits: the logits, and the softmax, which is overwritten by the gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFit:
-    """Factors of the model's parts, fitted to measured peaks."""
+    """Correction factors for each part of the predicted memory, fitted to measured peaks."""
 
     state: float = 1.0
     activations: float = 1.0
     slack: float = 1.0
     head: float = 0.0
-    """Factor of the head; 0 if the head was not measured separately and the slack covers its logits."""
+    """Factor for the logits; 0 if they were not measured separately and are covered by the slack."""
     error: int = 0
-    """Bytes by which a prediction may be too low, added to it when checking whether jobs fit."""
+    """Bytes by which predictions may be too low. They are added when checking whether jobs fit."""
 
 
 UNFITTED = MemoryFit()
@@ -55,7 +55,7 @@ UNFITTED = MemoryFit()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Bytes needed by each part, before any fit."""
+    """Predicted bytes of each part on one device, before correction factors are applied."""
 
     resident: int
     """Bytes of the process and the base."""
@@ -63,7 +63,7 @@ class Need:
     activations: int
     slack: int
     head: int = 0
-    """Bytes of the logits of one chunk, if the worker has the head."""
+    """Bytes of the logits of one chunk; 0 if the worker does not have the head."""
 
     def total(self, fit: MemoryFit) -> int:
         fitted = fit.state * self.state + fit.activations * self.activations + fit.slack * self.slack
@@ -71,9 +71,9 @@ class Need:
 
 
 ADVISED_SHARE = 0.1
-"""Smallest share of a job's bytes that a setting must control to be advised."""
+"""Smallest share of a job's bytes that a setting must affect for the user to be advised to change it."""
 SPARE = 1
-"""Microbatches in flight beyond those of 1F1B, so that a late arrival does not leave its stage idle."""
+"""Microbatches in flight in addition to those of 1F1B, so that a late input does not leave a stage idle."""
 WHOLE = one_device()
 
 
@@ -86,14 +86,14 @@ class MemoryModel:
     taken: int = 0
     """Bytes that the first worker's process holds before anything of the run is loaded."""
     fused: bool = False
-    """Whether layers run as fused ops, which keep less and support recomputation."""
+    """Whether layers run as fused ops, which keep fewer activations and support recomputation."""
     fit: MemoryFit = UNFITTED
     layout: Layout = WHOLE
     slack: int | None = None
     """Bytes for logits of one chunk, temporaries and the allocator's rounding. None selects the default."""
     spare: int = SPARE
     first_only: int = 0
-    """Bytes of `taken` that only the first worker holds: the tokenizer and the rows."""
+    """Bytes of `taken` that only the first worker holds: the tokenizer and the data."""
     host_budget: int = 0
     """Bytes of host memory that the run may use if the optimizer is offloaded."""
 
@@ -106,8 +106,8 @@ class MemoryModel:
         recompute: Recompute = NOTHING,
         supervised: float | None = None,
     ) -> Need:
-        """Return the need of the worker that needs most, with microbatches of `tokens` tokens, of which
-        `supervised` (None: all) go through the head."""
+        """Return the need of the worker that needs the most memory. Microbatches have `tokens` tokens, of
+        which `supervised` (None means all) go through the head."""
         return self._most(self.worker_needs(list(jobs), tokens, recompute, supervised))
 
     def worker_needs(
@@ -138,8 +138,8 @@ class MemoryModel:
     def holding(
         self, jobs: Sequence[JobShape], rows: Sequence[float], recompute: Recompute, supervised: float
     ) -> Need:
-        """Return the need of the pipeline worker that needs most. Each worker holds the given `rows` at a
-        time, and `supervised` rows of one microbatch go through the head."""
+        """Return the need of the pipeline worker that needs the most memory. Worker i keeps activations of
+        `rows[i]` rows at a time, and `supervised` rows of one microbatch go through the head."""
         held = [
             int(count * token_bytes(part, self.shape.layers, self.fused, recompute, jobs))
             for part, count in zip(self._parts, rows, strict=True)
@@ -147,7 +147,7 @@ class MemoryModel:
         return self._most(self._keeping(jobs, held, supervised))
 
     def head_bytes(self, supervised: float) -> int:
-        """Return the bytes of the logits of `supervised` rows, at most one chunk."""
+        """Return the bytes of the logits of `supervised` rows, or of one chunk if that is less."""
         rows = min(supervised, logit_rows("cuda" if self.fused else "cpu", self.shape.vocabulary))
         return int(LOGIT_COPIES * rows * 4 * self.shape.vocabulary)
 
@@ -161,7 +161,7 @@ class MemoryModel:
 
     @property
     def _parts(self) -> list[ModelShape]:
-        """Shape of the part of the base on each worker."""
+        """Model shape of each worker's part of the base."""
         held = self._held
         return [self.shape] if len(held) == 1 else [stage_shape(self.shape, one) for one in held]
 
@@ -188,8 +188,8 @@ class MemoryModel:
         ]
 
     def _kept_state(self, jobs: Sequence[JobShape], held: LayerRange) -> int:
-        """Return the bytes of adapter state on the device. If the optimizer is offloaded, this is what stays
-        there and the ring of buffers that its Steps use."""
+        """Return the device bytes of adapter state. If the optimizer is offloaded, they include the ring of
+        buffers for optimizer steps, but not master weights and moments."""
         parameters = sum(job.trainable_in(held) for job in jobs)
         if not self.layout.optimizer_offloaded:
             averaged = sum(job.averaged_in(held) for job in jobs)
@@ -203,8 +203,8 @@ class MemoryModel:
         return self.taken if worker == 0 else self.taken - self.first_only
 
     def _turning(self, on: OnWorker, memory: StreamedMemory, supervised: float) -> Need:
-        """Return the need of a worker whose stages take turns. It is counted as when the cut was chosen;
-        otherwise jobs for which the cut was chosen would have to wait."""
+        """Return the need of a worker whose stages share the device in turn. The choice of stages counts in
+        the same way, so that the jobs it was made for are admitted."""
         own = [on.stages[stage] for stage in on.own]
         sizes, resident = [stage.count for stage in own], [stage.resident for stage in own]
         weights, state, activations = memory.parts(sizes, resident, on.slots, on.worker, len(on.stages))
@@ -224,7 +224,7 @@ class MemoryModel:
     # -- activations -------------------------------------------------------------------------------------
 
     def bytes_per_token(self, recompute: Recompute = NOTHING, jobs: Sequence[JobShape] = ()) -> int:
-        """Return the most bytes that one more token per microbatch adds on a worker with these jobs."""
+        """Return the bytes that one more token per microbatch adds on the worker where it adds the most."""
         if self._keeps:
             return max(self._kept_bytes(part, recompute, jobs) for part in self._parts)
         largest = max(stage.count for stage in self.layout.stages)
@@ -241,7 +241,7 @@ class MemoryModel:
         return max(part.layers for part in self._parts) if self._keeps else self.shape.layers
 
     def _kept_bytes(self, part: ModelShape, recompute: Recompute, jobs: Sequence[JobShape]) -> int:
-        """Return the bytes per token of all microbatches in flight: one per stage, plus `spare`."""
+        """Return the bytes per token kept by all microbatches in flight: one per stage, plus `spare`."""
         workers = self.layout.workers
         each = token_bytes(part, self.shape.layers, self.fused, recompute, jobs)
         return each * (workers + self.spare if workers > 1 else 1)
@@ -255,11 +255,11 @@ class MemoryModel:
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of one parameter's master weight, and of each value with the master's type."""
+        """Bytes of the master weight of one parameter."""
         return max(4, self.shape.bytes_per_value)
 
     def state_bytes(self, jobs: Iterable[JobShape]) -> int:
-        """Return the bytes of adapter state, in device or host memory."""
+        """Return the bytes of adapter state, in device and host memory together."""
         return state_bytes(jobs, self.shape.bytes_per_value)
 
     def host_bytes(self, jobs: Iterable[JobShape]) -> int:
@@ -272,13 +272,13 @@ class MemoryModel:
     # -- what fits ---------------------------------------------------------------------------------------
 
     def peak_bytes(self, jobs: Sequence[JobShape], capacity: int, recompute: Recompute = NOTHING) -> int:
-        """Return the predicted peak. The need that must fit is `fit.error` more."""
+        """Return the predicted peak bytes, to which `fit.error` is added when checking whether jobs fit."""
         return self.need(jobs, capacity, recompute).total(self.fit)
 
     def recompute(self, jobs: Sequence[JobShape], max_tokens: int) -> Recompute:
-        """Return the least recomputation with which microbatches of `max_tokens` fit, or the maximum if none
-        does. Layers are recomputed, at the cost of their forward, only until enough tokens fit: beyond that,
-        smaller microbatches cost less."""
+        """Return the least recomputation with which microbatches of `max_tokens` fit. Whole layers are
+        recomputed only as far as `ENOUGH_TOKENS` require: beyond that, smaller microbatches cost less. If
+        nothing fits, return the maximum."""
         choices = self._choices()
         rooms = {choice: self._room(jobs, choice) for choice in choices}
         enough = min(max_tokens, max(ENOUGH_TOKENS, longest(jobs)))
@@ -287,11 +287,11 @@ class MemoryModel:
         return next(whole, None) or next(less, choices[-1])
 
     def capacity(self, jobs: Sequence[JobShape], max_tokens: int, recompute: Recompute = NOTHING) -> int:
-        """Return the largest capacity that fits, at most `max_tokens` and at least the longest sample."""
+        """Return the tokens of the largest microbatch that fits, from the longest sample to `max_tokens`."""
         return max(min(max_tokens, self._room(jobs, recompute)), longest(jobs))
 
     def least_bytes(self, jobs: Sequence[JobShape]) -> int:
-        """Return the bytes needed with microbatches of the longest sample and maximal recomputation."""
+        """Return the bytes needed with microbatches of the longest sample and maximum recomputation."""
         return self.peak_bytes(jobs, longest(jobs), self._choices()[-1]) + self.fit.error
 
     def why_not(self, jobs: Sequence[JobShape]) -> str | None:
@@ -310,8 +310,8 @@ class MemoryModel:
         )
 
     def advice(self, job: JobShape) -> str:
-        """Return advice for a job that does not fit even alone. It names only settings that control at least
-        a tenth of the bytes that settings control."""
+        """Return advice for a job that does not fit even alone: the settings that each affect at least a
+        tenth of the bytes that settings can affect."""
         need = self.need([job], job.longest, self._choices()[-1])
         levers = {
             "data.max_length": self.fit.activations * need.activations + self.fit.head * need.head,
@@ -324,8 +324,8 @@ class MemoryModel:
         return f"lower {listed}, or give more memory"
 
     def _choices(self) -> list[Recompute]:
-        """Return the recomputation choices, from nothing to everything; only fused layers have a choice.
-        Stages that take turns are always recomputed."""
+        """Return the recomputation choices, from nothing to everything. Only fused layers have a choice, and
+        stages that share a device in turn are always recomputed."""
         if not (self.fused and self._keeps) or self.shape.mixes:
             return [NOTHING]
         layers = (Recompute(True, count) for count in range(1, self.pass_layers + 1))

@@ -1,8 +1,8 @@
-"""The memory model, refitted to the peaks of a run's windows by non-negative least squares.
+"""Correction factors of the memory model, fitted to the peaks of a run's windows.
 
-The fit determines factors of the model's parts (adapter state, activations, slack); the factors known before
-the run count like a measurement. The factor of the head stays as profiled. The stated error is how far the
-recent peaks exceed the fit.
+Non-negative least squares finds factors for adapter state, activations and slack; the factors known before
+the run count like a measurement. The factor for the logits stays as profiled. The error of the fit is the
+number of bytes by which recent peaks exceed it.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from weftune.plan.program.program import Backward, Evaluate, Forward, Program
 NOISE = 0.01
 """Relative error of one measured peak."""
 DOUBT = (0.1, 0.5, 1.0)
-"""Expected deviation of the factors of state, activations and slack from the known ones: slack is a guess."""
+"""Prior relative standard deviations of the factors for state, activations and slack."""
 FLOOR = 0.1
-"""Share of a known factor that remains whatever is measured: a part that appears to be free never is."""
+"""Smallest fitted factor, relative to the known one: no part is free, even if measurements suggest it."""
 REMEMBERED = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """A window's need as the model counts it, with the measured peak."""
+    """The predicted need of a window before correction, and its measured peak."""
 
     need: Need
     measured: int
 
 
 def window_need(memory: MemoryModel, jobs: Sequence[JobShape], program: Program) -> Need:
-    """Return the need of a window with its largest microbatch, which may be far below its capacity, or, in a
-    pipeline, with all microbatches that are in flight at a time."""
+    """Return the memory need of a window, computed from its largest microbatch or, in a pipeline, from all
+    microbatches in flight at a time. Both may be smaller than the capacity allows."""
     if memory.layout.pipelined:
         return memory.holding(jobs, held_rows(memory, program), program.recompute, scored_rows(program))
     tokens = 0.0
@@ -48,7 +48,7 @@ def window_need(memory: MemoryModel, jobs: Sequence[JobShape], program: Program)
 
 
 def scored_rows(program: Program) -> int:
-    """Return the most rows of any microbatch that go through the head."""
+    """Return the largest number of rows of a microbatch that go through the head."""
     return max(
         (
             sum(placed.supervised for segment in microbatch.segments for placed in segment.samples)
@@ -59,7 +59,7 @@ def scored_rows(program: Program) -> int:
 
 
 def held_rows(memory: MemoryModel, program: Program) -> list[float]:
-    """Return, for each worker of a replica, the most rows between their Forward and Backward at a time."""
+    """Return, for each worker of a replica, the largest number of rows that await their backward at once."""
     most = [0.0] * len(program.devices)
     for device, actions in enumerate(program.devices):
         held = 0
@@ -100,5 +100,5 @@ def fit_memory(peaks: Sequence[Peak], known: MemoryFit = UNFITTED) -> MemoryFit:
 
 
 def safer(first: MemoryFit, second: MemoryFit) -> MemoryFit:
-    """Return the larger of the two fits, factor by factor."""
+    """Return a fit with the larger of both values for each factor."""
     return MemoryFit(**{name: max(getattr(first, name), value) for name, value in asdict(second).items()})

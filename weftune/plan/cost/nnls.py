@@ -1,4 +1,4 @@
-"""Non-negative least squares: scipy's solver if it is installed, else our own."""
+"""Non-negative least squares by scipy's solver, or by `by_active_set` if scipy is not installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 SWEEPS = 10
-"""Iterations per column: a column enters once or twice, unless rounding makes it oscillate."""
+"""Maximum iterations per column, each of which becomes active once or twice unless rounding intervenes."""
 ENOUGH = 1e-12
 
 
@@ -22,11 +22,11 @@ def non_negative(matrix: Array, target: Array) -> Array:
 
 
 def by_active_set(matrix: Array, target: Array) -> Array:
-    """Solve by Lawson and Hanson's active-set method: the column that helps most enters, and columns that
-    would become negative leave.
+    """Solve by Lawson and Hanson's active-set method: add the column with the steepest descent to the active
+    set, and remove columns whose value would become negative.
 
-    Coordinate descent would be shorter, but takes thousands of rounds if columns are nearly collinear, such
-    as jobs and their parameters if all jobs have one size.
+    Coordinate descent would be shorter code, but needs thousands of iterations if columns are nearly
+    collinear, such as the counts of jobs and of parameters if all jobs have the same size.
     """
     sizes = np.linalg.norm(matrix, axis=0)
     columns = matrix / np.where(sizes > 0, sizes, 1.0)
@@ -41,7 +41,7 @@ def by_active_set(matrix: Array, target: Array) -> Array:
 
 
 def _solve_inside(columns: Array, target: Array, found: Array, inside: NDArray[np.bool_]) -> Array:
-    """Return the solution over the columns inside; columns that would become negative are moved outside."""
+    """Return the solution over the active columns. Deactivate columns that would become negative."""
     while True:
         best = np.zeros(len(found))
         best[inside] = np.linalg.lstsq(columns[:, inside], target, rcond=None)[0]

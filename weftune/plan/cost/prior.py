@@ -1,7 +1,7 @@
-"""Proportions of the time model's terms, counted from the shape of a base before anything is measured.
+"""Proportions of the time model's terms, computed from the shape of a base before anything is measured.
 
-Terms are counted by kind of layer: outside the layers (embedding), one layer, the head with the loss, and
-adapters, whose parameters already count all the layers that they touch.
+Terms are computed separately for the part outside the layers (embedding), one layer, the head with the loss,
+and adapters, whose parameter counts already cover all layers.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from weftune.plan.cost.estimate import ADAPTER_BACKWARD, ATTENTION_BACKWARD, bas
 from weftune.plan.cost.time import CostModel, Rate, Terms
 
 FIXED_ROWS = 16
-"""Fixed time of a pass, in rows that add as much time."""
+"""Fixed time of a pass, as the number of rows that take equally long."""
 SEGMENT_ROWS = 2
-"""Time that each job adds to a pass, in rows that add as much time."""
+"""Fixed time that each job adds to a pass, as the number of rows that take equally long."""
 ADAPTER_COST = 4.0
-"""Time of an adapter's operations relative to those of the base: its products are narrow."""
+"""Time per operation of an adapter relative to the base: the matrix products of adapters are narrow."""
 HEAD_PASSES = 2.0
-"""Forward passes that the head's forward counts for, since it also computes the gradient."""
+"""Time of the head's forward, in plain forwards: it also computes the gradient of its input."""
 
 
 @dataclass(frozen=True, slots=True)
 class KindTerms:
-    """Terms of one direction of a pass by kind of layer; `layer` is one of many."""
+    """Terms of a forward or of a backward, by part of the base; `layer` holds the terms of a single layer."""
 
     embedding: Terms
     layer: Terms
@@ -55,12 +55,12 @@ class Directions:
         )
 
     def times(self, factor: float) -> Directions:
-        """Return the same proportions scaled by `factor`."""
+        """Return the terms multiplied by `factor`."""
         return Directions(*(one.times(factor) for one in (self.forward, self.backward, self.evaluation)))
 
 
 def counted(shape: ModelShape) -> Directions:
-    """Return the terms in operations of the base, not in seconds: their scale is unknown."""
+    """Return the terms, counted in operations of the base because the seconds per operation are unknown."""
     layer = next(one for one in base_layers(shape, 0, apart=False) if one.kind == "layer")
     head = 2.0 * shape.vocabulary * shape.hidden
     return Directions(
@@ -77,7 +77,7 @@ def counted(shape: ModelShape) -> Directions:
 
 
 def arithmetic(shape: ModelShape) -> CostModel:
-    """Return a model that knows only proportions; the first measured passes determine its scale."""
+    """Return a time model with the right proportions only; the first measured passes determine its scale."""
     model = counted(shape).whole(shape.layers, "counted, without a profile of the device")
     return replace(model, measured=False)
 

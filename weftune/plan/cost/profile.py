@@ -1,7 +1,7 @@
-"""The measurements of `weftune doctor --profile` on a device, as a record and as a JSON file.
+"""The measurements of `weftune doctor --profile` on a device, as a data class and as a JSON file.
 
-Passes are measured over bases with few layers: the time of a layer is what one more layer adds. A profile is
-valid for one device, torch version, dtype and base shape; its file can be deleted at any time.
+Passes are measured on bases cut to a few layers: the time per layer is the time that one more layer adds. A
+profile is valid for one device, torch version, dtype and base shape; its file can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weftune.core.shapes import ModelShape
 from weftune.plan.cost.time import PassTime, PassWork, StateTime
 
 VERSION = 1
-"""Version of the file format and of the meaning of its numbers; other versions are not read."""
+"""Version of the file format and of the meaning of its numbers. Files with another version are ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class ProfileKey:
 
 @dataclass(frozen=True, slots=True)
 class LayeredPass:
-    """A pass measured over a base with `layers` layers, and the peak bytes that it held."""
+    """Measured time and peak memory of a pass over a base with `layers` layers."""
 
     layers: int
     time: PassTime
@@ -52,20 +52,20 @@ class LayeredPass:
 class Profile:
     key: ProfileKey
     model: str
-    """Name that the user gave the base, for display."""
+    """Name of the base as the user wrote it, for display."""
     passes: tuple[LayeredPass, ...]
     steps: tuple[StateTime, ...]
     seconds: float
     """Duration of the measurement, in seconds."""
     process_bytes: int = 0
-    """Bytes that a process held before anything of a base was loaded; 0 if unknown."""
+    """Bytes that a process held before the base was loaded; 0 if unknown."""
     first_worker_bytes: int = 0
-    """Bytes that the first of several workers held; 0 if unknown. Workers are forked, so library pages that
-    they have not touched do not count as theirs."""
+    """Bytes that the first of several workers held; 0 if unknown. Workers are forked, and library pages that
+    they have not touched are not counted."""
     worker_bytes: int = 0
-    """Bytes that each of the other workers held, which have no tokenizer."""
+    """Bytes that each worker after the first held, without a tokenizer."""
     first_seconds: float = 0.0
-    """Seconds that the first passes of a process took beyond later ones; 0 if that would be compilation."""
+    """Extra seconds of the first passes of a process; 0 if these seconds were spent on compilation."""
 
     def process_bytes_of(self, workers: int) -> int:
         """Return the bytes of the first of `workers` processes before a base is loaded; 0 if unknown."""
@@ -88,7 +88,7 @@ def key_of(shape: ModelShape, device: str, threads: int) -> ProfileKey:
 
 
 def digest(shape: ModelShape) -> str:
-    """Return a digest that is equal for bases whose passes take equal time; names of sites do not count."""
+    """Return a digest that is equal for bases of equal sizes, whatever the names of their sites."""
     widths = sorted(
         (site.in_features, site.out_features, *((site.experts, site.active) if site.experts else ()))
         for site in shape.sites
@@ -99,7 +99,7 @@ def digest(shape: ModelShape) -> str:
 
 
 def cpu_threads(neighbours: int = 1) -> int:
-    """Return the number of threads that torch will use in one of `neighbours` processes, without torch."""
+    """Return the number of threads that torch uses in one of `neighbours` processes on this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     return int(wanted) if wanted.isdecimal() and int(wanted) else max(1, cores // neighbours)
@@ -111,7 +111,7 @@ def file_of(folder: Path, key: ProfileKey) -> Path:
 
 
 def read_profile(path: Path, key: ProfileKey | None = None) -> Profile | None:
-    """Read a profile; None if the file is absent, damaged, of another version, or not of this `key`."""
+    """Read a profile. None if the file is absent, damaged, of another version, or has another key."""
     try:
         profile = _from_json(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -129,7 +129,7 @@ def find_profile(key: ProfileKey) -> Profile | None:
 
 
 def profile_here(shape: ModelShape, gpu: str | None = None, neighbours: int = 1) -> Profile | None:
-    """Return the profile of this GPU, or of one of `neighbours` processes on this CPU, without torch."""
+    """Return the cached profile of this GPU, or of one of `neighbours` processes on this CPU, or None."""
     return find_profile(key_of(shape, gpu, 0) if gpu else key_of(shape, "cpu", cpu_threads(neighbours)))
 
 
@@ -138,7 +138,7 @@ def to_json(profile: Profile) -> str:
 
 
 def check_place(path: Path) -> None:
-    """Raise OSError if no profile can be written there."""
+    """Raise OSError if no profile can be written to `path`."""
     if path.is_dir():
         raise IsADirectoryError(EISDIR, "Is a directory", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)

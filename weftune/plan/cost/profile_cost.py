@@ -1,7 +1,7 @@
-"""Conversion of a profile into the time model of the whole base and into factors of its memory.
+"""Conversion of a profile into the time model of the whole base and factors of its memory model.
 
-One fit over all measured passes separates the time outside the layers from the time per layer. An adapter's
-parameters already count all its layers, so its term is outside.
+One fit over all measured passes separates the time outside the layers from the time per layer. The parameter
+count of an adapter already covers all layers, so its term is not multiplied by their number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INSIDE = ("fixed", "token", "square", "sample", "segment")
 
 
 DOUBT = 1.0
-"""Expected deviation of a term from the counted proportions, relative to it."""
+"""Prior relative standard deviation of a term around the value that `prior.py` computes."""
 
 
 def directions(profile: Profile, shape: ModelShape) -> Directions:
@@ -81,7 +81,7 @@ def source_of(profile: Profile) -> str:
 
 
 def memory_of(profile: Profile, memory: MemoryModel) -> MemoryFit:
-    """Return factors of activations, logits and slack, fitted to the peaks of the training passes."""
+    """Return correction factors for activations, logits and slack, fitted to the peaks of training passes."""
     passes = [one for one in profile.passes if one.time.training and one.peak_bytes]
     if not passes:
         return memory.fit
@@ -99,6 +99,6 @@ def memory_of(profile: Profile, memory: MemoryModel) -> MemoryFit:
 
 
 def _held(one: LayeredPass, per_layer: float, memory: MemoryModel, slack: int) -> tuple[float, int, int]:
-    """Return the activations, logits and slack of a pass in bytes, as the memory model counts them."""
+    """Return the bytes of activations, logits and slack that the memory model predicts for a pass."""
     work = one.time.work
     return one.layers * work.tokens * per_layer, memory.head_bytes(work.supervised), slack

@@ -1,8 +1,8 @@
-"""The time model, refitted to the measurements of a run, starting from the model known before it.
+"""Fit of the time model to the measurements of a run, starting from the model known before the run.
 
-The fit first finds the level: how much slower or faster everything is than the known model. Then it fits the
-terms by non-negative least squares of relative errors, in which the known terms count like measurements: a
-few passes do not change them much.
+First, one factor is fitted by which everything is slower or faster than the known model, called the level.
+Then non-negative least squares of relative errors finds the terms. The known terms count like measurements,
+so that a few passes do not change them much.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from weftune.plan.cost.nnls import Array, non_negative
 from weftune.plan.cost.time import CostModel, PassTime, PassWork, Rate, StateTime, Terms, counts, terms_of
 
 REMEMBERED = 400
-"""Number of passes, and of Steps and of Saves, that the model is fitted to."""
+"""Number of the latest passes that the model is fitted to, and likewise of optimizer steps and of saves."""
 HALF_LIFE = 60
-"""Number of later passes after which a measurement counts half, since a machine's pace changes."""
+"""Number of later passes after which a measurement has half its weight, since a machine's speed changes."""
 NOISE = 0.1
 """Relative error of one measurement."""
 DOUBT = 0.25
-"""Expected deviation of a term from the known one, relative to it."""
+"""Prior relative standard deviation of a term around its known value."""
 GUESSED = 10.0
-"""Expected relative deviation of a term if nothing was known."""
+"""Prior relative standard deviation of a term without a known value."""
 FAINT = 0.02
-"""Share of a pass to which a term that was not known at all may grow, approximately."""
+"""Approximate share of a pass's time to which a term whose known value is 0 may grow."""
 CAUTION = 2.0
-"""Number of measurements after which the measured level is trusted half."""
+"""Number of measurements with which the measured level has half of its full weight."""
 REFITTED = ", refitted to this run"
 OUTLIER = 3.0
 """Multiple of the typical error above which errors count less."""
@@ -42,16 +42,16 @@ class Times:
     steps: list[StateTime] = field(default_factory=list)
     saves: list[StateTime] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
-    """Seconds per action of each window outside its passes, Steps and Saves."""
+    """Seconds per action of each window that were spent outside passes, optimizer steps and saves."""
 
     def forget(self) -> None:
-        """Drop measurements that are too old to be fitted to."""
+        """Drop all but the latest `REMEMBERED` measurements of each kind."""
         for kept in (self.passes, self.steps, self.saves, self.between):
             del kept[:-REMEMBERED]
 
 
 def refit(known: CostModel, times: Times) -> CostModel:
-    """Return `known` fitted to the measurements, or `known` itself without any."""
+    """Return `known` fitted to the measurements, or unchanged if there are none."""
     passes = [one for one in times.passes if one.settled]
     training = [one for one in passes if one.training]
     evaluations = [one for one in passes if not one.training]
@@ -74,7 +74,7 @@ def refit(known: CostModel, times: Times) -> CostModel:
 
 
 def _level(known: CostModel, passes: Sequence[PassTime], caution: float) -> float:
-    """Return how much longer passes take than the known model predicts; close to 1 for few passes."""
+    """Return the ratio of measured to predicted time, drawn towards 1 if there are few passes."""
     expected = [known.pass_seconds(p.work) if p.training else known.evaluation(p.work) for p in passes]
     logs = np.log([max(p.seconds, 1e-9) / at for p, at in zip(passes, expected, strict=True)])
     weights = _recent(len(passes))
@@ -108,10 +108,9 @@ def fit_rate(known: Rate, measured: Sequence[StateTime]) -> Rate:
 def fit_values(
     known: Array, units: Array, seconds: Array, weights: Array, doubt: float = DOUBT
 ) -> list[float]:
-    """Return values for the columns of `units` whose sums approximate `seconds` and that stay close to the
-    known ones.
+    """Return x ≥ 0 close to `known` such that `units` @ x approximates `seconds`.
 
-    Errors are relative, and outliers count less. `weights` are those of the measurements.
+    Errors are relative, and outliers count less. `weights` holds the weight of each measurement.
     """
     typical = np.maximum(np.median(units, axis=0), 1.0)
     doubts = np.maximum(doubt * known, FAINT * np.median(seconds) / typical)
@@ -128,6 +127,6 @@ def fit_values(
 
 
 def _recent(count: int) -> Array:
-    """Return weights of measurements, the newest last."""
+    """Return the weight of each of `count` measurements, the newest last: it decays with age."""
     ages = np.arange(count - 1, -1, -1)
     return np.asarray(0.5 ** (ages / HALF_LIFE))

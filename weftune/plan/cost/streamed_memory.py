@@ -1,8 +1,8 @@
-"""Bytes of activations and of adapter state, and the memory of a base whose stages take turns on its devices.
+"""Memory of activations, of adapter state, and of a streamed base, whose stages share device memory in turn.
 
-All layers are alike; norms and biases, which the shape does not list separately, are counted with embedding
-and head. If several workers stream a base, each holds what belongs to its own stages: layers, their adapters'
-state and their inputs.
+All layers are assumed equal; norms and biases, which the shape does not list separately, are counted with
+embedding and head. If several workers stream a base, each holds layers, adapter state and inputs of its own
+stages only.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from weftune.plan.program.layout import (
 from weftune.plan.program.program import NOTHING, Recompute
 
 ACTIVATION_FACTOR = 1.5
-"""Values kept per token over the summed widths of the sites: measured 1.1 to 1.4 on the tested families."""
+"""Activations kept per token, divided by the summed widths of all linears: 1.1 to 1.4 was measured."""
 FUSED_FACTOR = 0.92
 OUTPUTS_FACTOR = 0.64
-"""Values kept per token by fused layers, relative to the widths: counted 0.83 to 0.85, and 0.55 to 0.57 if
-outputs of norms and activations are recomputed. The rest covers temporaries of the backward."""
+"""Activations kept per token by fused layers that recompute outputs of norms and activation functions,
+divided by the widths of all linears: 0.55 to 0.57, and a margin for temporaries of the backward."""
 RECOMPUTED_FACTOR = 1.4
-"""Values per token of a recomputed layer during its backward, relative to its widths: everything that it
-keeps, and gradients."""
+"""Values per token of a recomputed layer during its backward, divided by the widths of its linears:
+all activations, and gradients."""
 ON_THE_WAY = 4
-"""Full microbatches whose activations or gradients a template stage may hold to be sent or used."""
+"""Number of full microbatches whose activations or gradients a stage may hold to be sent or used."""
 
 
 def token_bytes(
     part: ModelShape, layers: int, fused: bool, recompute: Recompute, jobs: Iterable[JobShape]
 ) -> int:
-    """Return the activation bytes per token in the layers of `part`; the whole base has `layers`."""
+    """Return the activation bytes per token in the layers of `part`. The whole base has `layers` layers."""
     widths = sum(site.widths for site in part.sites)
     factor, extra = ACTIVATION_FACTOR, 0.0
     if fused and not part.mixes:
@@ -56,27 +56,27 @@ def token_bytes(
 
 
 def state_bytes(jobs: Iterable[JobShape], bytes_per_value: int) -> int:
-    """Return the bytes of the jobs' adapter state: compute copy, master, gradient, two moments, and means."""
+    """Return the bytes of adapter state: compute copy, master, gradient, two moments, averaged weights."""
     master = max(4, bytes_per_value)
     return sum(job.trainable * (bytes_per_value + (4 + job.means) * master) for job in jobs)
 
 
 def matrix_bytes(shape: ModelShape, fused: bool) -> int:
-    """Return the bytes that quantised weights are dequantised into for one product at a time; fused layers
-    use one product for two sites that share their input."""
+    """Return the bytes of the largest dequantised matrix, of which there is one at a time. Fused layers join
+    the matrices of two linears that share their input."""
     return shape.matrix_bytes * (2 if fused else 1)
 
 
 @dataclass(frozen=True)
 class StreamedMemory:
-    """Memory of a base whose stages take turns, on one device or on those of several workers. On one device,
-    adapters stay or travel with their stage, and inputs of stages are kept or offloaded."""
+    """Memory of a streamed base, on one device or over several workers. On one device, adapters may be
+    streamed with their stage (`travels`), and inputs of stages may be offloaded to the host (`offloads`)."""
 
     shape: ModelShape
     jobs: tuple[JobShape, ...]
     fused: bool
     round_tokens: int
-    """Tokens of one round of all jobs. Each stage needs its input for all of them again."""
+    """Tokens of one round of all jobs. Each stage keeps its input of all these tokens for the backward."""
     max_tokens: int
     """Tokens of a full microbatch."""
     travels: bool
@@ -99,7 +99,7 @@ class StreamedMemory:
 
     @cached_property
     def copy_bytes(self) -> int:
-        """Bytes per layer of the adapter weights that passes read."""
+        """Bytes per layer of the adapters' compute copy, which passes read."""
         return self.layer_parameters * self.shape.bytes_per_value
 
     @cached_property
@@ -108,12 +108,12 @@ class StreamedMemory:
 
     @cached_property
     def present_bytes(self) -> int:
-        """Bytes of one layer while it is on the device."""
+        """Bytes of one layer on the device, with those of its adapters that are streamed with it."""
         return self.layer_bytes + (self.copy_bytes + self.gradient_bytes if self.travels else 0)
 
     @cached_property
     def state_bytes(self) -> int:
-        """Bytes of everything that training the adapters needs, wherever it is held."""
+        """Bytes of all adapter state, in device and host memory together."""
         return state_bytes(self.jobs, self.shape.bytes_per_value)
 
     @cached_property
@@ -127,24 +127,24 @@ class StreamedMemory:
 
     @cached_property
     def input_bytes(self) -> int:
-        """Bytes of the inputs of one stage in a round."""
+        """Bytes of one stage's inputs for a whole round."""
         return self.round_rows * self._row_bytes
 
     @cached_property
     def stage_input_bytes(self) -> int:
-        """Device bytes of inputs that each additional stage adds."""
+        """Device bytes that each additional stage needs for its inputs."""
         return 0 if self.offloads else self.input_bytes
 
     @cached_property
     def kept_bytes(self) -> int:
-        """Bytes per layer that a microbatch keeps between the recomputed forward and its backward."""
+        """Activation bytes per layer of one full microbatch, from the recomputed forward to the backward."""
         each = token_bytes(self.shape, self.shape.layers, self.fused, NOTHING, self.jobs)
         return math.ceil(self.max_tokens * each / self.shape.layers)
 
     @cached_property
     def moving_bytes(self) -> int:
-        """Bytes of rows that arrive, leave, or are buffered for captured passes, and of the inputs that do
-        not depend on the number of stages."""
+        """Bytes of activations in transfer or buffered for captured passes, and of the inputs whose number
+        does not depend on the number of stages."""
         if self.workers > 1:
             # In addition to what its stages keep, the output of one of them may still be in transit.
             return self.input_bytes + ON_THE_WAY * self.max_tokens * self._row_bytes
@@ -154,9 +154,8 @@ class StreamedMemory:
         return rows * self._row_bytes
 
     def weight_bytes(self, layers: int, worker: int, stages: int) -> int:
-        """Return the bytes of weights on a worker's device with so many layers present: of the layers, of
-        embedding and head where they are held, and of norms and biases, which may be on any worker. `stages`
-        counts those of all workers."""
+        """Return the bytes of weights on a worker's device: `layers` layers, embedding and head if the worker
+        has them, and norms and biases, which may be on any worker. `stages` counts those of all workers."""
         held = layers * self.layer_bytes + matrix_bytes(self.shape, self.fused)
         if self.workers == 1:
             return held + self.ends_bytes
@@ -167,7 +166,8 @@ class StreamedMemory:
         return held + beside + matrix * (1 if first and last and tied else first + last)
 
     def ring_bytes(self, largest: int) -> int:
-        """Return the bytes of the buffers for Steps of adapters that travel, given the largest stage."""
+        """Return the bytes of the buffers for optimizer steps of streamed adapters; `largest` counts layers
+        of the largest stage."""
         if not self.travels:
             return 0
         return ring_bytes(stage_parts(self.jobs, largest, self.shape.layers), self.shape.bytes_per_value)
@@ -175,8 +175,8 @@ class StreamedMemory:
     def parts(
         self, sizes: Sequence[int], resident: Sequence[bool], slots: int, worker: int, stages: int
     ) -> tuple[int, int, int]:
-        """Return the bytes of weights, of adapter state and of activations on a worker's device, for its own
-        stages of these `sizes`; `stages` counts those of all workers."""
+        """Return the bytes of weights, of adapter state and of activations on a worker's device. `sizes` are
+        the numbers of layers of its stages; `stages` is the number of stages over all workers."""
         passing = [size for size, stays in zip(sizes, resident, strict=True) if not stays]
         own, largest = sum(sizes), max(sizes)
         # Resident layers have memory of their own, streamed ones share the slots.
@@ -192,7 +192,7 @@ class StreamedMemory:
         )
 
     def host_bytes(self, streamed_layers: int, stages: int, staging: int | None) -> int:
-        """Return the host bytes of streamed layers or their staging, of adapter state, and of inputs."""
+        """Return the host bytes of streamed layers (or their staging buffers), adapter state and inputs."""
         layers = streamed_layers * self.layer_bytes if staging is None else staging
         inputs = offloaded_inputs(stages) * self.input_bytes if self.offloads else 0
         return layers + (self.state_bytes if self.travels else 0) + inputs

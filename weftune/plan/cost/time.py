@@ -1,7 +1,7 @@
-"""Time model of passes over the base, Steps and Saves: a sum of named terms, forward and backward separate.
+"""Time model of passes over the base, optimizer steps and saves: a sum of terms, separate for each direction.
 
-Terms are seconds per unit of an action's content. They come from a profile of the device, or from the
-arithmetic of the base, and are refitted to what a run measures (`refit.py`).
+A term is the seconds per counted unit, such as a token or a sample. Terms come from a profile of the device
+or from the shape of the base, and are refitted to the measurements of a run (`refit.py`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from weftune.plan.program.program import (
 )
 
 JobShapes = Mapping[str, JobShape]
-"""Name → shape of every attached job."""
+"""Maps the name of every attached job to its shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """seconds = fixed + per_token · tokens, both at least 0."""
+    """A linear time model: seconds = fixed + per_token · tokens, with coefficients of at least 0."""
 
     fixed: float
     per_token: float
@@ -43,18 +43,18 @@ class PassWork:
     tokens: int
     """Number of rows, padding included."""
     squares: int
-    """Sum of the squared lengths of its samples, to which the cost of attention is proportional."""
+    """Sum of squared sample lengths, to which the cost of attention is proportional."""
     samples: int
     supervised: int
     """Number of rows that go through the head."""
     adapted: int
-    """Adapter parameters that each row is multiplied by (widths times rank, over sites), summed over rows."""
+    """Number of adapter parameters that a row is multiplied by, summed over all rows."""
     segments: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Seconds of one direction of a pass, per unit of each count in `PassWork`; none is below 0."""
+    """Seconds of a forward or of a backward per unit of each count in `PassWork`, all at least 0."""
 
     fixed: float = 0.0
     token: float = 0.0
@@ -94,7 +94,7 @@ def counts(work: PassWork) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """Seconds per job and per parameter of Steps or Saves that are executed together."""
+    """Seconds per job and per parameter of optimizer steps, or of saves."""
 
     job: float = 0.0
     parameter: float = 0.0
@@ -118,7 +118,7 @@ class PassTime:
     backward: float
     training: bool
     settled: bool = True
-    """False if kernels were compiled or a graph was captured: its time does not predict the next."""
+    """False if kernels were compiled or a CUDA graph was captured, so that later passes are faster."""
 
     @property
     def tokens(self) -> int:
@@ -131,7 +131,7 @@ class PassTime:
 
 @dataclass(frozen=True, slots=True)
 class StateTime:
-    """Measured time of Steps that were executed together, or of one Save."""
+    """Measured time of one save, or of the optimizer steps of several jobs executed together."""
 
     jobs: int
     parameters: int
@@ -146,18 +146,18 @@ class CostModel:
     step: Rate = Rate()
     save: Rate = Rate()
     between: float = 0.0
-    """Host seconds per action that no other measurement covers."""
+    """Host seconds per action, outside measured passes, optimizer steps and saves."""
     source: str
     """Origin of the terms, for display."""
     measured: bool = True
-    """False while only the proportions of the terms are known, not their level."""
+    """False while only the proportions of the terms are known, not their absolute values."""
 
     def pass_seconds(self, work: PassWork) -> float:
-        """Return the seconds of forward and backward."""
+        """Return the seconds of a forward and a backward together."""
         return self.forward(work) + self.backward(work)
 
     def program_seconds(self, program: Program, shapes: JobShapes) -> float | None:
-        """Return the predicted time of a program, or None while nothing like it has been measured."""
+        """Return the predicted seconds of a program. None if only proportions of the terms are known."""
         if not self.measured:
             return None
         total, met = 0.0, met_by(shapes)
@@ -174,7 +174,7 @@ class CostModel:
         return total
 
     def alone_seconds(self, batches: Iterable[GlobalBatch], capacity: int, shapes: JobShapes) -> float | None:
-        """Return the seconds of the passes of these batches if every job packed its samples alone."""
+        """Return the seconds of all passes if every microbatch held samples of one job only."""
         if not self.measured:
             return None
         # Terms are linear, so they are applied once to the summed counts instead of to thousands of passes.
@@ -183,7 +183,7 @@ class CostModel:
         return sum(term * count for term, count in each)
 
     def times(self, factor: float) -> CostModel:
-        """Return the same proportions scaled by `factor`."""
+        """Return the model with the terms of passes multiplied by `factor`."""
         return replace(
             self,
             forward=self.forward.times(factor),
@@ -193,14 +193,14 @@ class CostModel:
 
 
 def met_by(shapes: JobShapes) -> dict[str, int]:
-    """Return a mapping of job → adapter parameters that a row is multiplied by."""
+    """Return, for each job, the number of adapter parameters that a row is multiplied by."""
     return {name: shape.met for name, shape in shapes.items()}
 
 
 def _alone(
     batches: Iterable[GlobalBatch], capacity: int, met: Mapping[str, int]
 ) -> Iterator[tuple[int, int, int, int, int, int, int]]:
-    """Yield the units of each term for every pass, if no two batches share a pass."""
+    """Yield the counted units of every pass if no two batches share a pass."""
     for batch in batches:
         lengths = [placed.length for placed in batch.samples]
         fits = sum(lengths) <= capacity
