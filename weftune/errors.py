@@ -1,7 +1,7 @@
-"""Every error a user can meet, as sentences.
+"""All exceptions that Weftune raises on purpose, with messages written as sentences.
 
-A user's mistake is a `UserError`: the command line prints its sentences and exits with code 2.
-Bugs are asserts; they are allowed to look like bugs.
+A mistake of the user is a `UserError`: the command line prints its sentences and exits with code 2. Bugs are
+asserts, which end in a traceback.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from dataclasses import dataclass, field
 
 
 class WeftuneError(Exception):
-    """Anything Weftune raises on purpose."""
+    """Base class of all exceptions that Weftune raises on purpose."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """One mistake of the user's: where it is, and a sentence that says what it is and how to correct it."""
+    """One mistake of the user: its location, and a sentence that says what is wrong and how to correct it."""
 
     location: str
     sentence: str
     line: int = field(default=0, compare=False, repr=False)
-    """Line of the file, to sort mistakes by; 0 if there is none."""
+    """Line number in the file, by which mistakes are sorted. 0 if the mistake belongs to no line."""
 
     def __str__(self) -> str:
         return f"{self.location}: {self.sentence}" if self.location else self.sentence
 
     def of_job(self, name: str) -> Mistake:
-        """Return the mistake with the name of its job."""
+        """Return the mistake with the job's name added to its location."""
         return Mistake(f"job {name}: {self.location}" if self.location else f"job {name}", self.sentence)
 
 
 class UserError(WeftuneError):
-    """One or more mistakes in what the user gave us."""
+    """One or more mistakes in the user's input."""
 
     def __init__(self, mistakes: str | Mistake | Iterable[Mistake]) -> None:
         if isinstance(mistakes, str):
@@ -44,7 +44,7 @@ class UserError(WeftuneError):
 
 
 class SpecError(UserError):
-    """The jobs file, or a spec made in Python, cannot be used as it stands."""
+    """The jobs file, or a spec created in Python, is invalid."""
 
 
 class DataError(UserError):
@@ -52,15 +52,15 @@ class DataError(UserError):
 
 
 class BaseModelError(UserError):
-    """The base model cannot be found, loaded or trusted to compute the right thing."""
+    """The base model cannot be found or loaded, or would not compute correct results."""
 
 
 class WeightsLost(BaseModelError):
-    """A file from which weights are read in every step has changed or disappeared; the run can be resumed."""
+    """A weight file that every optimizer step reads has changed or disappeared. The run can be resumed."""
 
 
 class OutputError(UserError):
-    """The output folder cannot be written to, or holds something else."""
+    """The output folder cannot be written to, or belongs to something else."""
 
 
 class AdapterError(UserError):
@@ -68,12 +68,12 @@ class AdapterError(UserError):
 
 
 class PlanError(UserError):
-    """No plan can serve these jobs on these devices; the sentence names the job and the number."""
+    """No plan exists for these jobs on these devices. The message names the job and the number at fault."""
 
 
 class HostTooSmall(PlanError):
-    """The device would do, but the memory of its host does not hold what a plan keeps there."""
+    """The device has enough memory, but the host does not have enough for the tensors kept there."""
 
 
 class MissingPackage(UserError):
-    """An optional package is needed; the sentence carries the command that installs it."""
+    """An optional package is missing. The message contains the command that installs it."""

@@ -1,4 +1,4 @@
-"""All banks of a base: attached to its sites, and bound to one microbatch around each pass."""
+"""The adapters of all attached jobs on one base, applied to the rows of one microbatch in each pass."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from weftune.ops.lora.rows import Rows, Seat
 from weftune.ops.site import GatheredRows
 
 SLOTS = 64
-"""Initial number of jobs that the kernels' tables have room for; it is doubled as needed."""
+"""Initial number of jobs for which the kernels' tables have room. It is doubled when it is exceeded."""
 
 
 @dataclass(slots=True)
 class AttachedJob:
-    """An attached job and its flat vectors: the weights that passes read, and the accumulated gradient."""
+    """An attached job and its flat vectors: its weights and its accumulated gradient."""
 
     adapter: JobAdapter
     layout: VectorLayout
@@ -45,29 +45,29 @@ class AttachedJob:
     weights: Tensor
     gradient: Tensor
     read: Parameters
-    """The parameters in `weights`, and the kind's constants, on the device."""
+    """The parameters in `weights` and the constants of the adapter's kind, on the device."""
     totals: Parameters
-    """The accumulators in `gradient`, on the device."""
+    """The gradient accumulators in `gradient`, on the device."""
     groups: tuple[SiteGroup | ExpertGroup, ...]
-    """Groups of sites that have the job's adapter."""
+    """Groups of sites to which the job's adapter is attached."""
     serial: int
-    """Number of the attachment. A job that is attached again has different memory."""
+    """Serial number of the attachment, which is new if a job is attached again, with different memory."""
     tiled: bool
-    """Whether the tiled route's kernels compute everything that the job's adapter does."""
+    """Whether the tiled kernels compute the job's whole adapter."""
     gathers: bool
-    """Whether a captured pass can apply its adapter to rows found by their indices (`PlainKind.gathers`)."""
+    """Whether a captured pass can apply the adapter to rows selected by index (`PlainKind.gathers`)."""
     tiled_linears: bool
-    """Whether the tiled route's kernels compute what the adapter does at linears."""
+    """Whether the tiled kernels compute the adapter's part at linears."""
     rows_before: Tensor | None
-    """Rows that the job puts before every sample, [rows, D]."""
+    """Virtual-token embeddings that the job inserts before every sample, [rows, D]."""
     prefix_sites: Mapping[int, str]
-    """Layer → the site with the keys and values that the job puts before every sample."""
+    """Maps each layer to the site whose parameters are the job's prefix keys and values."""
     tokens: TrainedTokens | None
-    """The job's own rows of the embedding."""
+    """The job's trained rows of the embedding."""
 
     @property
     def keys(self) -> int:
-        """Number of keys that the job puts before every sample."""
+        """Number of prefix keys that the job inserts before every sample in every layer."""
         return len(self.read[next(iter(self.prefix_sites.values())), KEYS]) if self.prefix_sites else 0
 
 
@@ -83,31 +83,31 @@ class Banks:
         tied: bool = False,
         tiled: bool = True,
     ) -> None:
-        """Attach to the modules of `sites`, the sites that are here; `whole_sites` are those of the whole
-        base, if it has more. `embedding` is the module where rows before a sample, and a job's own rows, are
-        inserted. It is None if the embedding is on another stage, or if no job has such rows. If it is `tied`
-        to the head, a job's own rows are used there, too. `tiled` says whether passes may take the tiled
-        route, for which adapters are laid out."""
+        """Replace the forwards of the modules of `sites`, the local sites; `whole_sites` are those of the
+        whole base, if it has more. `embedding` is the module that inserts virtual tokens and trained token
+        embeddings. It is None if it is on another stage, or if no job has such rows. If the embedding is
+        `tied` to the head, trained rows are used in the head, too. `tiled` says whether passes may use the
+        tiled kernels."""
         self.attached: dict[str, AttachedJob] = {}
         self.slots = SLOTS
         self.choices = choices_on(like.device)
         """Measured choices between kernels on this device."""
         self._attachments = 0
         self._free: list[int] = []
-        """A heap of the slots that detached jobs have freed, all below the slots that were never taken."""
+        """Heap of the slots freed by detached jobs, all lower than the slots that were never used."""
         self._like, self._embedding, self._tied, self._tiled = like, embedding, tied, tiled
         self._anchor = torch.zeros((), device=like.device, requires_grad=True)
         self._compiled: set[Hashable] = set()
         self._whole_sites = tuple(whole_sites or sites)
         self._divided = len(self._whole_sites) > len(sites)
         self._constants: dict[tuple[str, Hashable], Parameters] = {}
-        """(kind, key) → constants, kept while an attached job reads them."""
+        """Maps (kind, key) to constants, which are kept while an attached job reads them."""
         self._current = CurrentPass()
         self._groups = site_groups(modules, sites, groups, self._current)
         self._distinct = list({id(group): group for group in self._groups.values()}.values())
         self._experts = expert_groups(modules, sites, self._current)
         self._changed: list[nn.Module] = []
-        """Modules that have a forward of Weftune's."""
+        """Modules whose forward has been replaced."""
         grouped = {name for names in groups for name in names}
         for name, group in self._groups.items():
             if name not in grouped:
@@ -118,12 +118,12 @@ class Banks:
             self._change(embedding, self._embed)
 
     def _change(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
-        """Give a module a forward that is called with the module's own forward first."""
+        """Replace a module's forward by one that gets the original forward as its first argument."""
         module.forward = partial(forward, module.forward)
         self._changed.append(module)
 
     def restore_base(self) -> None:
-        """Restore every module's own forward, so that the base is as it was."""
+        """Restore the original forward of every module."""
         for module in self._changed:
             module.__dict__.pop("forward", None)
 
@@ -138,8 +138,8 @@ class Banks:
         read: Parameters | None = None,
         totals: Parameters | None = None,
     ) -> None:
-        """Give a job its slot. Passes read the flat vector `weights` and add to the flat `gradient`. If those
-        vectors are not on the device, `read` and `totals` are their parameters that are."""
+        """Attach a job to a slot. Passes read the flat vector `weights` and add to the flat `gradient`. If
+        these vectors are on the host, `read` and `totals` are the corresponding parameters on the device."""
         assert weights.dtype == self._like.dtype
         self._refuse_shared(adapter, layout, travels=read is not None)
         kind, spec, slot = kind_named(adapter.spec.kind), adapter.spec, self._free_slot()
@@ -194,7 +194,8 @@ class Banks:
         views: Parameters,
         totals: Parameters,
     ) -> list[list[TiledPart | None]] | None:
-        """Return the job's adapter in the tiled kernels' form at the sites of each group, or None."""
+        """Return the adapter at each site of each group for the tiled kernels, or None if it has another
+        form."""
         if not (self._tiled and kind.is_tiled(adapter.spec)):
             return None
         scratch: dict[Hashable, Tensor] = {}
@@ -207,7 +208,7 @@ class Banks:
         return None if shared else found
 
     def _linear_groups(self, kind: PlainKind, spec: Any) -> list[SiteGroup]:
-        """Return the groups to which an adapter attaches, each with a bank of its kind."""
+        """Return the groups to which an adapter attaches, and create missing banks of the kind."""
         adapted = {id(group) for site, group in self._groups.items() if kind.adapts(spec, site)}
         groups = [group for group in self._distinct if id(group) in adapted]
         for group in groups:
@@ -224,9 +225,9 @@ class Banks:
         return groups
 
     def _refuse_shared(self, adapter: JobAdapter, layout: VectorLayout, travels: bool) -> None:
-        """Refuse parameters shared by all sites if not all sites are here: their gradient is a sum over all
-        sites. Rows before a sample get their gradient at the embedding alone, and so do rows of the embedding
-        unless the head uses them, too."""
+        """Raise if parameters are shared by all sites but only some sites are local: their gradient is a sum
+        over all sites. Virtual tokens get their gradient at the embedding alone, and so do trained rows of
+        the embedding unless they are tied to the head."""
         names = {parameter.name for parameter in layout.parameters if parameter.site == SHARED}
         in_both = self._tied and any(parameter.name == TOKENS for parameter in layout.parameters)
         if not (self._divided or travels) or (not in_both and names <= {ROWS}):
@@ -275,18 +276,19 @@ class Banks:
     # -- passes ------------------------------------------------------------------------------------------
 
     def limits(self) -> tuple[object, ...]:
-        """Return what a captured pass depends on besides its rows: slots, ranks, and possible dropout."""
+        """Return what a captured pass depends on besides its rows: slots, ranks, and whether there is
+        dropout."""
         return self.slots, tuple(bank.limits() for bank in self._tiled_banks())
 
     def capturable(self, microbatch: Microbatch, gathers: bool = False) -> bool:
-        """Whether a captured pass can serve the microbatch. A pass is captured without knowing which jobs'
-        rows it will have, so kinds whose form the kernels do not take would be missing from it, except for
-        those whose rows it `gathers` by their indices."""
+        """Whether a captured pass can run the microbatch. A pass is captured before its jobs are known, so
+        every adapter must be in the form of the tiled kernels or, if `gathers`, apply to rows selected by
+        index."""
         found = self._segments(microbatch)
         return all(attached.tiled or (gathers and attached.gathers) for _, attached in found)
 
     def gathered(self, microbatch: Microbatch) -> list[tuple[Segment, AttachedJob]]:
-        """Return the jobs whose rows in the microbatch a captured pass has to gather, each with one run."""
+        """Return the jobs whose rows a captured pass selects by index, each with one segment of its rows."""
         found: dict[str, tuple[Segment, AttachedJob]] = {}
         for segment, attached in self._segments(microbatch):
             if not attached.tiled:
@@ -295,15 +297,15 @@ class Banks:
         return list(found.values())
 
     def _segments(self, microbatch: Microbatch) -> Iterator[tuple[Segment, AttachedJob]]:
-        """Yield the segments whose rows pass through an adapter, each with the job that has it."""
+        """Yield each segment whose rows pass through an adapter, with the attached job of that adapter."""
         for segment in microbatch.segments:
             if segment.through is not None and (attached := self.attached.get(segment.through)) is not None:
                 yield segment, attached
 
     def seats(self, microbatch: Microbatch) -> list[Seat]:
-        """Return the slots of the rows, as the tiled kernels need them: rows of a slot are contiguous. Every
-        pass calls this before it begins, so the kernels' tables are brought up to date here, in one copy no
-        matter how many jobs were attached and detached."""
+        """Return the slot of each range of rows, for the tiled kernels; the rows of a slot are contiguous.
+        Every pass calls this before it begins, so it also copies changed tables to the device, once for any
+        number of attached and detached jobs."""
         for bank in self._tiled_banks():
             bank.send_tables()
         seats: list[Seat] = []
@@ -324,8 +326,8 @@ class Banks:
         rows: Rows | None = None,
         gathered: Mapping[str, GatheredRows] | None = None,
     ) -> Iterator[None]:
-        """Apply the adapters of `microbatch` in every forward inside, also in recomputation. The rows of the
-        jobs in `gathered` are found by their indices, not by their segments."""
+        """Apply the adapters of `microbatch` in every forward within the context, also in recomputation. The
+        rows of the jobs in `gathered` are selected by index, not by segment."""
         current = self._current
         assert current.bound is None, "a pass is already bound"
         if route is Route.tiled and rows is None:
@@ -347,7 +349,7 @@ class Banks:
             current.bound = current.beside = current.owners = None
 
     def _compile_ahead(self, bound: Pass, launches: Hashable) -> None:
-        """Compile what the sites of a pass will launch, unless an earlier pass had the same `launches`."""
+        """Compile the kernels for the sites of a pass, unless an earlier pass had the same `launches`."""
         if launches in self._compiled or not self.choices.compiles:
             return
         self._compiled.add(launches)
@@ -355,12 +357,12 @@ class Banks:
         self.choices.compile_ahead(one for one in found if one is not None)
 
     def linear(self, site: str, adds_residual: bool = False) -> Callable[[Tensor, Tensor | None], Tensor]:
-        """Return (x_TK, residual_TN or None) → residual + the outputs of the group's sites, side by side."""
+        """Return a function (x_TK, residual_TN or None) that adds the group's outputs to the residual."""
         self._groups[site].adds_residual = adds_residual
         return self._groups[site].linear
 
     def _embed(self, plain: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-        """Compute the embedding, with adapters' rows before their samples and the rows of their tokens."""
+        """Compute the embedding with the virtual tokens and the trained token embeddings of the adapters."""
         h, bound = plain(tokens), self._current.bound
         if bound is None:
             return h
@@ -374,18 +376,18 @@ class Banks:
         return h
 
     def rows_in_head(self, segment: Segment) -> HeadRows | None:
-        """Return the rows that a segment's adapter puts in place of rows of the head, outside any pass."""
+        """Return the trained rows that replace rows of the tied head for a segment. Needs no bound pass."""
         attached = self.attached.get(segment.through or "")
         if not self._tied or attached is None or attached.tokens is None:
             return None
         return attached.tokens.in_head(self._anchor)
 
     def keys_before(self, microbatch: Microbatch) -> list[tuple[Segment, int]]:
-        """Return the segments whose jobs put keys and values before their samples, each with their number."""
+        """Return the segments whose jobs have prefix keys and values, each with the number of its keys."""
         return [(segment, attached.keys) for segment, attached in self._segments(microbatch) if attached.keys]
 
     def read_keys(self, layer: int) -> list[tuple[Tensor, Tensor]]:
-        """Return the keys and values of each of these segments in one layer, in the pass that is bound."""
+        """Return the prefix keys and values, in one layer, of each segment of the bound pass that has any."""
         bound = self._current.bound
         assert bound is not None, "keys before samples exist only in a bound pass"
         found = []

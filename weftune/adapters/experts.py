@@ -1,6 +1,6 @@
-"""A bank of LoRA's A and B for every expert of a layer.
+"""A bank of LoRA matrices A and B for every expert of a layer.
 
-Shapes: E experts, r ranks of one of them, K inputs, N outputs.
+Shapes: E experts, r rank of the adapter of one expert, K inputs, N outputs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weftune.ops.lora.table import Group, LowRank, SlotTable, bands_for
 from weftune.ops.lora.tiling import MIN_RANK
 
 LEAST_SEATS = 8
-"""Initial number of jobs that the kernels' tables have room for."""
+"""Initial number of jobs for which the kernels' tables have room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +40,19 @@ class _ExpertSeat:
 
 
 class ExpertBank:
-    """The adapters of all attached jobs at the experts of a layer: an A and a B for every expert."""
+    """The adapters of all attached jobs on the experts of a layer: one A and one B per expert and job."""
 
     def __init__(self, sites: Sequence[SiteShape]) -> None:
         self._sites = {site.name: site for site in sites}
         self._seats: dict[str, _ExpertSeat] = {}
         self._room, self._rank = LEAST_SEATS, MIN_RANK
         self._tables: dict[str, SlotTable] = {}
-        """Site → table, until a job is attached or detached."""
+        """Maps each site to its table. Emptied when a job is attached or detached."""
         self._numbers: dict[tuple[str | None, ...], Tensor] = {}
 
     def attach(self, adapter: JobAdapter, weights: Parameters, totals: Parameters) -> None:
-        """Attach a job; `weights` are what passes read, and `totals` the accumulators of its gradients. Jobs
-        with adapters at these experts are numbered separately."""
+        """Attach a job with its parameters and the accumulators of their gradients. Its number in the
+        kernels' tables counts only jobs with adapters on these experts."""
         taken = {seat.number for seat in self._seats.values()}
         number = next(number for number in range(len(taken) + 1) if number not in taken)
         self._seats[adapter.job] = _ExpertSeat(adapter, number, weights, totals)
@@ -69,11 +69,11 @@ class ExpertBank:
         self._tables, self._numbers = {}, {}
 
     def present(self, bound: Pass) -> bool:
-        """Whether any of its jobs has rows in the pass."""
+        """Whether a job of this bank has rows in the pass."""
         return any(segment.through in self._seats for segment in bound.microbatch.segments)
 
     def parts(self, site: str, bound: Pass) -> Iterator[ExpertPart]:
-        """Yield what its jobs add at a parameter of the experts; gradients of their weights are
+        """Yield each segment's adapter at one parameter of the experts; gradients of its weights are
         accumulated."""
         for segment in bound.microbatch.segments:
             seat = self._seats.get(segment.through or "")
@@ -86,7 +86,7 @@ class ExpertBank:
             yield ExpertPart(segment.start, segment.stop, a_ErK, b_ErN, seat.adapter.spec.scale_at(site))
 
     def numbers(self, jobs: tuple[str | None, ...], device: torch.device) -> Tensor:
-        """Return the index of each job's adapter there as int32, −1 for a job without one."""
+        """Return the index of each job's adapter in the kernels' tables as int32, −1 for jobs without one."""
         if jobs not in self._numbers:
             seats = [self._seats.get(job or "") for job in jobs]
             found = torch.tensor([-1 if seat is None else seat.number for seat in seats], dtype=torch.int32)
@@ -94,8 +94,8 @@ class ExpertBank:
         return self._numbers[jobs]
 
     def group(self, site: str, device: torch.device) -> Group | None:
-        """Return all adapters at a parameter of the experts as the tiled kernels find them: slot n · E + e is
-        the n-th at expert e. None if there are none."""
+        """Return all adapters at a parameter of the experts in the form of the tiled kernels: slot n · E + e
+        is adapter n at expert e. None if there are no adapters."""
         if not any((site, A) in seat.weights for seat in self._seats.values()):
             return None
         shape = self._sites[site]

@@ -1,4 +1,4 @@
-"""PEFT adapter folders of every kind: `adapter_config.json` and `adapter_model.safetensors`."""
+"""Reading and writing of PEFT adapter folders: `adapter_config.json` and `adapter_model.safetensors`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weftune.errors import AdapterError, MissingPackage
 
 
 def peft_config(name: str, base: str | None, **keys: Any) -> Any:
-    """Return a config of PEFT, whose own class of that name writes it, for an adapter of a language model."""
+    """Return an instance of PEFT's config class `name` for an adapter of a causal language model."""
     try:
         import peft
     except ImportError as error:
@@ -45,8 +45,8 @@ def write_folder(folder: Path, tensors: Mapping[str, Tensor], config: Any) -> No
 
 
 def read_tensors(folder: Path, whole: str | None = None) -> dict[str, Tensor]:
-    """Return all tensors of an adapter folder, after checking that their values are finite numbers, and
-    integers (int64) in the tensors whose names end in `whole`."""
+    """Return all tensors of an adapter folder. Raise AdapterError unless all values are finite floats, or
+    int64 in the tensors whose names end in `whole`."""
     path = folder / WEIGHTS
     if not path.exists():
         raise AdapterError(no_weights(folder))
@@ -64,17 +64,16 @@ def read_tensors(folder: Path, whole: str | None = None) -> dict[str, Tensor]:
 
 
 def is_transposed(targeted: Sequence[str], sites: Sequence[SiteShape]) -> bool:
-    """Whether the linears that are adapted hold their weights as [in, out]."""
+    """Whether the adapted linears store their weights as [in, out]."""
     adapted = set(targeted)
     return any(site.fan_in_fan_out for site in sites if site.name in adapted)
 
 
 def target_modules(spec: TargetSpec, targeted: Sequence[str], sites: Sequence[SiteShape]) -> str | list[str]:
-    """Return the user's own targets, with `all-linear` spelled out as the shortest equivalent list of names.
-    A regular expression is spelled out, too, if the base has experts, because PEFT would look for names of
-    experts and routers in it, or if only some layers are adapted, because PEFT chooses layers from lists
-    only. In a wrapper every module is named: anything shorter could also match modules of its vision
-    tower."""
+    """Return the user's targets, with `all-linear` replaced by the shortest equivalent list of names. A
+    regular expression is also replaced if the base has experts, because PEFT would match it against experts
+    and routers, or if only some layers are adapted, because PEFT selects layers only for lists. In a
+    multimodal wrapper every module is named: a shorter name could also match modules of its vision tower."""
     if any(in_wrapper(name) for name in targeted):
         return sorted(targeted)
     if not isinstance(spec.targets, str):
@@ -90,7 +89,7 @@ def target_modules(spec: TargetSpec, targeted: Sequence[str], sites: Sequence[Si
 
 
 def layers_to_transform(spec: TargetSpec, modules: str | Sequence[str]) -> list[int] | None:
-    """Return the layers that PEFT's config must name. None if the module names contain their layers."""
+    """Return PEFT's `layers_to_transform`. None if the module names already contain layer numbers."""
     if spec.layers is None or any(layer_of(name) is not None for name in modules):
         return None
     return sorted(layer_numbers(spec.layers))

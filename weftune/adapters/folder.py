@@ -1,4 +1,4 @@
-"""Reading of adapter folders of all kinds: PEFT's `adapter_config.json`, without PEFT or torch."""
+"""Reading of the `adapter_config.json` of PEFT adapter folders, without importing PEFT or torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weftune.errors import AdapterError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 JOB_FILE = "job.yaml"
-"""File that training writes into the folder before there is a config or weights."""
+"""Name of the file that training writes into the folder before it writes a config or weights."""
 PICKLE = "adapter_model.bin"
 
 CONVERT = (
@@ -27,7 +27,7 @@ CONVERT = (
 
 
 def no_weights(folder: Path) -> str:
-    """Return the message for a folder without safetensors. Pickles can run code, so none is opened."""
+    """Return the error message for a folder without safetensors. Pickles can run code and are not opened."""
     if not (folder / PICKLE).exists():
         return f"{folder} holds no {WEIGHTS}"
     command = f'python -c "{CONVERT}" {shlex.quote(str(folder))}'
@@ -59,8 +59,8 @@ def damage_told(folder: Path) -> Iterator[None]:
 
 
 def refuse_slow(folder: Path, spec: TargetSpec, names: Sequence[str] | None = None) -> None:
-    """Raise if a regular expression of an untrusted folder is invalid, or would take too long on the names of
-    these modules; without names, on names that bases have."""
+    """Raise if a regular expression of an untrusted folder is invalid, or too slow on these module names.
+    Without `names`, typical names are used."""
     for (*_, key), expression in spec.expressions().items():
         if slow := slow_sentence([expression], *(() if names is None else (names,))):
             shown = expression if key == "targets" else key
@@ -70,7 +70,7 @@ def refuse_slow(folder: Path, spec: TargetSpec, names: Sequence[str] | None = No
 
 
 def target_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the targets and layers of a spec from a PEFT config."""
+    """Return the `targets` and `layers` of an adapter spec from a PEFT config."""
     targets, layers = config["target_modules"] or (), config.get("layers_to_transform")
     if not isinstance(layers, list | int | None):
         raise TypeError(f"layers_to_transform is {type(layers).__name__}")
@@ -81,7 +81,7 @@ def target_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_folder_of_adapters(folder: Path) -> None:
-    """Raise for a folder that is no adapter folder but contains some, as `best` of a sweep does."""
+    """Raise if a folder is not an adapter folder but contains adapter folders, like `best` of a sweep."""
     if (folder / CONFIG).is_file() or (folder / JOB_FILE).is_file():
         return
     if found := sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}")):
@@ -92,7 +92,7 @@ def refuse_folder_of_adapters(folder: Path) -> None:
 
 
 def refuse_no_adapter(folder: Path) -> None:
-    """Raise if a folder is no complete adapter folder, as far as that shows without reading its weights."""
+    """Raise if a folder is not a complete adapter folder. The content of its weights is not read."""
     refuse_folder_of_adapters(folder)
     if (folder / JOB_FILE).is_file() and not (folder / CONFIG).is_file():
         raise AdapterError(f"The job in {folder} has not finished: there is no adapter in it yet.")

@@ -1,4 +1,4 @@
-"""The records that kinds of adapters, their banks and the sites exchange.
+"""The data classes that adapter kinds, their banks and the sites (adapted linears) exchange.
 
 Shapes: T rows, K inputs, N outputs of a site.
 """
@@ -25,65 +25,65 @@ from weftune.ops.lora.table import LowRank
 from weftune.ops.site import GatheredRows, RowScale, summed_product
 
 Parameters = Mapping[tuple[str, str], Tensor]
-"""(site, name) → tensor, as `VectorLayout.views` gives them; the site of shared parameters is SHARED."""
+"""Maps (site, name) to a tensor, as in `VectorLayout.views`. Shared parameters have the site SHARED."""
 
 WeightOf = Callable[[str], Tensor]
-"""A site's name → its frozen weight [N, K], wherever it is kept."""
+"""Function that returns the frozen weight [N, K] of a site by its name, wherever the weight is stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobAdapter:
-    """A job as its kind sees it: its adapter spec and the seed of its random numbers."""
+    """A job's adapter: its spec, the seed of its random numbers, and what else its kind needs."""
 
     job: str
     spec: Any
     seed: int
     steps: int = 0
-    """Number of steps of the whole run, for kinds that have phases."""
+    """Number of optimizer steps of the whole run, for kinds whose training has phases."""
     start_tokens: tuple[int, ...] = ()
-    """Tokens of the text that the virtual tokens start from, if the spec has one."""
+    """Tokens of the text from which virtual tokens are initialised. Empty if the spec has no such text."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewAdapter:
-    """A new adapter: the parameters to initialise, and what a kind may initialise them from."""
+    """A new adapter: the parameters to initialise, and the inputs for their initial values."""
 
     adapter: JobAdapter
     parameters: Parameters
-    """Parameters of all its sites, or of those that one stage has, on any device."""
+    """Parameters of all sites of the adapter, or of the sites of one stage, on any device."""
     drawn_on: torch.device | None = None
     """Device on which random numbers are drawn. None draws them on the device of the parameters."""
     frozen: WeightOf | None = None
-    """The base's weights at those sites, for kinds that start from them."""
+    """Function that returns the base's weight at a site, for kinds that are initialised from it."""
 
     @property
     def sites(self) -> list[str]:
         return list(dict.fromkeys(site for site, _ in self.parameters))
 
     def key(self, site: str, name: str) -> int:
-        """Return the key of a parameter's random numbers, from the job's seed and its site and name."""
+        """Return the random key of a parameter, from the job's seed, the site and the parameter's name."""
         return parameter_key(self.adapter.seed, site, name)
 
     def weight_at(self, site: str) -> Tensor:
-        """Return the base's own weight [N, K]."""
+        """Return the base's weight [N, K] at a site."""
         assert self.frozen is not None, "the weights of the base are not known"
         return self.frozen(site)
 
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """The base's own weights at a group of sites, stacked."""
+    """The base's weights and biases at a group of sites, stacked."""
 
     weight: Weight
     """[N, K]."""
     bias_N: Tensor | None
 
     def product(self, x_TK: Tensor) -> Tensor:
-        """Compute xWᵀ + b as a new tensor, never a view: the kinds add to it in place."""
+        """Compute xWᵀ + b as a new tensor, never a view, since the kinds add to it in place."""
         return frozen_product(x_TK, self.weight, self.bias_N)
 
     def summed(self, x_TK: Tensor) -> Tensor:
-        """Compute xWᵀ without the bias, in at least float32: the kinds add to it in place."""
+        """Compute xWᵀ without the bias, in at least float32. The kinds add to the result in place."""
         return summed_product(x_TK, self.weight)
 
     def part(self, low: int, high: int) -> Frozen:
@@ -93,7 +93,7 @@ class Frozen:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The pass in which a site is computed."""
+    """The current pass: its microbatch, and how sites compute it."""
 
     microbatch: Microbatch
     route: Route
@@ -101,26 +101,26 @@ class Pass:
     anchor: Tensor
     """A scalar that requires a gradient and never gets one; see `ops.lora.routes.Blocks`."""
     totals: Mapping[str, Parameters]
-    """Job → the accumulators of its gradients."""
+    """Maps each job to the accumulators of its gradients."""
     rows: Rows | None = None
-    """The assignment of rows to programs, for the tiled route."""
+    """The assignment of rows to the programs of the tiled kernels. None if the pass does not use them."""
     choices: Choices | None = None
     """Measured choices between kernels on this device."""
     gathered: Mapping[str, GatheredRows] = field(default_factory=dict)
-    """Job → its rows, for the jobs whose rows a captured pass finds by their indices, not by segments."""
+    """Maps jobs whose rows a captured pass selects by index, not by segment, to these rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class SiteParts:
-    """The changes that the jobs of one kind make at one site in one pass, each to its own rows: y = residual
-    + after(g_out ⊙ ((x ⊙ g_in)Wᵀ + what is added) + b); any part may be absent."""
+    """The changes by the jobs of one kind at one site in one pass, each to the job's rows: y = residual +
+    after(g_out ⊙ ((x ⊙ g_in)Wᵀ + added outputs) + b). Any part may be absent."""
 
     add: Callable[[Tensor, Tensor], Tensor] | None = None
-    """(x_TK, y_TN) → y with every job's part added; x is the site's own input, y may be overwritten."""
+    """Function (x_TK, y_TN) that returns y_TN plus every job's output for x_TK. May overwrite y_TN."""
     g_in: tuple[RowScale, ...] = ()
     g_out: tuple[RowScale, ...] = ()
     after: tuple[tuple[slice | GatheredRows, Callable[[Tensor], Tensor]], ...] = ()
-    """Pairs of a job's rows and a function y_LN → changed outputs of the linear there, including the bias."""
+    """Pairs of a job's rows and a function that returns changed outputs from their outputs y_LN."""
 
 
 class SiteBank:
@@ -129,39 +129,39 @@ class SiteBank:
     def __init__(self, sites: Sequence[SiteShape]) -> None:
         self._sites = {site.name: site for site in sites}
         self._attached: dict[str, tuple[JobAdapter, Any]] = {}
-        """Job → its adapter and its weights."""
+        """Maps each job to its adapter and its weights."""
 
     def attach(self, adapter: JobAdapter, weights: Parameters) -> None:
-        """Attach a job; `weights` are what passes read: trained parameters and the kind's constants."""
+        """Attach a job; `weights` are the trained parameters and the kind's constants that passes read."""
         self._attached[adapter.job] = adapter, weights
 
     def detach(self, job: str) -> None:
         del self._attached[job]
 
     def segments(self, bound: Pass) -> list[Segment]:
-        """Return the segments of its jobs in the pass."""
+        """Return the segments of the pass whose adapters are in this bank."""
         return [segment for segment in bound.microbatch.segments if segment.through in self._attached]
 
     def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
-        """Return its jobs' changes at one site, over whole tensors; `frozen` is the base's own part there."""
+        """Return the changes by this bank's jobs at one site, where the base has the weights `frozen`."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class TiledPart:
-    """A job's adapter at one site in the form that the tiled kernels take, LoRA with scales: y = g_out ⊙ ((x
-    ⊙ g_in)Wᵀ + scale · drop(x)AᵀB) + b. Parts may be absent."""
+    """A job's adapter at one site in the form of the tiled kernels, LoRA with scales: y = g_out ⊙ ((x ⊙
+    g_in)Wᵀ + scale · drop(x)AᵀB) + b. Parts may be absent."""
 
     low_rank: LowRank | None = None
     g_out: SiteScale | None = None
     g_in: SiteScale | None = None
     computed: ComputedPair | None = None
-    """Source from which A and B are computed, if the job does not train A and B themselves."""
+    """Inputs from which A and B are computed, for kinds that do not train A and B themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class SiteTensors:
-    """A job's tensors at one site, from which its kind makes a `TiledPart`."""
+    """A job's tensors at one site, from which its kind builds a `TiledPart`."""
 
     adapter: JobAdapter
     site: SiteShape
@@ -170,7 +170,7 @@ class SiteTensors:
     totals: Parameters
     """Accumulators of the gradients."""
     scratch: dict[Hashable, Tensor] = field(default_factory=dict)
-    """Tensors that all sites of the job share. Each is used only between two kernels of one site."""
+    """Buffers shared by all sites of the job. Each is used only between two kernels of one site."""
 
     def weight(self, name: str) -> Tensor:
         return self.weights[self.site.name, name]

@@ -1,4 +1,4 @@
-"""The kinds of adapter by name, and the spec class of each. No torch here."""
+"""The spec class of every adapter kind, by the kind's name. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weftune.adapters.target import TargetSpec
 from weftune.adapters.vera.spec import VeraSpec
 
 AdapterSpec = TargetSpec
-"""The spec of any adapter."""
+"""Base class of the specs of all adapter kinds."""
 
 KINDS: dict[str, type[AdapterSpec]] = {
     "lora": LoraSpec,
@@ -36,7 +36,7 @@ KINDS: dict[str, type[AdapterSpec]] = {
 
 @dataclass(frozen=True, slots=True)
 class BrokenKind:
-    """A kind from another package whose code fails when it is imported."""
+    """An adapter kind of another package that cannot be imported."""
 
     name: str
     package: str
@@ -56,12 +56,12 @@ class BrokenKind:
 
 
 BROKEN: dict[str, BrokenKind] = {}
-"""Name → kind that failed to import when all kinds were collected."""
+"""Maps the name of each kind that failed to import to its error."""
 
 
 def _gather_others() -> None:
-    """Add the kinds of other packages, each as its spec class. Weftune's own kinds keep their names, and a
-    package that fails does not affect the others."""
+    """Add the spec classes of other packages' kinds. They cannot replace Weftune's own kinds, and a package
+    that fails to import does not affect others."""
     for point in entry_points(group="weftune.kinds"):
         if point.name in KINDS:
             continue
@@ -84,7 +84,7 @@ _gather_others()
 
 
 def kind_in(config: Mapping[str, Any]) -> str | None:
-    """Return the kind of the adapter with this config, or None if the kind is unknown."""
+    """Return the name of the kind that an adapter config describes, or None if it is unknown."""
     if "weftune_kind" in config:
         own = config["weftune_kind"]
         return own if isinstance(own, str) and own in KINDS else None

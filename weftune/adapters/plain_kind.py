@@ -1,7 +1,7 @@
-"""The common part of all kinds: a new kind extends PlainKind.
+"""The base class of all adapter kinds: a new kind extends PlainKind.
 
-A kind defines the initial values of its parameters, what a job does to its rows, in plain torch and on every
-route, and how PEFT stores them.
+A kind defines the initial values of its parameters, their effect on a job's rows in plain torch, and their
+names and config in PEFT's files.
 
 Shapes: T rows, K inputs, N outputs of a site; L rows of one job.
 """
@@ -43,12 +43,12 @@ from weftune.ops.site import RowScale, with_rows
 
 PREFIX = "base_model.model."
 KIND, BASE = "weftune_kind", "base_model_name_or_path"
-"""Keys of the config of an adapter whose kind PEFT does not have, besides those of its spec."""
+"""Config keys, besides those of the spec, of an adapter whose kind PEFT does not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobAt:
-    """A job at one site in one pass: its rows, and its weights as autograd sees them."""
+    """A job at one site in one pass: its rows, and access to its weights with gradients."""
 
     adapter: JobAdapter
     site: SiteShape
@@ -57,30 +57,30 @@ class JobAt:
     weights: Parameters
     frozen: Frozen
     known: dict[tuple[str, str], Tensor]
-    """(site, name) → tensor that is computed once and kept."""
+    """Maps (site, name) to a cached tensor; see `once`."""
 
     def trained(self, name: str) -> Tensor:
-        """Return a parameter of this site; its gradient is accumulated."""
+        """Return a parameter of this site. Autograd accumulates its gradient."""
         return self._trained(self.site.name, name)
 
     def shared(self, name: str) -> Tensor:
-        """Return a parameter that all sites share; its gradient is accumulated."""
+        """Return a parameter that all sites share. Autograd accumulates its gradient."""
         return self._trained(SHARED, name)
 
     def untrained(self, name: str) -> Tensor:
-        """Return a parameter of this site as a plain tensor; only `add_gradient` gives it a gradient."""
+        """Return a parameter of this site without autograd. Its gradient is added with `add_gradient`."""
         return self.weights[self.site.name, name]
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
-        """Accumulate the gradient of a parameter of this site."""
+        """Add to the accumulated gradient of a parameter of this site."""
         self.bound.totals[self.adapter.job][self.site.name, name].add_(gradient)
 
     def constant(self, name: str) -> Tensor:
-        """Return one of the kind's constants."""
+        """Return a constant of the kind by its name."""
         return self.weights[SHARED, name]
 
     def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """Return what `make` computes from the frozen weight, once: the result is kept."""
+        """Return the result of `make`, computed once from the frozen weight of this site and then cached."""
         if (self.site.name, name) not in self.known:
             self.known[self.site.name, name] = make()
         return self.known[self.site.name, name]
@@ -90,7 +90,7 @@ class JobAt:
         return self.bound.training and self.adapter.spec.dropout > 0.0
 
     def dropped(self, x_LK: Tensor) -> Tensor:
-        """Apply the job's dropout to x, in training only."""
+        """Apply the job's dropout to x in training. Return x unchanged in evaluation."""
         probability = self.adapter.spec.dropout
         if not self.drops:
             return x_LK
@@ -109,13 +109,13 @@ class JobPart:
     """A job's changes to its rows: y = after(g_out ⊙ ((x ⊙ g_in)Wᵀ + add(x)) + b); any part may be absent."""
 
     add: Callable[[Tensor], Tensor] | None = None
-    """x_LK → what is added, [L, N]."""
+    """Function that returns from x_LK the values to add, [L, N]."""
     g_in_K: Tensor | None = None
     g_out_N: Tensor | None = None
     scales_bias: bool = False
-    """Whether g_out scales b, too."""
+    """Whether g_out also scales the bias b."""
     after: Callable[[Tensor], Tensor] | None = None
-    """y_LN → changed outputs."""
+    """Function that returns the changed outputs from y_LN."""
 
 
 class PlainBank(SiteBank):
@@ -150,30 +150,30 @@ class PlainBank(SiteBank):
 
 @dataclass(frozen=True, slots=True)
 class MergeAt:
-    """A site of the base into which a finished adapter is merged; all tensors are float64."""
+    """A site of the base into which a trained adapter is merged. All tensors are float64."""
 
     spec: Any
     site: SiteShape
     weight_NK: Tensor
     bias_N: Tensor | None
     own: Mapping[str, Tensor]
-    """Name → parameter of the adapter there, or constant of the kind."""
+    """Maps names to the adapter's parameters at this site and to the kind's constants."""
 
 
 class PlainKind:
     """A kind of adapter. The methods that a new kind has to define come first."""
 
     name: str
-    """Name of the kind in jobs: `kind` of its spec."""
+    """Name of the kind, as in the key `kind` of an adapter spec."""
 
     # -- what a kind defines -----------------------------------------------------------------------------
 
     def part(self, at: JobAt) -> JobPart:
-        """Return what a job does to its rows at a site that it adapts."""
+        """Return a job's changes to its rows at a site that it adapts."""
         raise NotImplementedError
 
     def start(self, new: NewAdapter) -> None:
-        """Fill the parameters of a new adapter."""
+        """Initialise the parameters of a new adapter."""
         raise NotImplementedError
 
     def merged(self, at: MergeAt) -> tuple[Tensor, Tensor | None]:
@@ -187,12 +187,12 @@ class PlainKind:
         return f"{PREFIX}{site}.{name}"
 
     def config(self, spec: Any, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
-        """Return PEFT's config of the adapter, or the values of one of Weftune's own."""
+        """Return the adapter's config: an object of PEFT, or a mapping if PEFT does not have the kind."""
         keys = {item.name: getattr(spec, item.name) for item in fields(spec)}
         return {KIND: keys.pop("kind"), BASE: base, **keys, "init_from": None}
 
     def read_spec(self, config: Mapping[str, Any]) -> Any:
-        """Return the spec that such a config describes."""
+        """Return the spec that an adapter config describes."""
         own = {key: value for key, value in config.items() if key not in (KIND, BASE)}
         lists = {key: tuple(value) for key, value in own.items() if isinstance(value, list)}
         return KINDS[config[KIND]](**{**own, **lists})
@@ -204,10 +204,10 @@ class PlainKind:
         return value
 
     names_beside: tuple[str, ...] = ()
-    """Names of the tensors of `beside`."""
+    """Names of the tensors that `beside` returns."""
 
     def beside(self, spec: Any, sites: Sequence[SiteShape]) -> Mapping[str, Tensor]:
-        """Return tensors that its files hold besides its parameters."""
+        """Return the tensors that adapter files of this kind hold besides the trained parameters."""
         return {}
 
     # -- common to all kinds -----------------------------------------------------------------------------
@@ -230,26 +230,26 @@ class PlainKind:
         return 1.0
 
     def adapts(self, spec: Any, site: str) -> bool:
-        """Whether the adapter changes what this site computes."""
+        """Whether the adapter changes the outputs of this site."""
         return bool(spec.targets_site(site))
 
     def rows_before(self, spec: Any) -> int:
-        """Return the number of rows of its own (virtual tokens) that the adapter puts before every sample in
-        the place of embeddings: the rows of its parameter ROWS, shared by all sites."""
+        """Return the number of virtual tokens that the adapter inserts before every sample. Their embeddings
+        are the rows of its parameter ROWS, which all sites share."""
         return int(spec.rows_before)
 
     def constants_key(self, spec: Any) -> Hashable | None:
-        """Return the key of the constants: jobs with equal keys share them. None if there are none."""
+        """Return the key of the constants, which jobs with equal keys share. None if there are none."""
         return None
 
     def constants(self, spec: Any, sites: Sequence[SiteShape], like: Tensor) -> Mapping[str, Tensor]:
-        """Return tensors, by name, that are read at all sites and are neither trained nor saved in a
-        checkpoint, in the dtype and on the device of `like`."""
+        """Return the kind's constants by name: tensors that all sites read and that are neither trained nor
+        saved, in the dtype and on the device of `like`."""
         return {}
 
     def before_step(self, adapter: JobAdapter, step: int, masters: Callable[[], Parameters]) -> None:
-        """Change the master weights, if necessary, before the job takes a step with the accumulated
-        gradients. For kinds with phases."""
+        """Change the master weights, if necessary, before an optimizer step of the job. Kinds whose training
+        has phases override this."""
 
     def bank(self, sites: Sequence[SiteShape]) -> SiteBank:
         return PlainBank(sites, self._part)
@@ -262,21 +262,21 @@ class PlainKind:
         raise AssertionError(f"a {self.name} adapter has no parameters at experts")
 
     def is_tiled(self, spec: Any) -> bool:
-        """Whether adapters of this spec have the form that the tiled kernels take. Others are computed from
-        the parts of their bank on every route."""
+        """Whether the tiled kernels can compute adapters of this spec. Other adapters are computed in plain
+        torch from `part`."""
         return False
 
     def tiled_part(self, at: SiteTensors) -> TiledPart | None:
-        """Return the adapter in that form at one site, or None if it has none there."""
+        """Return the adapter at one site as the tiled kernels' input, or None if the site is not adapted."""
         raise AssertionError(f"a {self.name} adapter is not tiled")
 
     def gathers(self, spec: Any) -> bool:
-        """Whether passes with such an adapter can be captured although it is not tiled: at linears it only
-        changes outputs, with an `ops.site.RowChange`."""
+        """Whether passes with adapters of this spec can be captured although they are not tiled: at linears
+        they only change outputs, with an `ops.site.RowChange`."""
         return False
 
     def initialise(self, new: NewAdapter, sites: Sequence[SiteShape]) -> None:
-        """Fill the parameters of a new adapter, from its job's seed or from its `init_from`; `sites` are
+        """Initialise the parameters of a new adapter from its job's seed or from its `init_from`; `sites` are
         those of the whole base."""
         if new.adapter.spec.init_from is None:
             self.start(new)
@@ -286,17 +286,17 @@ class PlainKind:
             value.copy_(found[site_and_name])
 
     def check_start(self, spec: Any, sites: Sequence[SiteShape]) -> None:
-        """Raise AdapterError if the folder in `init_from` cannot start an adapter at these sites."""
+        """Raise AdapterError if the folder in `init_from` cannot initialise an adapter on these sites."""
         if isinstance(spec.init_from, str):
             self.read_start(spec, sites)
 
     def read_start(self, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
-        """Return the parameters of the folder that a job starts from, which must be exactly the job's own."""
+        """Return the parameters in the folder `init_from`, which must be those of the job's adapter."""
         assert isinstance(spec.init_from, str), "the adapter of a job has a folder when it is read"
         return self.read(Path(spec.init_from), spec, sites)
 
     def read(self, folder: Path, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
-        """Return the parameters of an adapter folder, as a bank holds them."""
+        """Return the parameters in an adapter folder, in the shapes that a bank uses."""
         tensors = read_tensors(folder)
         own = {self.stored_name(one.site, one.name): one for one in self.layout(spec, sites).parameters}
         self.refuse_others(folder, spec, tensors.keys() - set(self.names_beside), own.keys())
@@ -312,7 +312,7 @@ class PlainKind:
         return found
 
     def refuse_others(self, folder: Path, spec: Any, found: Set[str], own: Set[str]) -> None:
-        """Raise if the folder does not have the weights that `spec` has on this base."""
+        """Raise if the tensor names `found` in the folder differ from the adapter's `own` names."""
         if not (odd := sorted(found ^ own)):
             return
         where = "only in the folder" if odd[0] in found else "not in the folder"
@@ -330,7 +330,7 @@ class PlainKind:
     def save(
         self, folder: Path, spec: Any, parameters: Parameters, sites: Sequence[SiteShape], base: str
     ) -> None:
-        """Write an adapter folder, PEFT's if PEFT has the kind."""
+        """Write an adapter folder, in PEFT's format if PEFT has the kind."""
         targeted = list(dict.fromkeys(site for site, _ in parameters))
         tensors = {
             self.stored_name(site, name): self.to_stored(spec, site, name, value)
@@ -340,15 +340,15 @@ class PlainKind:
         write_folder(folder, {**tensors, **self.beside(spec, sites)}, config)
 
     def portable(self, folder: Path, target: Path) -> int:
-        """Write the adapter of `folder` in a form with one rank and one alpha, with which servers that know
-        no other compute the same, and return that rank."""
+        """Write an equivalent of the adapter in `folder` with one rank and one alpha everywhere, for servers
+        that support nothing else. Return the rank."""
         remedy = "nor can it be merged into a model that they load"
         if KINDS[self.name].merges:
             remedy = "for a model that they load, run weftune export --merged"
         raise AdapterError(f"{folder} is a {self.name} adapter, which servers do not load; {remedy}")
 
     def merge(self, folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteShape]) -> None:
-        """Add the adapter of `folder` to the weights of the base's `modules`, by site."""
+        """Merge the adapter in `folder` into the weights of `modules`, the base's modules by site."""
         if not KINDS[self.name].merges:
             raise self._not_merged()
         spec = self.spec_of(folder)
@@ -368,7 +368,7 @@ class PlainKind:
                 merge_tokens(folder, path, spec.trained_tokens, value, modules)
 
     def spec_of(self, folder: Path) -> Any:
-        """Return the spec that the folder's config describes. The config is untrusted."""
+        """Return the spec from the folder's config, which is not trusted."""
         config = read_config(folder)
         with damage_told(folder):
             return self.read_spec(config)

@@ -1,4 +1,4 @@
-"""The registry of adapter kinds. A site never names a kind: it looks it up here."""
+"""The registry of adapter kinds, through which the rest of the package finds a kind by its name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weftune.errors import AdapterError, SpecError
 
 OURS = __name__.partition(".")[0]
 BY_NAME: dict[str, PlainKind] = {}
-"""Name → kind, for the kinds requested so far."""
+"""Maps names to kinds, for the kinds requested so far."""
 
 
 def kind_named(name: str) -> PlainKind:
@@ -41,8 +41,8 @@ _KNOWN_LAYOUTS: deque[tuple[Any, Sequence[SiteShape], VectorLayout]] = deque(max
 
 
 def layout_of(spec: Any, sites: Sequence[SiteShape]) -> VectorLayout:
-    """Return the layout of an adapter on these sites. Thousands of jobs may share one layout, which is
-    computed once: it has a record for each of hundreds of parameters."""
+    """Return the layout of an adapter's parameters on these sites. Recent layouts are cached: one has
+    hundreds of parameters, and thousands of jobs may share it."""
     for known_spec, known_sites, layout in tuple(_KNOWN_LAYOUTS):
         if known_sites is sites and known_spec == spec:
             return layout
@@ -52,7 +52,7 @@ def layout_of(spec: Any, sites: Sequence[SiteShape]) -> VectorLayout:
 
 
 def kind_of(folder: Path) -> PlainKind:
-    """Return the kind of the adapter in a PEFT folder."""
+    """Return the kind of the adapter in an adapter folder."""
     config = read_config(folder)
     if (name := kind_in(config)) is not None:
         return kind_named(name)

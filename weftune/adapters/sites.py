@@ -1,8 +1,8 @@
-"""Groups of sites with the adapters attached there, and what they compute in the pass that is bound.
+"""Groups of sites (adapted linears), the adapters attached to them, and their outputs in the current pass.
 
-A group of linears that share their input multiplies all rows by the frozen weights once, stacked, and the
-kinds with rows there change input and output. On the tiled route, kernels do all of this at once for every
-kind that has the form of LoRA with scales. Outside a bound pass the base's own forward runs.
+A group of linears with the same input multiplies all rows by the stacked frozen weights once, and the
+adapters change the inputs and outputs of their rows. On the tiled route, kernels do all of this at once for
+every kind that has the form of LoRA with scales. Outside a bound pass the base's own forward runs.
 
 Shapes: T rows, K inputs, N outputs of a site or a group.
 """
@@ -40,41 +40,41 @@ from weftune.ops.site import changed_rows, scaled_outputs, scaled_rows, with_row
 
 
 class CurrentPass:
-    """The pass that is bound, if any, for all groups of a base."""
+    """The currently bound pass, if any, shared by all groups of a base."""
 
     bound: Pass | None = None
     beside: Pass | None = None
-    """The pass with only the rows of jobs whose adapters at linears the kernels do not compute."""
+    """The pass with only the segments of jobs whose adapters the tiled kernels do not compute."""
     owners: tuple[Tensor, tuple[str | None, ...]] | None = None
-    """Index of each row's job, and the jobs, computed when the first layer of experts needs them."""
+    """Index of each row's job, and the jobs, computed when the first layer with experts needs them."""
 
 
 @dataclass(slots=True)
 class SiteGroup:
-    """Sites that share their input, with the adapters attached there."""
+    """Sites that share their input, with the adapters attached to them."""
 
     sites: tuple[SiteShape, ...]
     frozen: Frozen
     current: CurrentPass
     banks: dict[str, SiteBank] = field(default_factory=dict)
-    """Kind → bank."""
+    """Maps the name of each kind to its bank."""
     tiled: TiledBank | None = None
-    """Adapters of all kinds whose form the tiled kernels take. None until the first is attached."""
+    """Adapters that the tiled kernels compute, of all kinds. None until the first is attached."""
     adds_residual: bool = False
-    """Whether the group's linear is given a residual to add its outputs to."""
+    """Whether the caller of `linear` passes a residual to which the outputs are added."""
 
     def trial(self, bound: Pass) -> PlanTrial | None:
-        """Return the trial between kernels of the linear in a pass. None unless kernels compute all of it."""
+        """Return the timing trial of the linear's kernels. None unless kernels compute all of the linear."""
         return None if self.tiled is None else self.tiled.trial(self.frozen, self.adds_residual, bound)
 
     def forward(self, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Compute what the module of the only site computes, with adapters if a pass is bound."""
+        """Compute the module of the group's only site, with adapters if a pass is bound."""
         if self.current.bound is None or not self.banks:
             return plain(x)
         return self.linear(x.flatten(0, -2), None).view(*x.shape[:-1], -1)
 
     def linear(self, x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:
-        """Compute residual + the outputs of all sites, side by side."""
+        """Return residual + the concatenated outputs of all sites."""
         bound = self.current.bound
         if bound is not None and bound.route is Route.tiled:
             found = self._by_kernels(x_TK, residual_TN, bound)
@@ -96,8 +96,8 @@ class SiteGroup:
             low += site.out_features
 
     def _by_kernels(self, x_TK: Tensor, residual_TN: Tensor | None, bound: Pass) -> Tensor | None:
-        """Return what the kernels compute, with the outputs of other jobs' rows changed afterwards. None if
-        the adapter of such a job takes part in the product itself."""
+        """Return the outputs of the tiled kernels, with changes by other jobs' adapters applied afterwards.
+        None if one of those adapters changes more than the outputs of its rows."""
         beside = self.current.beside
         assert beside is not None
         banks = [bank for bank in self.banks.values() if bank.segments(beside)]
@@ -120,7 +120,7 @@ class SiteGroup:
         return changed_rows(self._kernel_output(x_TK, around_TN, bound), residual_TN, changes, bound.anchor)
 
     def _kernel_output(self, x_TK: Tensor, residual_TN: Tensor | None, bound: Pass) -> Tensor:
-        """Compute the outputs, with the tiled kernels if an adapter of the group is in their form."""
+        """Compute the outputs, with the tiled kernels if the group has adapters for them."""
         if self.tiled is not None:
             return self.tiled.linear(x_TK, self.frozen, residual_TN, bound)
         y_TN = self.frozen.product(x_TK)
@@ -128,7 +128,7 @@ class SiteGroup:
 
 
 def _site_output(frozen: Frozen, x_TK: Tensor, parts: Sequence[SiteParts]) -> Tensor:
-    """Compute after(g_out ⊙ ((x ⊙ g_in)Wᵀ + what the kinds add) + b); for several, in at least float32."""
+    """Compute after(g_out ⊙ ((x ⊙ g_in)Wᵀ + added outputs) + b); for several kinds, in at least float32."""
     g_in = [scale for part in parts for scale in part.g_in]
     g_out = [scale for part in parts for scale in part.g_out]
     alone = len(parts) <= 1 and not g_in and not g_out
@@ -146,7 +146,7 @@ def _site_output(frozen: Frozen, x_TK: Tensor, parts: Sequence[SiteParts]) -> Te
 
 @dataclass(slots=True)
 class ExpertGroup:
-    """The experts of a layer, with the adapters attached there."""
+    """The experts of a layer, with the adapters attached to them."""
 
     module: nn.Module
     sites: tuple[SiteShape, ...]
@@ -156,8 +156,8 @@ class ExpertGroup:
     def forward(
         self, plain: Callable[..., Tensor], x_TD: Tensor, chosen_Tk: Tensor, weights_Tk: Tensor
     ) -> Tensor:
-        """Run the experts' own forward, unless a job in the pass has adapters on them or kernels are
-        available that multiply all experts at once."""
+        """Compute the experts: with their own forward, or with adapters if a job in the pass has any here, or
+        with kernels that multiply all experts at once."""
         bound = self.current.bound
         banks = [] if bound is None else [bank for bank in self.banks.values() if bank.present(bound)]
         if bound is not None and bound.route is Route.tiled and len(banks) <= 1 and self._is_gated():
@@ -205,7 +205,7 @@ def _owners(microbatch: Microbatch, rows: int, device: torch.device) -> tuple[Te
 def expert_groups(
     modules: Mapping[str, nn.Module], sites: Sequence[SiteShape], current: CurrentPass
 ) -> dict[str, ExpertGroup]:
-    """Return the path of each layer's experts → their group."""
+    """Return a dict from the path of each layer's experts to their group."""
     mixed = groupby((site for site in sites if site.experts), key=lambda site: site.name.rpartition(".")[0])
     found = {path: tuple(own) for path, own in mixed}
     return {path: ExpertGroup(modules[own[0].name], own, current) for path, own in found.items()}
@@ -217,7 +217,7 @@ def site_groups(
     groups: Sequence[Sequence[str]],
     current: CurrentPass,
 ) -> dict[str, SiteGroup]:
-    """Return the name of each linear → its group: one of `groups`, or a group of its own."""
+    """Return a dict from the name of each linear to its group: one of `groups`, or the linear alone."""
     shapes = {site.name: site for site in sites if not site.experts}
     grouped = {name for names in groups for name in names}
     found: dict[str, SiteGroup] = {}
@@ -229,7 +229,7 @@ def site_groups(
 
 
 def _stack(modules: Sequence[nn.Module], fan_in_fan_out: bool) -> Frozen:
-    """Return the weights of the modules as one. Of several, each module keeps a view of the stack."""
+    """Return the weights of the modules, stacked. With several modules, each keeps a view of the stack."""
     biases = [cast(Tensor | None, module.bias) for module in modules]
     has_bias = {bias is not None for bias in biases}
     assert len(has_bias) == 1, "either all sites of a group have a bias or none"
@@ -243,7 +243,7 @@ def _stack(modules: Sequence[nn.Module], fan_in_fan_out: bool) -> Frozen:
 
 
 def _held_together(modules: Sequence[nn.Module]) -> FrozenWeight:
-    """Return the weights of modules of which some are not plain matrices, stacked."""
+    """Return the stacked weights of modules of which at least one is not a plain matrix."""
     outputs = [cast(int, module.out_features) for module in modules]
     weights: list[Weight] = [
         module.frozen_weight() if isinstance(module, HoldsWeight) else cast(Tensor, module.weight)
@@ -256,8 +256,8 @@ def _held_together(modules: Sequence[nn.Module]) -> FrozenWeight:
 
 
 def _lay_codes_together(modules: Sequence[nn.Module], name: str, dim: int) -> None:
-    """Make the modules' parameters of that name views of one tensor. Parameters that share their memory with
-    others, as streamed ones do, stay where they are."""
+    """Make the modules' parameters of this name views of one tensor. Parameters that share a storage with
+    others, as in a streamed base, stay where they are."""
     parts = [cast(Tensor, getattr(module, name)) for module in modules]
     alone = all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
     if len(parts) == 1 or not alone:
@@ -268,7 +268,7 @@ def _lay_codes_together(modules: Sequence[nn.Module], name: str, dim: int) -> No
 
 
 def _laid_together(modules: Sequence[nn.Module], name: str) -> Tensor:
-    """Return the modules' parameters of that name as one. If they have to be moved, each becomes a view."""
+    """Return the modules' parameters of this name as one tensor, of which each module then has a view."""
     parts = [cast(Tensor, getattr(module, name)) for module in modules]
     if len(parts) == 1:
         return parts[0]

@@ -1,5 +1,5 @@
-"""The sites to which an adapter attaches: the keys common to all kinds on linears of the base. No torch
-here."""
+"""The adapter keys that all kinds have in common, such as `targets` and `layers`. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from weftune.core.shapes import SiteShape, layer_of
 
 ALL_LINEAR = "all-linear"
 FEEDFORWARD = ("down_proj", "fc2", "mlp.c_proj", "dense_4h_to_h")
-"""Names of the last linear of the feed-forward in different families."""
+"""Names, in different model families, of the last linear of the feed-forward block."""
 Layers = str | int | tuple[int, ...]
-"""A layer number, several, or ranges such as `16-31`."""
+"""A layer number, several numbers, or ranges such as `16-31`."""
 MOST_LAYERS = 10_000
 ROWS = "rows"
-"""The parameter of adapters that put rows before a sample: [rows, hidden width]."""
+"""Name of the parameter with the embeddings of virtual tokens: [rows, hidden width]."""
 KEYS, VALUES = "prefix_keys", "prefix_values"
-"""The parameters of adapters that put keys and values before a sample: [rows, width of all heads]."""
+"""Names of the parameters with prefix keys and values: [rows, width of all heads]."""
 
 TOKENS = "token_rows_nD"
-"""Parameter of the embeddings themselves, not their difference from the base's. Its site is the embedding."""
+"""Name of the parameter with trained token embeddings (not differences). Its site is the embedding."""
 STORED_TOKENS = "token_adapter.trainable_tokens_delta"
-"""PEFT's name for this parameter, after the path of the embedding."""
+"""PEFT's name of the parameter TOKENS, which follows the path of the embedding."""
 EMBEDDINGS = {"layers": "embed_tokens", "h": "wte"}
-"""Name of the list of layers → name of the embedding beside it, as families call them."""
+"""Maps a family's name of the list of layers to its name of the embedding in the same module."""
 
 
 @dataclass(frozen=True, slots=True)
 class FromJob:
-    """The finished adapter of another job, for which this job waits."""
+    """The finished adapter of another job, from which a job is initialised and for which it waits."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
@@ -41,39 +41,39 @@ class FromJob:
 
 
 def source_of(adapter: TargetSpec) -> str:
-    """Return the job that a spec's `init_from` names. Empty if it names a folder, or nothing."""
+    """Return the job that a spec's `init_from` names, or "" if it names a folder or is None."""
     return adapter.init_from.job if isinstance(adapter.init_from, FromJob) else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetSpec:
-    """The linears that an adapter changes, and what it starts from. The spec of every kind extends it."""
+    """The target modules of an adapter and its initial weights. Base class of the specs of all kinds."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     implementation: ClassVar[str]
-    """`package.module:Class` of the Kind, imported only when a job is trained, because it needs torch."""
+    """`package.module:Class` of the kind. It is imported only for training, because it needs torch."""
     peft_type: ClassVar[str | None] = None
     """PEFT's name for the kind. None if PEFT does not have it."""
     merges: ClassVar[bool] = True
-    """Whether it can be merged into the weights of a base."""
+    """Whether adapters of the kind can be merged into the weights of a base."""
     dense: ClassVar[bool] = False
-    """Whether it has at least as many parameters as its targets have weights."""
+    """Whether an adapter has at least as many parameters as its target modules have weights."""
     served: ClassVar[bool] = False
-    """Whether vLLM loads the files that it is saved as."""
+    """Whether vLLM loads the adapter files of the kind."""
     unused: ClassVar[frozenset[str]] = frozenset()
-    """The keys of this class that have no meaning for the kind."""
+    """Keys of this class that have no meaning for the kind."""
 
     kind: str
     targets: str | tuple[str, ...] = ALL_LINEAR
     """`all-linear`, a regular expression that must match a whole module path, or a list of path endings."""
     layers: Layers | None = None
-    """The layers that are adapted, counted from 0. None adapts all layers."""
+    """Adapted layers, counted from 0. None adapts all layers."""
     init_from: str | FromJob | None = None
-    """A PEFT adapter folder to start from, or a job of the same run whose adapter is waited for."""
+    """PEFT adapter folder with the initial weights, or a job of the same run whose adapter provides them."""
 
     def targets_site(self, name: str) -> bool:
-        """Whether PEFT would put an adapter on the module `name` (the output layer is not a site)."""
+        """Whether PEFT would adapt the module `name`. The output layer is not a site."""
         if self.layers is not None and layer_of(name) not in layer_numbers(self.layers):
             return False
         if isinstance(self.targets, str):
@@ -81,92 +81,92 @@ class TargetSpec:
         return any(ends_with(name, target) for target in self.targets)
 
     def expressions(self) -> dict[tuple[str, ...], str]:
-        """Return the regular expressions that must match whole module paths, by the key of each."""
+        """Return the spec's regular expressions by key. Each must match a whole module path."""
         is_one = isinstance(self.targets, str) and self.targets.lower() != ALL_LINEAR
         return {("targets",): str(self.targets)} if is_one else {}
 
     def adapts(self, site: SiteShape) -> bool:
-        """Whether the adapter has parameters at the site; at experts only if its kind overrides this."""
+        """Whether the adapter has parameters at the site. Kinds that support experts override this."""
         return not site.experts and self.targets_site(site.name)
 
     def shapes_at(self, site: SiteShape) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of its parameters at a site that it adapts, by name."""
+        """Return the shapes, by name, of the adapter's parameters at a site that it adapts."""
         raise NotImplementedError
 
     def parameters_at(self, site: SiteShape) -> int:
-        """Return the number of values that it trains at the site."""
+        """Return the number of trained values at the site."""
         return sum(map(math.prod, self.shapes_at(site).values()))
 
     @property
     def rows_before(self) -> int:
-        """Number of rows of its own that it puts before every sample, in the place of embeddings."""
+        """Number of virtual tokens that the adapter inserts before every sample."""
         return 0
 
     @property
     def keys_before(self) -> int:
-        """Number of keys and values of its own that every layer sees before a sample."""
+        """Number of prefix keys and values that the adapter inserts before every sample in every layer."""
         return 0
 
     @property
     def positions_before(self) -> int:
-        """Number of positions of the base's context that it takes before every sample."""
+        """Number of positions of the base's context that the adapter uses before every sample."""
         return self.rows_before + self.keys_before
 
     @property
     def starts_as_base(self) -> bool:
-        """Whether the base with a new adapter computes what the base alone computes."""
+        """Whether a new adapter leaves the outputs of the base unchanged."""
         return not self.positions_before and self.init_from is None
 
     @property
     def start_text(self) -> str:
-        """The text whose embeddings its virtual tokens start from. Empty if there is none."""
+        """Text whose embeddings initialise the virtual tokens. Empty if they are initialised otherwise."""
         return ""
 
     @property
     def trained_tokens(self) -> tuple[int, ...]:
-        """Tokens whose embeddings it trains; if these are tied, also their rows of the output layer."""
+        """Tokens whose embeddings are trained, with their rows of the output layer if it is tied."""
         return ()
 
     def shapes_outside(self, sites: Sequence[SiteShape]) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of its parameters outside the sites of a base, or stage, with these sites."""
+        """Return the shapes of the parameters that belong to none of these sites of a base or stage."""
         return {}
 
     def shapes_in_embedding(self, sites: Sequence[SiteShape]) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        """Return its parameters in the place of rows of the embedding: path of that → name → shape."""
+        """Return the shapes of parameters that replace rows of the embedding, by its path and their name."""
         path, first = embedding_path(sites), _first_layer(sites)
         if not self.trained_tokens or path is None or first is None:
             return {}
         return {path: {TOKENS: (len(self.trained_tokens), first.in_features)}}
 
     def counts(self, sites: Sequence[SiteShape]) -> Iterator[tuple[str, int]]:
-        """Yield (site, number of values trained there). The name is empty for values outside the sites."""
+        """Yield (site, number of trained values). The name is empty for values that belong to no site."""
         yield "", sum(map(math.prod, self.shapes_outside(sites).values()))
         for path, shapes in self.shapes_in_embedding(sites).items():
             yield path, sum(map(math.prod, shapes.values()))
         yield from ((site.name, self.parameters_at(site)) for site in sites if self.adapts(site))
 
     def scales_outputs(self, site: SiteShape) -> bool:
-        """Whether the adapter scales what the base computes at a site that it adapts."""
+        """Whether the adapter scales the base's outputs at a site that it adapts."""
         return False
 
     def scaled_outputs(self, sites: Sequence[SiteShape]) -> int:
-        """Return the number of the base's outputs that are kept for the gradients of such scales: those of
-        all neighbouring sites that may be multiplied at once."""
+        """Return the number of the base's outputs per token that are kept for the gradients of output scales:
+        those of all linears that may be multiplied together with a scaled one."""
         beside = {_beside(site) for site in sites if self.adapts(site) and self.scales_outputs(site)}
         return sum(site.out_features for site in sites if _beside(site) in beside)
 
     def rank_at(self, name: str) -> int:
-        """Return the width of its product beside the frozen one, or 0. Its time is estimated from this."""
+        """Return the rank of the adapter at a linear, or 0. The time of the adapter is estimated from it."""
         return 0
 
 
 def _beside(site: SiteShape) -> tuple[str, int]:
-    """Return a key that is equal for sites of one module that may share their input."""
+    """Return a key that is equal for sites of one parent module that may share their input."""
     return site.name.rpartition(".")[0], site.in_features
 
 
 def ends_with(name: str, ending: str) -> bool:
-    """Whether a module path ends in these names."""
+    """Whether a module path ends in this sequence of names."""
     return name == ending or name.endswith(f".{ending}")
 
 
@@ -192,7 +192,7 @@ def layer_numbers(layers: Layers) -> frozenset[int]:
 
 
 def embedding_path(sites: Sequence[SiteShape]) -> str | None:
-    """Return the path of the embedding in a base with these sites. None if they lack its first layer."""
+    """Return the path of the embedding in a base with these sites. None if layer 0 is not among them."""
     first = _first_layer(sites)
     if first is None:
         return None
@@ -202,5 +202,5 @@ def embedding_path(sites: Sequence[SiteShape]) -> str | None:
 
 
 def _first_layer(sites: Sequence[SiteShape]) -> SiteShape | None:
-    """Return the first site of the first layer, which is as wide as the embeddings that go into it."""
+    """Return the first site of layer 0, whose input is as wide as the embedding."""
     return next((site for site in sites if layer_of(site.name) == 0), None)

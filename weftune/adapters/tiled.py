@@ -1,6 +1,6 @@
-"""The adapters, by slot, of all kinds whose form is LoRA with scales, which the tiled kernels compute.
+"""The adapters that the tiled kernels compute, by slot: all kinds that have the form of LoRA with scales.
 
-Shapes: T rows, K inputs, N outputs, r ranks of a job.
+Shapes: T rows, K inputs, N outputs, r rank of a job.
 """
 
 from __future__ import annotations
@@ -23,27 +23,26 @@ from weftune.ops.lora.tiling import DIRECT_RANKS, MIN_RANK
 
 
 class TiledBank:
-    """All attached adapters that the tiled kernels compute at a group of sites that share their input. The
-    kernels read the owner of each row from `Pass.rows`, so that a captured pass serves any jobs."""
+    """All attached adapters that the tiled kernels compute at a group of sites with the same input. The
+    kernels read the job of each row from `Pass.rows`, so that a captured pass works for any jobs."""
 
     def __init__(self, sites: Sequence[SiteShape], slots: int) -> None:
         self.sites = tuple(sites)
         self._slots = slots
         self._parts: dict[str, tuple[int, Sequence[TiledPart | None]]] = {}
-        """Job → its slot and its part at every site, kept alive here, since tables hold addresses."""
+        """Maps each job to its slot and its parts, whose tensors stay alive: tables hold addresses."""
         self._tables: Group | None = None
-        """The tables that the kernels read. Each is created for the first job that needs it."""
-        """Views of the table of A and B on the host."""
+        """The tables that the kernels read. None until a job needs them."""
         self._unsent = False
         self._rank, self._large_rank, self._drops = MIN_RANK, MIN_RANK, False
         self._scales_out = self._scales_in = self._lengths = self._computes = False
         self._large: set[str] = set()
-        """Jobs that have more ranks than a fused product takes by itself."""
+        """Jobs whose rank is larger than DIRECT_RANKS, the limit of a single fused product."""
         stops = list(accumulate(site.out_features for site in sites))
         self._columns = tuple(zip([0, *stops[:-1]], stops, strict=True))
 
     def attach(self, job: str, slot: int, parts: Sequence[TiledPart | None]) -> None:
-        """Attach a job with one part for every site, None where it has no adapter."""
+        """Attach a job with one part per site, None for a site without an adapter."""
         self._parts[job] = slot, parts
         self._grow(job, parts)
         self._change(slot, parts)
@@ -54,8 +53,8 @@ class TiledBank:
         self._change(slot, [None] * len(self.sites))
 
     def _grow(self, job: str, parts: Sequence[TiledPart | None]) -> None:
-        """Raise the limits to include a job. Limits only grow, so that a job that is detached does not change
-        what a captured graph was made for. But large ranks count only while a job with them is attached:
+        """Raise the limits to include a job. Limits only grow, so that detaching a job does not invalidate a
+        captured graph. The exception are large ranks, which count only while a job with one is attached:
         there are then two limits, and graphs of both are kept."""
         before = self._bands, self._has
         largest = max((part.low_rank.rank for part in parts if part and part.low_rank), default=1)
@@ -76,7 +75,7 @@ class TiledBank:
 
     @property
     def _limit(self) -> int:
-        """Upper limit of the ranks of all attached jobs."""
+        """Upper limit of the rank of all attached jobs."""
         return max(self._rank, self._large_rank) if self._large else self._rank
 
     @property
@@ -85,21 +84,21 @@ class TiledBank:
 
     @property
     def _has(self) -> tuple[bool, ...]:
-        """Flags of the tables that exist besides that of A and B."""
+        """Flags that say which tables exist besides that of A and B."""
         return self._scales_out, self._scales_in, self._lengths, self._computes
 
     def resize(self, slots: int) -> None:
-        """Allow slots to be numbered up to `slots`."""
+        """Set the number of slots. The tables are rebuilt."""
         self._slots, self._tables = slots, None
 
     def send_tables(self) -> None:
-        """Copy the tables to the device if jobs were attached or detached since the last pass."""
+        """Copy the tables to the device if jobs were attached or detached since the last copy."""
         if self._tables is not None and self._unsent:
             _send(self._tables)
             self._unsent = False
 
     def _change(self, slot: int, parts: Sequence[TiledPart | None]) -> None:
-        """Write a slot to the tables on the host: many jobs may be attached and detached before a pass."""
+        """Write a slot to the tables on the host only: many jobs may change before the next pass."""
         if self._tables is not None:
             self._put(self._tables, slot, parts)
             self._tables = replace(self._tables, rank=self._limit, drops=self._drops)
@@ -115,11 +114,11 @@ class TiledBank:
             put_computed(tables.computed, slot, [part.computed if part else None for part in parts])
 
     def limits(self) -> tuple[object, ...]:
-        """Return what kernels are compiled and launched for: equal limits mean equal launches."""
+        """Return the values for which kernels are compiled and launched: equal limits mean equal launches."""
         return self._limit, self._bands, self._drops, self._has
 
     def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
-        """Compute the frozen product of all sites side by side, with every job's part."""
+        """Compute the frozen products of all sites, concatenated, with every job's adapter."""
         assert bound.rows is not None, "the rows have no slots"
         return lora_linear(
             x_TK,
@@ -134,7 +133,7 @@ class TiledBank:
         )
 
     def trial(self, frozen: Frozen, residual: bool, bound: Pass) -> PlanTrial | None:
-        """Return the trial that `linear` will need, or None: its kernels can be compiled ahead."""
+        """Return the timing trial of `linear`, for compilation ahead of time. None if no trial is needed."""
         weight = frozen.weight
         if bound.rows is None or (isinstance(weight, Tensor) and weight.dim() != 2):
             return None

@@ -1,6 +1,6 @@
-"""Rows of a job's own among embeddings: rows before every sample, and trained embeddings of single tokens.
+"""A job's trained embeddings: virtual tokens before every sample, and embeddings of single tokens.
 
-Shapes: T rows of a microbatch, L of them the job's, D hidden width, n trained tokens, V vocabulary.
+Shapes: T rows of a microbatch, of which L belong to the job; D hidden width; n trained tokens; V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from weftune.ops.accumulate import accumulated
 
 @dataclass(frozen=True, slots=True)
 class TrainedTokens:
-    """A job's own rows of the embedding, and the accumulator of their gradient."""
+    """A job's trained rows of the embedding, and the accumulator of their gradient."""
 
     ids_n: Tensor
     rows_nD: Tensor
     total_nD: Tensor
 
     def in_head(self, anchor: Tensor) -> HeadRows:
-        """Return the rows as the head uses them if it is tied to the embedding."""
+        """Return the rows for a head that is tied to the embedding."""
         return HeadRows(self.ids_n, accumulated(self.rows_nD, self.total_nD, anchor))
 
     def embedded(
         self, h: Tensor, microbatch: Microbatch, segment: Segment, embedding: nn.Module, anchor: Tensor
     ) -> Tensor:
-        """Return h with the job's rows wherever one of its tokens stands. As in the embedding itself, the
-        padding token gets no gradient."""
+        """Return h with the job's trained rows at the positions of its trained tokens. As in the embedding
+        itself, the padding token gets no gradient."""
         tokens_L = microbatch.tokens_T[segment.rows]
         places, which = (tokens_L[:, None] == self.ids_n).nonzero(as_tuple=True)
         rows_nD = accumulated(self.rows_nD, self.total_nD, anchor)
@@ -60,13 +60,13 @@ def with_rows_before(h: Tensor, rows_ID: Tensor, microbatch: Microbatch, segment
 
 
 def _scale(embedding: nn.Module, like: Tensor) -> Tensor | float:
-    """Return the factor by which some families multiply embeddings when they read them."""
+    """Return the factor by which the model multiplies embeddings, which is not 1 in some families."""
     scale = getattr(embedding, EMBED_SCALE, 1.0)
     return scale.to(like.dtype) if isinstance(scale, Tensor) else float(scale)
 
 
 def trained_tokens(spec: Any, weights: Parameters, totals: Parameters) -> TrainedTokens | None:
-    """Return the trained tokens of a job with these parameters. None if it, or this stage, has none."""
+    """Return the trained tokens among a job's parameters. None if the job, or this stage, has none."""
     for (site, name), rows_nD in weights.items():
         if name == TOKENS:
             ids_n = torch.tensor(spec.trained_tokens, device=rows_nD.device)
@@ -75,7 +75,7 @@ def trained_tokens(spec: Any, weights: Parameters, totals: Parameters) -> Traine
 
 
 def fill_tokens(new: NewAdapter) -> None:
-    """Initialise trained token rows with the base's own embeddings."""
+    """Initialise trained token rows with the base's embeddings."""
     ids = new.adapter.spec.trained_tokens
     for (site, name), value in new.parameters.items():
         if name == TOKENS:
@@ -86,7 +86,7 @@ def fill_tokens(new: NewAdapter) -> None:
 def merge_tokens(
     folder: object, path: str, ids: Sequence[int], rows_nD: Tensor, modules: Mapping[str, nn.Module]
 ) -> None:
-    """Write the rows into the embedding, and thereby into anything tied to it."""
+    """Write the trained rows into the embedding, and thereby into a head tied to it."""
     weight_VD = modules[path].weight if path in modules else None
     if not isinstance(weight_VD, Tensor) or weight_VD.shape[1:] != rows_nD.shape[1:]:
         raise AdapterError(f"{folder} is for another base: this one has no embedding {path} of that width")
@@ -96,7 +96,7 @@ def merge_tokens(
 
 
 def refuse_other_tokens(folder: object, before: Any, spec: Any) -> None:
-    """Raise if the adapter of a folder and that of the job that starts from it train different tokens."""
+    """Raise if the adapter in a folder and the job initialised from it train different tokens."""
     if before.trained_tokens != spec.trained_tokens:
         raise AdapterError(
             f"{folder} trains the embeddings of the tokens {list(before.trained_tokens)}, the job those of "

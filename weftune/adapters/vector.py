@@ -1,4 +1,4 @@
-"""The layout of an adapter's parameters in the one flat vector that its optimizer sees."""
+"""The layout of an adapter's parameters in one flat vector, which the optimizer updates."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ SHARED = ""
 
 @dataclass(frozen=True, slots=True)
 class ParameterShape:
-    """One parameter of an adapter: its site, its name there, and its shape as the bank holds it."""
+    """One parameter of an adapter: its site, its name at the site, and its shape in the bank."""
 
     site: str
     name: str
     shape: tuple[int, ...]
     rate: float = field(default=1.0, compare=False)
-    """Factor of the job's learning rate for this parameter. The vector's layout does not depend on it."""
+    """Factor by which the job's learning rate is multiplied. Layouts that differ only in it are equal."""
     active: int | None = field(default=None, compare=False)
-    """Number of experts' matrices (first dimension) that one token uses. None outside experts."""
+    """Number of experts (first dimension) that one token uses. None if the site has no experts."""
 
     @property
     def size(self) -> int:
@@ -46,12 +46,12 @@ class VectorLayout:
 
     @cached_property
     def met(self) -> int:
-        """Number of parameters that a token meets: all except those at experts it is not sent to."""
+        """Number of parameters that one token uses: all except those of experts to which it is not routed."""
         return sum(parameter.met for parameter in self.parameters)
 
     @cached_property
     def rates(self) -> tuple[RateRun, ...]:
-        """Runs of neighbouring parameters with equal learning rates. Empty if all have the job's own."""
+        """Runs of neighbouring parameters with equal learning rates. Empty if all have the job's rate."""
         runs: list[RateRun] = []
         stop = 0
         for parameter in self.parameters:
@@ -63,8 +63,8 @@ class VectorLayout:
 
     @cached_property
     def _runs(self) -> list[list[tuple[int, int]]]:
-        """All parameters, each as its index and its start, in runs: parameters of one shape at equal
-        distances, usually those of one module in every layer. One call makes the views of a whole run, and an
+        """All parameters, as (index, start), in runs of parameters with one shape at equal distances, usually
+        those of one module in every layer. One call creates the views of a whole run, which is faster: an
         adapter has hundreds of parameters."""
         alike: dict[tuple[tuple[int, ...], str, str], list[tuple[int, int]]] = {}
         runs, start = [], 0
@@ -80,7 +80,7 @@ class VectorLayout:
         return runs
 
     def views(self, flat: Tensor) -> dict[tuple[str, str], Tensor]:
-        """Return the parameters inside `flat`, by (site, name), sharing its memory."""
+        """Return the parameters in `flat` by (site, name), as views of its memory."""
         assert flat.shape == (self.size,), "the vector does not fit the layout"
         assert flat.is_contiguous()
         found: list[Tensor] = [flat] * len(self.parameters)
@@ -94,7 +94,7 @@ class VectorLayout:
         return {(one.site, one.name): view for one, view in zip(self.parameters, found, strict=True)}
 
     def slice_of(self, other: VectorLayout, flat: Tensor) -> Tensor:
-        """Return the values of this layout's parameters from `flat`, a vector of a layout with them all."""
+        """Return a vector of this layout from `flat`, whose layout `other` contains all its parameters."""
         if other == self:
             return flat
         views = other.views(flat)

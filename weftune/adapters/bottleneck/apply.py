@@ -1,4 +1,4 @@
-"""Bottleneck adapters: the output of a sublayer goes through a narrow layer, whose result is added to it.
+"""Bottleneck adapters: the output of a sublayer plus a narrow MLP of that output.
 
 U and u start at zero, so that a new adapter changes nothing. Shapes: N outputs of a site, b the bottleneck, L
 rows of one job.
@@ -26,7 +26,7 @@ GRADIENTS: dict[Activation, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu": aten.gelu_backward,
     "silu": aten.silu_backward,
 }
-"""(gradient of the activation's output, its input) → the gradient of its input."""
+"""Maps each activation to its backward: (gradient of the output, input) to gradient of the input."""
 
 
 class Bottleneck(PlainKind):
@@ -49,7 +49,7 @@ class Bottleneck(PlainKind):
 
 @dataclass(frozen=True, slots=True)
 class NarrowLayer:
-    """y + act(yDᵀ + d)Uᵀ + u of one job at one site; see `ops.site.RowChange`."""
+    """The computation y + act(yDᵀ + d)Uᵀ + u of one job at one site; see `ops.site.RowChange`."""
 
     at: JobAt
     activation: Activation

@@ -1,4 +1,4 @@
-"""The adapter keys of a bottleneck job. No torch here."""
+"""The adapter keys of a bottleneck job. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weftune.core.bounds import SIZE
 from weftune.core.shapes import SiteShape
 
 ATTENTION = ("o_proj", "self_attn.out_proj", "attn.c_proj", "attention.dense")
-"""Names of the last linear of the attention in different families."""
+"""Names, in different model families, of the last linear of the attention block."""
 DOWN, DOWN_BIAS, UP, UP_BIAS = "down", "down_bias", "up", "up_bias"
 
 Activation = Literal["relu", "gelu", "silu"]

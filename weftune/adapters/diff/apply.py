@@ -1,14 +1,14 @@
 """Diff-Pruning: a difference to W whose elements are gated by hard-concrete gates, later by a fixed mask.
 
-In the step that ends the first phase, the largest elements of every target are chosen: their gates stay open
-from then on, and all others stay shut. This is written into the gates' own parameters, so that a checkpoint
-holds it. Each target is pruned separately, since no worker of a pipeline knows the elements of the others.
+In the optimizer step that ends the first phase, the largest elements of every target are chosen: their gates
+stay open from then on, and all others stay shut. This is written into the gates' own parameters, so that
+checkpoints contain it. Each target is pruned separately, since a worker has only its own targets.
 
-The penalty has no rows. Its gradient is added once per global batch: in the pass that has the first row of
+The penalty belongs to no row. Its gradient is added once per global batch: in the pass with the first row of
 the batch, wherever that row was packed.
 
-Evaluation and export use the gates' means and the largest elements in both phases: what is evaluated is what
-would be saved.
+Evaluation and export use the gates' means and the largest elements in both phases, so that the evaluated
+adapter is the one that would be saved.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from weftune.ops.dropout import key
 from weftune.ops.hard_concrete import DrawnGates, Gated, difference_product, fix_gates, pruned
 
 ALPHA_START = 5.0
-"""Initial value of alpha, chosen by the method's authors: gates start open except for a few draws."""
+"""Initial value of alpha, as in the paper. Almost all gates are open at first."""
 INDICES, VALUES = "diff_indices", "diff_values"
 DELTA = "delta_NK"
 
@@ -79,7 +79,7 @@ class Diff(PlainKind):
     def save(
         self, folder: Path, spec: DiffSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str
     ) -> None:
-        """Write the indices (row by row) of every target's elements that differ, and the differences."""
+        """Write, for every target, the differences that are not zero and their indices in row-major order."""
         tensors = {}
         targeted = list(dict.fromkeys(site for site, _ in parameters))
         for site in targeted:
@@ -90,7 +90,7 @@ class Diff(PlainKind):
         write_folder(folder, tensors, self.config(spec, targeted, sites, base))
 
     def read(self, folder: Path, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
-        """Return the dense differences of a folder, by site."""
+        """Return the differences stored in a folder as dense matrices, by site."""
         tensors = read_tensors(folder, whole=INDICES)
         adapted = {site.name: site for site in sites if spec.adapts(site)}
         expected = {f"{PREFIX}{name}.{part}" for name in adapted for part in (INDICES, VALUES)}
@@ -102,7 +102,7 @@ class Diff(PlainKind):
         }
 
     def read_start(self, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
-        """Return parameters with which a job continues from a difference, with all gates open."""
+        """Return the parameters of a job that starts from a saved difference, with all gates open."""
         found = {}
         for (site, _), delta_NK in PlainKind.read_start(self, spec, sites).items():
             found[site, W] = delta_NK

@@ -50,7 +50,8 @@ class Dora(PlainKind):
         return JobPart(add=add)
 
     def is_tiled(self, spec: DoraSpec) -> bool:
-        """Return False with dropout, which in PEFT changes xWᵀ too, or if ranks fill more than one band."""
+        """Whether the tiled kernels apply. They support neither dropout on xWᵀ, as in PEFT, nor large
+        ranks."""
         ranks = (spec.rank, *spec.rank_pattern.values())
         return spec.dropout == 0.0 and max(ranks) <= DIRECT_RANKS
 
@@ -63,7 +64,7 @@ class Dora(PlainKind):
         return TiledPart(low_rank=low_rank(at), g_out=g_out)
 
     def start(self, new: NewAdapter) -> None:
-        """Initialise A, B and m. B is zero at first, so the lengths are those of W itself."""
+        """Initialise A, B and m. B is zero, so m is the length of each row of W."""
         draw(new)
         fill_tokens(new)
         for (site, name), value in new.parameters.items():
@@ -103,7 +104,7 @@ class Dora(PlainKind):
 
 
 def _row_lengths(at: JobAt, scale: float, a_rK: Tensor, b_rN: Tensor) -> Tensor:
-    """Compute ‖W + scale · BA‖ of every row from products of rank r: ‖w‖² + 2 scale w·(BA) + scale² ‖BA‖²."""
+    """Compute each row's ‖W + scale · BA‖ from products of rank r: ‖w‖² + 2 scale w·(BA) + scale² ‖BA‖²."""
     weight_NK = matrix_of(at.frozen.weight)
     summed = torch.promote_types(weight_NK.dtype, torch.float32)
     own_N = at.once("row_lengths", lambda: weight_NK.to(summed).square().sum(dim=1))

@@ -1,4 +1,4 @@
-"""The adapter keys of a DoRA job: those of LoRA. No torch here."""
+"""The adapter keys of a DoRA job, which are those of LoRA. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAGNITUDE = "m_N"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoraSpec(LoraSpec):
-    """The rows of W + scale · BA, each scaled to a trained length."""
+    """DoRA: W + scale · BA with every row scaled to a trained length."""
 
     implementation: ClassVar[str] = "weftune.adapters.dora.apply:Dora"
     served: ClassVar[bool] = False

@@ -78,5 +78,5 @@ class Ia3(PlainKind):
 
 
 def _used(modules: Sequence[str], sites: Sequence[str]) -> list[str]:
-    """Return the names in `modules` with which at least one of the sites ends."""
+    """Return the names in `modules` that are the ending of at least one of the sites."""
     return [one for one in modules if any(ends_with(site, one) for site in sites)]

@@ -1,4 +1,4 @@
-"""The adapter keys of an IA³ job. No torch here."""
+"""The adapter keys of an IA³ job. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from weftune.adapters.target import FEEDFORWARD, TargetSpec, ends_with
 from weftune.core.shapes import SiteShape
 
 SCALE = "scale"
-"""The only parameter at a site."""
+"""Name of the only parameter at a site."""
 KEYS_AND_VALUES = ("k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ia3Spec(TargetSpec):
-    """Scales of the outputs of `targets`, column by column, or of the inputs of `feedforward`."""
+    """IA³: trained scales of each output of the linears `targets`, or of each input of `feedforward`."""
 
     implementation: ClassVar[str] = "weftune.adapters.ia3.apply:Ia3"
     peft_type: ClassVar[str | None] = "IA3"
 
     kind: Literal["ia3"] = "ia3"
     targets: str | tuple[str, ...] = (*KEYS_AND_VALUES, *FEEDFORWARD)
-    """Default: keys, values and the last linear of the feed-forward, by their names in different families."""
+    """Target modules: by default keys, values and the last linear of the feed-forward block."""
     feedforward: tuple[str, ...] = FEEDFORWARD
 
     def is_feedforward(self, name: str) -> bool:

@@ -1,8 +1,7 @@
-"""LoRA: every job's A and B at a group of sites, in the job's own flat
-vector.
+"""LoRA: the matrices A and B of every job at a group of sites.
 
-Shapes: T rows, K inputs, N outputs, r ranks of a job. B is held transposed, [r, N], so that each
-row of either matrix belongs to one rank.
+Shapes: T rows, K inputs, N outputs, r rank of a job. B is stored transposed, [r, N], so that each row of
+either matrix belongs to one rank.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def _block(adapter: JobAdapter, weights: Parameters, site: str, segment: Segment
 
 
 def low_rank(at: SiteTensors) -> LowRank:
-    """Return A and B as the tiled kernels find them."""
+    """Return A, B and the accumulators of their gradients for the tiled kernels."""
     spec: LoraSpec = at.adapter.spec
     scale = spec.scale_at(at.site.name)
     return LowRank(at.weight(A), at.weight(B), at.total(A), at.total(B), scale, spec.dropout)

@@ -1,5 +1,5 @@
-"""PEFT adapter folders of LoRA: read, written, exported so that every server scales them correctly, and
-merged into the weights of a base.
+"""PEFT adapter folders of LoRA: reading, writing, export with one scale for servers, and merging into the
+weights of a base.
 
 Shapes: r rank, K inputs, N outputs of a site; E experts; n trained tokens, D hidden width.
 """
@@ -38,7 +38,7 @@ from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
 
 Weights = Mapping[str, tuple[Tensor, Tensor]]
-"""Site → (A [r, K], B [N, r])."""
+"""Maps each site to (A [r, K], B [N, r])."""
 
 
 # PEFT calls adapters on experts `target_parameters`: one A [E · r, K] and one B [N, r · E] for all experts of
@@ -46,13 +46,13 @@ Weights = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def stacked(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return A [E, r, K] and B [E, r, N] from PEFT's."""
+    """Return A [E, r, K] and B [E, r, N] from PEFT's two matrices for all experts."""
     a_ErK = a.view(experts, -1, a.shape[1])
     return a_ErK, b.view(b.shape[0], -1, experts).permute(2, 1, 0)
 
 
 def flattened(a_ErK: Tensor, b_ErN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return PEFT's A and B."""
+    """Return PEFT's two matrices for all experts, the inverse of `stacked`."""
     return a_ErK.flatten(0, 1), b_ErN.permute(2, 1, 0).flatten(1)
 
 
@@ -64,8 +64,8 @@ def write_adapter(
     base: str | None,
     tokens: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write the folder so that PEFT and vLLM load it as it is. `tokens` maps the path of the embedding to the
-    adapter's own rows of it, which vLLM does not load."""
+    """Write an adapter folder that PEFT and vLLM load unchanged. `tokens` maps the path of the embedding to
+    its trained rows, which vLLM does not load."""
     tensors = {stored_tokens(path): rows_nD for path, rows_nD in (tokens or {}).items()}
     mixed = {site.name for site in sites if site.experts}
     for site, (a_rK, b_Nr) in weights.items():
@@ -98,13 +98,13 @@ def lora_config(
 
 
 def _whole(alpha: float) -> float:
-    """Return an integral alpha as an integer: PEFT and vLLM declare it so, and some readers accept nothing
-    else. A fraction is returned unchanged."""
+    """Convert an integral alpha to int, the declared type in PEFT and vLLM, which some readers require.
+    Return other values unchanged."""
     return int(alpha) if float(alpha).is_integer() else alpha
 
 
 def read_adapter(folder: Path) -> tuple[LoraSpec, dict[str, tuple[Tensor, Tensor]]]:
-    """Return the spec and the weights of a PEFT LoRA folder, checked against each other."""
+    """Return the spec and the weights of a PEFT LoRA folder, after checking that they match."""
     spec = read_spec(folder)
     weights = {site_stored_at(path, spec): pair for path, pair in read_weights(folder).items()}
     refuse_slow(folder, spec, list(weights))
@@ -121,7 +121,7 @@ def read_adapter(folder: Path) -> tuple[LoraSpec, dict[str, tuple[Tensor, Tensor
 
 
 def read_tokens(folder: Path, spec: LoraSpec) -> tuple[str, Tensor]:
-    """Return the path of the embedding, and its rows for the tokens that an adapter with this spec trains."""
+    """Return the path of the embedding and the trained rows of it in an adapter folder with this spec."""
     tensors = read_tensors(folder)
     named = {path: value for name, value in tensors.items() if (path := tokens_stored_at(name)) is not None}
     if len(named) != 1:
@@ -149,7 +149,7 @@ def read_weights(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def read_start(spec: LoraSpec, sites: Sequence[SiteShape]) -> Weights:
-    """Return the weights of the folder that a job starts from. It must have exactly its sites and ranks."""
+    """Return the weights in the folder `init_from`, which must have the sites and ranks of the spec."""
     assert isinstance(spec.init_from, str), "the adapter of a job has a folder when it is read"
     folder = Path(spec.init_from)
     before, weights = read_adapter(folder)
@@ -199,7 +199,7 @@ def refuse_misfit(folder: Path, site: SiteShape, a_rK: Tensor, b_Nr: Tensor) -> 
 
 
 def write_portable(folder: Path, target: Path) -> int:
-    """Write the adapter of `folder` with one rank and the scale 1 everywhere, and return the rank."""
+    """Write the adapter in `folder` with one rank and the scale 1 everywhere, and return the rank."""
     spec, weights = read_adapter(folder)
     config = read_config(folder)
     if spec.target_parameters:
@@ -227,13 +227,13 @@ def write_portable(folder: Path, target: Path) -> int:
 
 
 def _padded(value_rM: Tensor, rank: int) -> Tensor:
-    """Add zero rows up to `rank`: they do not change the product of A and B."""
+    """Pad with zero rows up to `rank`, which does not change the product of A and B."""
     missing = rank - value_rM.shape[0]
     return torch.cat([value_rM, value_rM.new_zeros(missing, value_rM.shape[1])]) if missing else value_rM
 
 
 def merge(folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteShape]) -> None:
-    """Add the adapter of `folder` to the weights of the base's linears, rounding once."""
+    """Merge the adapter in `folder` into the weights of the base's linears, with a single rounding."""
     spec, weights = read_adapter(folder)
     shapes = {site.name: site for site in sites}
     if spec.trainable_token_indices:
@@ -256,7 +256,7 @@ def merge(folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteSh
 
 
 def _merge_experts(module: nn.Module, site: str, count: int, scale: float, a: Tensor, b: Tensor) -> None:
-    """Merge experts one after another: all experts of a layer in float64 may not fit in memory."""
+    """Merge into one expert at a time: all experts of a layer in float64 may not fit in memory."""
     weight_ENK = getattr(module, site.rpartition(".")[2])
     for weight_NK, a_rK, b_rN in zip(weight_ENK.data, *stacked(a, b, count), strict=True):
         change_NK = scale * (b_rN.double().T @ a_rK.double())

@@ -1,4 +1,4 @@
-"""The adapter keys of a LoRA job, and its names and its config in PEFT. No torch here."""
+"""The adapter keys of a LoRA job, and LoRA's names and config in PEFT. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weftune.core.shapes import EXPERT_PARAMETERS, SiteShape
 from weftune.errors import AdapterError
 
 A, B = "a_rK", "b_rN"
-"""Parameters of an adapter at a site, as a bank holds them; at experts, those of all experts together."""
+"""Names of the parameters at a site. At experts, one parameter holds the matrices of all experts."""
 EXPERTS, WRAPPED = ".experts", ".base_layer"
 BEYOND = (
     "modules_to_save",
@@ -30,14 +30,15 @@ BEYOND = (
     "kasa_config",
     "monteclora_config",
 )
-"""Keys that make an adapter compute something other than y = xWᵀ + scale · xAᵀBᵀ at the linears it names."""
+"""PEFT config keys with which an adapter computes more than y = xWᵀ + scale · xAᵀBᵀ at its target linears."""
 CHANGES_BASE = ("pissa", "olora", "corda")
-"""Prefixes of `init_lora_weights` with which PEFT subtracts the initial A and B from the base's weights."""
+"""Prefixes of `init_lora_weights` with which PEFT subtracts the initial product BA from the base's
+weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec(TargetSpec):
-    """y = xWᵀ + scale · drop(x)AᵀBᵀ at every site that `targets` names."""
+    """LoRA: y = xWᵀ + scale · drop(x)AᵀBᵀ at every linear that `targets` names."""
 
     implementation: ClassVar[str] = "weftune.adapters.lora.apply:Lora"
     peft_type: ClassVar[str | None] = "LORA"
@@ -48,25 +49,25 @@ class LoraSpec(TargetSpec):
     alpha: Annotated[float, Bound(above=0)] = 32.0
     dropout: Annotated[float, Bound(at_least=0, below=1)] = 0.0
     target_parameters: tuple[str, ...] = ()
-    """Endings of the paths of experts' parameters, each of which gets an adapter for every expert."""
+    """Path endings of experts' parameters to adapt, with one A and B per expert."""
     rslora: bool = False
     loraplus_lr_ratio: Annotated[float, Bound(above=0)] = 1.0
     """Factor of the job's learning rate for B (LoRA+)."""
     rank_pattern: Mapping[str, Annotated[int, SIZE]] = field(default_factory=dict)
     alpha_pattern: Mapping[str, Annotated[float, Bound(above=0)]] = field(default_factory=dict)
     trainable_token_indices: tuple[int, ...] = ()
-    """Ids of tokens whose embeddings are trained, too."""
+    """Ids of tokens whose embeddings are also trained."""
 
     @property
     def trained_tokens(self) -> tuple[int, ...]:
         return self.trainable_token_indices
 
     def adapts(self, site: SiteShape) -> bool:
-        """Whether the adapter has parameters at the site; at experts only if the job requests it."""
+        """Whether the adapter has parameters at the site. Experts are adapted only by `target_parameters`."""
         return self.targets_parameter(site.name) if site.experts else self.targets_site(site.name)
 
     def targets_parameter(self, name: str) -> bool:
-        """Whether PEFT would put an adapter on the experts' parameter `name`."""
+        """Whether PEFT would adapt the experts' parameter `name`."""
         return any(ends_with(name, target) for target in self.target_parameters)
 
     def expressions(self) -> dict[tuple[str, ...], str]:
@@ -88,7 +89,7 @@ class LoraSpec(TargetSpec):
 
 
 def pattern_for(patterns: Iterable[str], name: str) -> str:
-    """Return the first pattern whose regular expression matches the end of the module path, as in PEFT."""
+    """Return the first pattern that matches the end of the module path, as in PEFT, or else the path."""
     for pattern in patterns:
         if re.match(rf"(.*\.)?({pattern})$", name):
             return pattern
@@ -96,15 +97,15 @@ def pattern_for(patterns: Iterable[str], name: str) -> str:
 
 
 def stored_path(site: str, adapted: Collection[str]) -> str:
-    """Return the path at which PEFT stores the weights of an adapter with these sites on experts: it wraps
-    their module once for every parameter, the first innermost."""
+    """Return the path at which PEFT stores the weights at an expert site, if the sites `adapted` have
+    adapters: PEFT wraps the experts' module once per adapted parameter, with the first innermost."""
     module, _, name = site.rpartition(".")
     outside = EXPERT_PARAMETERS[EXPERT_PARAMETERS.index(name) + 1 :]
     return module + WRAPPED * sum(f"{module}.{other}" in adapted for other in outside)
 
 
 def site_stored_at(path: str, spec: LoraSpec) -> str:
-    """Return the site whose weights PEFT stores at a path: the path itself, unless it is that of experts."""
+    """Return the site whose weights PEFT stores at a path: the path itself, except for experts."""
     module = path.replace(WRAPPED, "")
     if not module.endswith(EXPERTS):
         return path
@@ -120,18 +121,18 @@ def weight_names(path: str) -> tuple[str, str]:
 
 
 def stored_tokens(embedding: str) -> str:
-    """Return the name of trained rows of the embedding in a PEFT adapter file."""
+    """Return the name of the trained rows of an embedding in a PEFT adapter file."""
     return f"base_model.model.{embedding}.{STORED_TOKENS}"
 
 
 def tokens_stored_at(name: str) -> str | None:
-    """Return the embedding whose trained rows have this name in a PEFT adapter file; None for any other."""
+    """Return the path of the embedding whose trained rows have this name in PEFT's files, or None."""
     found = re.fullmatch(rf"base_model\.model\.(.+)\.{re.escape(STORED_TOKENS)}", name)
     return None if found is None else found[1]
 
 
 def site_of(weight_name: str) -> str | None:
-    """Return the path whose A or B has this name in a PEFT adapter file; None for any other name."""
+    """Return the path of the module whose A or B has this name in a PEFT adapter file, or None."""
     found = re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", weight_name)
     return None if found is None else found[1]
 
@@ -140,7 +141,7 @@ Spec = TypeVar("Spec", bound=LoraSpec)
 
 
 def read_spec(folder: Path) -> LoraSpec:
-    """Return the spec that the folder's adapter was trained with. Anything but plain LoRA is refused."""
+    """Return the spec of the adapter in a folder. Raise AdapterError unless it is plain LoRA."""
     config = read_config(folder)
     if config.get("peft_type") != "LORA":
         raise AdapterError(f"{folder} holds a {config.get('peft_type')} adapter, not LoRA")
@@ -150,8 +151,8 @@ def read_spec(folder: Path) -> LoraSpec:
 
 
 def checked_spec(record: type[Spec], folder: Path, config: Mapping[str, Any]) -> Spec:
-    """Return the spec of LoRA, or of a kind with its keys. An adapter that changes more than the linears it
-    names, or the base itself, is refused."""
+    """Return the spec, of LoRA or a kind with the same keys, from a PEFT config. Raise if the adapter changes
+    more than its target linears, or changes the base."""
     if (start := str(config.get("init_lora_weights", True))).startswith(CHANGES_BASE):
         raise AdapterError(
             f"{folder} belongs to a base that PEFT has changed ({start}); save it in PEFT with "
@@ -173,7 +174,7 @@ def checked_spec(record: type[Spec], folder: Path, config: Mapping[str, Any]) ->
 
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a spec from PEFT's config."""
+    """Return the fields of a LoRA spec from PEFT's config."""
     return {
         "rank": int(config["r"]),
         "alpha": float(config["lora_alpha"]),
@@ -188,7 +189,7 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _token_indices(found: Any) -> tuple[int, ...]:
-    """Return token ids from PEFT's list, or from its mapping of one module, the embedding, to a list."""
+    """Return token ids from PEFT's list, or from a dict with the embedding as its only key."""
     if isinstance(found, Mapping):
         if len(found) != 1 or not next(iter(found)).endswith(tuple(EMBEDDINGS.values())):
             raise ValueError(

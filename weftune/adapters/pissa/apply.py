@@ -1,11 +1,11 @@
-"""PiSSA: LoRA that starts from the principal singular vectors of W.
+"""PiSSA: LoRA initialised with the principal singular vectors of W.
 
-PEFT subtracts scale · B₀A₀ from the weights of the base. Here the base is shared and stays as it is: what A₀
-and B₀ compute is subtracted from the outputs. They are parameters of the job with the learning rate 0, so
-that checkpoints, stages and exports have them wherever they have A and B, to the same bits, and the base is
+PEFT subtracts scale · B₀A₀ from the weights of the base. Here the base is shared and stays unchanged: the
+product with A₀ and B₀ is subtracted from the outputs. A₀ and B₀ are parameters of the job with the learning
+rate 0, so that checkpoints, stages and exports contain them bit for bit along with A and B, and W is
 decomposed once per job.
 
-Shapes: K inputs, N outputs of a site, r ranks; L rows of one job.
+Shapes: K inputs, N outputs of a site, r rank; L rows of one job.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weftune.errors import AdapterError
 from weftune.ops.draw import fill_normal, parameter_key
 
 OVERSAMPLED = 8
-"""Number of directions beyond the rank with which a randomised SVD starts."""
+"""Number of random directions that a randomised SVD uses in addition to the rank."""
 
 
 class Pissa(PlainKind):
@@ -60,7 +60,7 @@ class Pissa(PlainKind):
         return {B: spec.loraplus_lr_ratio, FIRST_A: 0.0, FIRST_B: 0.0}.get(name, 1.0)
 
     def read_start(self, spec: PissaSpec, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
-        """Return the parameters from the folder of a saved PiSSA job."""
+        """Return the parameters in the folder of a saved PiSSA job."""
         found: dict[tuple[str, str], Tensor] = {}
         for site, (both_RK, both_NR) in read_start(spec.converted(), sites).items():
             (a_rK, first_a_rK), (b_Nr, first_b_Nr) = both_RK.chunk(2), both_NR.chunk(2, dim=1)
@@ -94,12 +94,12 @@ class Pissa(PlainKind):
 
 
 Decomposed = tuple[Tensor, Tensor, Tensor]
-"""U [N, R], s [R] and V [R, K] of W = U diag(s) V, the largest singular values first; a randomised SVD has
-only the requested ones."""
+"""U [N, R], s [R] and V [R, K] of W = U diag(s) V, with the largest singular values first. A randomised SVD
+has only the first few."""
 
 
 def decompose(site: str, weight_NK: Tensor, rank: int, adapter: JobAdapter) -> Decomposed:
-    """Compute at least the first `rank` singular values of a site's weight, as the job's spec requests."""
+    """Compute at least the first `rank` singular values of a site's weight, with the SVD of the spec."""
     if rank > min(weight_NK.shape):
         raise AdapterError(
             f"adapter.rank is {rank}, but {site} has only {min(weight_NK.shape)} singular values to start "
@@ -113,8 +113,8 @@ def decompose(site: str, weight_NK: Tensor, rank: int, adapter: JobAdapter) -> D
 
 
 def randomised(weight_NK: Tensor, rank: int, iterations: int, key: int) -> Decomposed:
-    """Compute a randomised SVD (Halko, Martinsson and Tropp 2011, algorithm 4.4): each iteration turns random
-    directions, drawn on the host so that all devices draw the same, towards the principal ones."""
+    """Compute a randomised SVD (Halko, Martinsson and Tropp 2011, algorithm 4.4). The random directions are
+    drawn on the host, so that they do not depend on the device."""
     count = min(rank + OVERSAMPLED, *weight_NK.shape)
     drawn_KR = torch.empty(weight_NK.shape[1], count, dtype=weight_NK.dtype)
     fill_normal(drawn_KR, key)

@@ -1,4 +1,4 @@
-"""The adapter keys of a PiSSA job: those of LoRA. No torch here."""
+"""The adapter keys of a PiSSA job: those of LoRA and one more. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class PissaSpec(LoraSpec):
 
     kind: Literal["pissa"] = "pissa"  # type: ignore[assignment]
     svd_iterations: Annotated[int | None, Bound(at_least=0, at_most=1000)] = None
-    """Iterations of a randomised SVD, as in PEFT's `pissa_niter_…`. None computes the exact SVD."""
+    """Number of iterations of a randomised SVD, as in PEFT's `pissa_niter_…`. None selects the exact SVD."""
 
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
         own = LoraSpec.shapes_at(self, site)
         return {**own, FIRST_A: own[A], FIRST_B: own[B]}
 
     def converted(self) -> LoraSpec:
-        """Return the LoRA adapter that computes the same on the unchanged base: [A; A₀] and [B, −B₀], with
+        """Return the spec of the equivalent LoRA adapter of the unchanged base: [A; A₀] and [B, −B₀], with
         twice the rank and the same scale."""
         keys: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(LoraSpec)}
         more = 2.0**0.5 if self.rslora else 2.0

@@ -1,7 +1,7 @@
-"""Prefix tuning: keys and values before every sample in every layer, as in PEFT without a projection.
+"""Prefix tuning: trained keys and values before every sample in every layer, as in PEFT without a projection.
 
-`Banks.read_keys` and `base.attention` make them visible to samples. Shapes: P virtual tokens, N width of all
-heads of keys.
+`Banks.read_keys` returns them, and `base.attention` attends to them. Shapes: P virtual tokens, N width of all
+key heads.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from weftune.errors import AdapterError
 from weftune.ops.draw import fill_normal
 
 STORED = "prompt_embeddings"
-"""Name of the only tensor, all keys and values side by side: keys of the first layer, its values, and so
-on."""
+"""Name of the only tensor in adapter files: keys of the first layer, its values, keys of the second layer,
+and so on, concatenated."""
 
 
 class PrefixTuning(PlainKind):
@@ -37,7 +37,7 @@ class PrefixTuning(PlainKind):
             fill_normal(value, new.key(site, name))
 
     def config(self, spec: PrefixSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
-        """Return PEFT's config. PEFT takes the number of layers and the width of heads from the base."""
+        """Return PEFT's config. PEFT reads the number of layers and the head width from the base."""
         return peft_config(
             "PrefixTuningConfig",
             base,

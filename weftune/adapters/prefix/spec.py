@@ -1,4 +1,4 @@
-"""The adapter keys of a prefix tuning job. No torch here."""
+"""The adapter keys of a prefix tuning job. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from weftune.core.shapes import SiteShape
 
 VALUE = "v_proj"
 TOGETHER = ("qkv_proj", "attn.c_attn", "query_key_value")
-"""Names, in different families, of linears that compute queries, keys and values at once."""
+"""Names, in different model families, of linears that compute queries, keys and values at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixSpec(TargetSpec):
-    """Trained keys and values in every layer that all rows of a sample see before their own."""
+    """Prefix tuning: trained keys and values in every layer, to which all tokens of a sample attend."""
 
     implementation: ClassVar[str] = "weftune.adapters.prefix.apply:PrefixTuning"
     peft_type: ClassVar[str | None] = "PREFIX_TUNING"
@@ -31,7 +31,7 @@ class PrefixSpec(TargetSpec):
         return False
 
     def adapts(self, site: SiteShape) -> bool:
-        """Whether the site computes a layer's values; the layer's parameters are named after it."""
+        """Whether the site computes a layer's values. The layer's prefix is stored under this site's name."""
         return any(ends_with(site.name, ending) for ending in (VALUE, *TOGETHER))
 
     @property

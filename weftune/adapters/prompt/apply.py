@@ -1,7 +1,7 @@
-"""Prompt tuning: rows before every sample. They are initialised as in PEFT: drawn from a normal distribution,
-or copied from embeddings of the base, those of tokens drawn from its vocabulary or those of a text.
+"""Prompt tuning: virtual tokens before every sample. They are initialised as in PEFT: drawn from a normal
+distribution, or copied from the base's embeddings of random tokens or of a text.
 
-`Banks` inserts them; samples are laid out with room for them (`Samples.behind`).
+`Banks` inserts them at the positions that `Samples.behind` leaves free.
 """
 
 from __future__ import annotations
@@ -57,5 +57,5 @@ class Prompt(PlainKind):
 
 
 def _repeated(tokens: Sequence[int], count: int) -> Tensor:
-    """Return `count` tokens: the text, repeated and cut to that length."""
+    """Return `count` tokens: those of the text, repeated or cut to this number."""
     return torch.tensor([tokens[at % len(tokens)] for at in range(count if tokens else 0)], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The adapter keys of a prompt tuning job. No torch here."""
+"""The adapter keys of a prompt tuning job. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weftune.core.shapes import SiteShape, layer_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSpec(TargetSpec):
-    """Trained rows before every sample in the place of embeddings; the base itself is unchanged."""
+    """Prompt tuning: trained embeddings of virtual tokens before every sample. The layers are not adapted."""
 
     implementation: ClassVar[str] = "weftune.adapters.prompt.apply:Prompt"
     peft_type: ClassVar[str | None] = "PROMPT_TUNING"
@@ -23,8 +23,8 @@ class PromptSpec(TargetSpec):
     kind: Literal["prompt"] = "prompt"
     num_virtual_tokens: Annotated[int, SIZE] = 16
     init: Literal["random", "vocabulary", "text"] = "random"
-    """Initial values of virtual tokens: drawn from a normal distribution, embeddings of tokens drawn from the
-    vocabulary, or those of `init_text`, repeated or cut to their number."""
+    """Initial values of the virtual tokens: normally distributed, embeddings of random tokens of the
+    vocabulary, or embeddings of `init_text`, repeated or cut to `num_virtual_tokens`."""
     init_text: str = ""
 
     def targets_site(self, name: str) -> bool:
@@ -39,6 +39,6 @@ class PromptSpec(TargetSpec):
         return self.num_virtual_tokens
 
     def shapes_outside(self, sites: Sequence[SiteShape]) -> dict[str, tuple[int, ...]]:
-        """Return the shape of the rows, as wide as the input of the first layer and only on its stage."""
+        """Return the shape of the virtual tokens, as wide as the input of layer 0, if this stage has it."""
         width = next((site.in_features for site in sites if layer_of(site.name) == 0), None)
         return {} if width is None else {ROWS: (self.num_virtual_tokens, width)}

@@ -1,6 +1,6 @@
-"""VeRA: two trained vectors at every site, between two untrained matrices that all sites share.
+"""VeRA: two trained vectors at every site, combined with two frozen random matrices that all sites share.
 
-Shapes: K inputs, N outputs of a site, r ranks.
+Shapes: K inputs, N outputs of a site, r rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Vera(PlainKind):
         return True
 
     def tiled_part(self, at: SiteTensors) -> TiledPart | None:
-        """Return LoRA with A = d ⊙ one constant and B = e ⊙ the other, recomputed at every site."""
+        """Return LoRA with A = d ⊙ a constant and B = e ⊙ another, both recomputed at every site."""
         if (at.site.name, D) not in at.weights:
             return None
         d_r, e_N, spec = at.weight(D), at.weight(E), at.adapter.spec
@@ -67,12 +67,12 @@ class Vera(PlainKind):
         return spec.rank, spec.projection_prng_key, spec.targets, spec.layers
 
     def constants(self, spec: VeraSpec, sites: Sequence[SiteShape], like: Tensor) -> dict[str, Tensor]:
-        """Return A and B. B has one row per rank, as everywhere in Weftune."""
+        """Return the random matrices A and B. B is transposed, with one row per rank, as in LoRA."""
         drawn = self._drawn(spec, sites)
         return {A: drawn[A].to(like), B: drawn[B].T.contiguous().to(like)}
 
     def _drawn(self, spec: VeraSpec, sites: Sequence[SiteShape]) -> dict[str, Tensor]:
-        """Return A, then B, in float32 on the CPU: drawn as in PEFT, as wide as the widest site."""
+        """Draw A, then B, in float32 on the CPU, as PEFT does. Their widths are those of the widest site."""
         own = [site for site in sites if spec.adapts(site)]
         generator = torch.Generator().manual_seed(spec.projection_prng_key)
         inputs, outputs = max(site.in_features for site in own), max(site.out_features for site in own)

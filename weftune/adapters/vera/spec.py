@@ -1,4 +1,4 @@
-"""The adapter keys of a VeRA job. No torch here."""
+"""The adapter keys of a VeRA job. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ D, E = "lambda_d", "lambda_b"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VeraSpec(TargetSpec):
-    """y = xWᵀ + e ⊙ (d ⊙ drop(x)Aᵀ)Bᵀ with d and e trained, A and B drawn once for all sites and jobs."""
+    """VeRA: y = xWᵀ + e ⊙ (d ⊙ drop(x)Aᵀ)Bᵀ with trained d and e, and A and B drawn once for all sites."""
 
     implementation: ClassVar[str] = "weftune.adapters.vera.apply:Vera"
     peft_type: ClassVar[str | None] = "VERA"
@@ -24,7 +24,7 @@ class VeraSpec(TargetSpec):
     dropout: Annotated[float, Bound(at_least=0, below=1)] = 0.0
     d_initial: Annotated[float, Bound()] = 0.1
     projection_prng_key: Annotated[int, SEED] = 0
-    """Seed of A and B. Jobs with equal seed, rank and targets share them."""
+    """Seed of A and B. Jobs with equal seed, rank and targets share A and B."""
 
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
         return {D: (self.rank,), E: (site.out_features,)}
