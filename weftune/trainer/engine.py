@@ -1,4 +1,4 @@
-"""The engine of a run: the base loaded as its layout says, and what the loop plans with."""
+"""The engine of a run: the base, loaded in the chosen layout, and the models that the loop plans with."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from weftune.trainer.options import Options
 
 TRACE = "trace.json"
 Price = Callable[[Program], float | None]
-"""Function that predicts the seconds of a window."""
+"""Function that maps the Program of a window to its predicted seconds, or to None."""
 
 
 class TimelineWatcher:
-    """An observer of several workers: a trace of all windows, and a chart of the last one."""
+    """An observer of windows that several workers run; it traces all of them and charts the last one."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._trace = Trace()
         self._predicted: Drawn | None = None
         self._timelines: Timelines | None = None
-        """Timelines of the last window with training, once speeds were known."""
+        """Timelines of the last training window that began with measured speeds; None before the first."""
 
     def begin(self, program: Program) -> None:
         # Computed before the window runs: afterwards the paces have learnt from it.
@@ -71,20 +71,20 @@ class Engine:
     executor: Executor | Driver
     choice: Choice
     known: CostModel
-    """The time model before anything has been measured."""
+    """Time model before any window of this run has been measured."""
     timeline: TimelineWatcher | None = None
     """Observer of the windows of several workers."""
     last_notes: Callable[[float], Sequence[str]] = lambda seconds: ()
-    """Function that maps the seconds of all windows to sentences for the end of the run."""
+    """Function that maps the total seconds of all windows to sentences for the end of the run."""
     pacing: Callable[[], Pacing | None] = lambda: None
-    """Measured speeds of a pipeline's stages."""
+    """Function that returns the measured speeds of a pipeline's stages; None without a pipeline."""
     price: Callable[[JobShapes], Price | None] = lambda shapes: None
-    """Function that maps the attached jobs to a predictor of windows, used instead of the learned model if
-    several workers share a window; None otherwise."""
+    """Function that maps the attached jobs to a predictor of windows if several workers share a window;
+    otherwise to None, and the learned model predicts them."""
     other_peaks: Callable[[], Sequence[int]] = tuple
-    """Peak bytes in use on other workers."""
+    """Function that returns the peak bytes in use on each other worker."""
     deterministic: bool = False
-    """Whether the planning of windows depends on nothing that the run measures."""
+    """Whether windows are planned without anything that the run measures."""
 
     @property
     def base(self) -> Base:
@@ -101,8 +101,8 @@ def open_engine(
     checkpoints: Callable[[str], Path],
     note: Callable[[str], None],
 ) -> Engine:
-    """Load the base as the choice for these jobs says, unless it is loaded. `checkpoints` maps a job to the
-    folder of its checkpoints; `note` is called with sentences about the choice."""
+    """Load the base in the layout chosen for these jobs, unless `base` is loaded already. `checkpoints` maps
+    a job to the folder of its checkpoints; `note` is called with sentences about the choice."""
     # Chosen before the base is loaded: the machine counts what the process holds without it.
     choice = choose(shape, jobs, machine_here(options, base, device, shape))
     for sentence in (choice.note, short_of_memory(options, device)):
@@ -145,7 +145,7 @@ def _of_workers(
     engine = Engine(
         driver,
         choice,
-        # Layers of a worker whose stages take turns are no base of their own: their numbers have gaps.
+        # Not the shape of this worker: the layers of its stages may not be consecutive.
         arithmetic(choice.memory.shape if choice.streamed else driver.base.shape),
         timeline=TimelineWatcher(driver),
         pacing=lambda: Pacing(paces(), spare=SPARE) if choice.layout.pipelined else None,
@@ -163,7 +163,7 @@ def _with_notes(engine: Engine) -> Engine:
 
 
 def _price(driver: Driver, choice: Choice, shapes: JobShapes) -> Price:
-    """Return a predictor from the stages' measured passes; before there are any, from the profile."""
+    """Return a predictor based on the measured passes of the stages, at first on the profile."""
 
     def price(program: Program) -> float | None:
         if driver.paces.measured:

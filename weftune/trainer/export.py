@@ -45,7 +45,7 @@ INTO: tuple[Into, ...] = get_args(Into)
 
 
 def write_portable(folder: Path, target: Path) -> int:
-    """Write the adapter of `folder` with its scale folded in and one rank for all sites; return the rank."""
+    """Write the adapter of `folder` with its scale folded in and a common rank; return that rank."""
     kind = finished_kind(folder)
     refuse_links_out(folder)
     with new_folder(target):
@@ -58,8 +58,8 @@ def write_merged(
     folder: Path, base: BaseSpec, target: Path, dtype: Dtype | None = None, into: Into = "dequantised"
 ) -> torch.dtype:
     """Write the base with the adapter of `folder` merged into its weights, as a plain model folder. Return
-    its dtype, which is that of the base's files unless another is requested. For a text tower, the whole
-    wrapper is written."""
+    the dtype of the weights: that of the base's files unless `dtype` is given. If the base is the text tower
+    of a multimodal model, the whole model is written."""
     finished_kind(folder)
     refuse_links_out(folder)
     with new_folder(target):
@@ -80,7 +80,7 @@ def write_merged(
 
 
 def merged_model(folder: Path, base: BaseSpec, dtype: Dtype | None, into: Into) -> PreTrainedModel:
-    """Return the base in plain matrices with the adapter merged in; `into` matters if it is quantised."""
+    """Return the base, unquantised, with the adapter merged in; `into` matters for a quantised base only."""
     kept = dtype or cast(Dtype, str(own_dtype(base)).removeprefix("torch."))
     original = into == "original"
     if original and quantised_as(base, stored_only=True):
@@ -103,7 +103,7 @@ def finished_kind(folder: Path) -> PlainKind:
 
 
 def refuse_links_out(folder: Path) -> None:
-    """Refuse links that lead out of the folder: the export would hold a copy of a file of the user's."""
+    """Refuse links that lead out of the folder: the export would contain copies of files from elsewhere."""
     root = folder.resolve()
     for path in sorted(folder.iterdir()):
         if path.is_symlink() and path.is_file() and not path.resolve().is_relative_to(root):
@@ -115,7 +115,7 @@ def refuse_links_out(folder: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[None]:
-    """Create `target`, new or empty, for the files written inside the context; empty it if that fails."""
+    """Create `target`, which must be new or empty, and empty it if writing inside the context fails."""
     if target.is_symlink():
         raise OutputError(f"{target} is a link; name a folder that is new or empty.")
     refuse_full_folder(target)
@@ -133,7 +133,7 @@ def new_folder(target: Path) -> Iterator[None]:
 
 
 def copy_tokenizer(folder: Path, target: Path) -> bool:
-    """Copy all files but the adapter's and ours, the tokenizer among them; return whether there is one."""
+    """Copy all files but the adapter's and Weftune's own; return whether a tokenizer is among them."""
     for path in folder.iterdir():
         if path.is_file() and path.name not in {CONFIG, WEIGHTS, JOB_FILE} and not path.name.startswith("."):
             shutil.copyfile(path, target / path.name)
@@ -141,7 +141,7 @@ def copy_tokenizer(folder: Path, target: Path) -> bool:
 
 
 def mend_generation(model: PreTrainedModel) -> None:
-    """Enable sampling where its settings come without the switch, which transformers refuses to save."""
+    """Set `do_sample` if the config has sampling settings without it: transformers refuses to save that."""
     settings = model.generation_config
     if settings is None:
         return
@@ -155,8 +155,8 @@ def mend_generation(model: PreTrainedModel) -> None:
 
 
 def merged_losses(folder: Path, base: BaseSpec, dtype: Dtype | None = None) -> dict[str, float]:
-    """Return a mapping from what the adapter was merged into to the mean loss per supervised token of the
-    rows that the job was evaluated on; empty if those are no longer known."""
+    """Return the mean loss per supervised token of the merged adapter on the job's held-out rows, for each
+    kind of weights it can be merged into; empty if the rows are no longer known."""
     samples = evaluation_rows(folder, base)
     if samples is None:
         return {}

@@ -17,7 +17,7 @@ from weftune.core.limited import ending, slow_sentence
 from weftune.errors import AdapterError
 
 BASE = "base"
-"""Key of the base's own answer."""
+"""Key of the answer that the base gives without an adapter."""
 Tokenise = Callable[[Any, str, str | None], Sequence[int]]
 
 
@@ -32,8 +32,8 @@ def answers(
     device: torch.device | None = None,
     with_base: bool = True,
 ) -> dict[str, str]:
-    """Return the answers of the base (if `with_base`) and of the base with each adapter. It is loaded once.
-    `tokenise` makes tokens from a tokenizer, the prompt and the system message."""
+    """Return the answers of the base (if `with_base`), which is loaded once, and of the base with each
+    adapter. `tokenise` maps a tokenizer, the prompt and the system message to tokens."""
     assert BASE not in adapters, "that key is the base's own"
     for folder in adapters.values():
         refuse_no_adapter(folder)
@@ -53,7 +53,7 @@ def answers(
 def load_for(base: BaseSpec, adapters: Sequence[Path], device: torch.device) -> PreTrainedModel:
     """Load the base with the weights that the adapters were trained on, so that PEFT can run them on it. The
     linears of a quantised base stay quantised, unless an adapter is DoRA: PEFT's DoRA reads their weights, so
-    they are replaced by plain linears with the matrices that the quantised weights stand for."""
+    they are replaced by plain linears with the dequantised matrices."""
     model = load_plain(base, device)
     if any(read_config(folder).get("use_dora") for folder in adapters):
         dequantise_linears(model)
@@ -61,8 +61,8 @@ def load_for(base: BaseSpec, adapters: Sequence[Path], device: torch.device) -> 
 
 
 def with_adapter(model: Any, name: str, folder: Path) -> Any:
-    """Return `model` with the adapter of `folder` active. PEFT wraps it once and adds later adapters. (Any,
-    here and below: a PeftModel passes every attribute on to the model inside, which no type expresses.)"""
+    """Return `model` with the adapter of `folder` active. PEFT wraps the model once and adds later adapters.
+    (The type is Any since a PeftModel passes every attribute on to the model inside.)"""
     from peft import PeftModel
 
     refuse_config(model, folder)
@@ -79,8 +79,8 @@ def with_adapter(model: Any, name: str, folder: Path) -> Any:
 
 
 def refuse_config(model: Any, folder: Path) -> None:
-    """Refuse kinds that PEFT does not have, and slow patterns: PEFT matches the patterns of an adapter's
-    config against the name of every module."""
+    """Refuse adapter kinds that PEFT lacks, and slow patterns in an adapter's config, which PEFT matches
+    against the name of every module."""
     config = read_config(folder)
     with damage_told(folder):
         targets = [config.get(key) for key in ("target_modules", "exclude_modules")]
@@ -97,7 +97,7 @@ def refuse_config(model: Any, folder: Path) -> None:
 
 
 def adapter_tokenizer(folder: Path, base_tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return the tokenizer saved with the adapter, whose chat template is the one it was trained with."""
+    """Return the tokenizer saved with the adapter; its chat template is the one used in training."""
     if not (folder / "tokenizer_config.json").is_file():
         return base_tokenizer
     try:

@@ -33,12 +33,12 @@ class PreparedJob:
     limit: int | None = None
     """Step up to which a trial of a sweep may train for now. None means its last step."""
     start_tokens: tuple[int, ...] = ()
-    """Tokens of the text that the job's virtual tokens start from."""
+    """Tokens of the text that initialises the job's virtual tokens."""
     own_evaluations: frozenset[int] | None = None
     """Steps of `evaluate_at` that the job itself requests, if a sweep adds others. None means all of them."""
     base_samples: Samples | None = None
-    """The held-out samples as the base alone sees them, without virtual tokens. None if there are none, or if
-    the job's first evaluation is that of the base, since its adapter changes nothing at its start."""
+    """The held-out samples for the base alone, without virtual tokens. None if there are none, or if the
+    job's first evaluation equals that of the base, since its adapter changes nothing at its start."""
 
     @property
     def name(self) -> str:
@@ -49,7 +49,7 @@ class PreparedJob:
         return self.curriculum.course(step, rounds, begins, self.limit)
 
     def base_course(self, step: int) -> JobWindow:
-        """Return the part of a window in which the base alone is evaluated on the job's held-out samples."""
+        """Return a part of a window: the base without adapters, evaluated on the held-out samples."""
         data = replace(self.data, evaluation=self.base_samples)
         planned = replace(self.curriculum, data=data, evaluate_at=frozenset(), save_at=frozenset())
         return planned.course(step, 0, begins=True)
@@ -79,8 +79,7 @@ def make_ready(
 ) -> PreparedJob:
     """Tokenise a job's data and compute its numbers of steps; `order` is its position in the jobs file.
 
-    With `shared`, which must have the same tokenizer and cache, data that another job has are taken from
-    there.
+    `shared` holds data that several jobs use; it must have the same tokenizer and cache.
     """
     shared = shared or SharedData(tokenizer, cache, shape.context)
     try:
@@ -117,7 +116,7 @@ def make_ready(
 
 
 def _start_tokens(spec: JobSpec, tokenizer: Any, shape: ModelShape) -> tuple[int, ...]:
-    """Return the tokens of the start text as in PEFT: with whatever the tokenizer adds to a text."""
+    """Return the tokens of the initial text, with the special tokens that the tokenizer adds, as in PEFT."""
     if not (text := spec.adapter.start_text):
         return ()
     tokens = tuple(map(int, tokenizer(text)["input_ids"]))
@@ -130,7 +129,7 @@ def _start_tokens(spec: JobSpec, tokenizer: Any, shape: ModelShape) -> tuple[int
 def lay_out(
     plan: MicrobatchPlan, held_out: bool, jobs: Mapping[str, PreparedJob], *, base_alone: bool = False
 ) -> Microbatch:
-    """Return the planned samples as tensors. With `base_alone`, held-out samples pass through no adapter."""
+    """Return the planned samples as tensors. With `base_alone`, held-out samples skip all adapters."""
     parts = []
     for segment in plan.segments:
         job = jobs[segment.job]

@@ -1,4 +1,4 @@
-"""Records of a run: lines and status for the store, rows for the view, lines for the trackers."""
+"""The journal of a run: it sends lines and states to the store, rows to the view and metrics to trackers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Journal:
         self.show(event.job, eval_loss=event.loss)
 
     def base_evaluation(self, event: Evaluated, job: str) -> None:
-        """Record an evaluation of the base alone on the held-out samples of `job`."""
+        """Record an evaluation of the base without adapters on the held-out samples of `job`."""
         self._evaluated(event, job, BASE_LOSS, "base")
         self.store.score_base(job, event.loss)
         self._try(self.store.write_status_soon)
@@ -83,7 +83,7 @@ class Journal:
         self._evaluated(event, event.job, RUNG_LOSS, "rung")
 
     def _evaluated(self, event: Evaluated, job: str, loss: str, prefix: str) -> None:
-        """Write an evaluation with its loss under the key `loss` and the other keys with a prefix."""
+        """Write an evaluation: its loss under the key `loss`, the other values under keys with `prefix`."""
         self._metrics(
             {
                 "job": job,
@@ -96,12 +96,12 @@ class Journal:
         )
 
     def kept_loss(self, job: PreparedJob, progress: Progress) -> None:
-        """Record the validation loss of the adapter that a job would keep now, and the best one so far."""
+        """Record the validation loss of the adapter that a job would keep now, and its best loss so far."""
         kept = progress.best_loss if job.spec.keep == "best" else progress.evaluated_loss
         self.store.evaluate_job(job.name, kept, progress.best_step, progress.best_loss)
 
     def warn(self, name: str, sentence: str) -> None:
-        """Record what is wrong with a job's adapter; an empty sentence withdraws it."""
+        """Record a warning about a job's adapter; an empty sentence withdraws it."""
         if self.store.job(name).warning != sentence:
             self.store.warn_job(name, sentence)
             self._try(self.store.write_status_soon)
@@ -114,7 +114,7 @@ class Journal:
     def window(
         self, program: Program, shapes: JobShapes, promise: Promise, outcome: Outcome, cost: CostModel
     ) -> None:
-        """Record an executed window, predictions beside measurements. `cost` is the time model fitted with
+        """Record an executed window with predicted and measured values. `cost` is the time model fitted with
         the window's passes: it predicts how long the jobs would have taken one after another."""
         trained = [one for one in outcome.passes if one.training]
         alone = cost.alone_seconds(program.batches, program.capacity, shapes)
@@ -155,7 +155,7 @@ class Journal:
         self._try(lambda: replace_file(self.store.records / name, content))
 
     def learned(self) -> Any:
-        """Return the learned models in this output; None if there are none that can be read."""
+        """Return the learned time and memory models saved in this output; None if none can be read."""
         try:
             return json.loads((self.store.records / LEARNED).read_bytes())
         except (OSError, ValueError):
@@ -188,7 +188,7 @@ class Journal:
 
     def _try(self, write: Callable[[], None]) -> bool:
         """Attempt a write that training does not depend on, and return whether it succeeded. A failure is
-        reported once, and its content comes with the next write."""
+        reported once; the next write includes the content that could not be written."""
         try:
             write()
         except OutputError as error:

@@ -1,4 +1,4 @@
-"""The training loop: scheduler → planner → executor → store, until no job is left."""
+"""The training loop: it admits jobs, plans and executes windows, and stores results until no job is left."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ class TimedWindow:
     steps: list[StateTime] = field(default_factory=list)
     saves: list[StateTime] = field(default_factory=list)
     callback: float = 0.0
-    """Seconds spent in the caller's callback: not part of the window."""
+    """Seconds spent in the caller's callback, which do not count for the window."""
 
 
 def lost_sentence(store: Store, name: str, found: checkpoint.Survey) -> str:
-    """Return why a job that has begun cannot resume; the user, who may have a copy, decides."""
+    """Return why a job that has begun cannot resume from its checkpoints; the user may have copies."""
     what = "none of its checkpoints is whole" if found.damaged else "its checkpoints are gone"
     names = f" ({', '.join(path.name for path in found.damaged)})" if found.damaged else ""
     return f"{what}{names}; put back a copy of one, or restart it with {store.resume_line(restart=[name])}"
 
 
 def source_sentence(store: Store, source: str, state: State) -> str:
-    """Return why a job is paused that starts from another, which has stopped."""
+    """Return why a job is paused: the job whose adapter it starts from has stopped."""
     if state is State.PAUSED:
         return f"it starts from {source}, which is paused; resume both: {store.resume_line()}"
     happened = "has failed" if state is State.FAILED else "was cancelled"
@@ -91,7 +91,7 @@ class Loop:
             first_seconds=engine.choice.first_seconds,
         )
         self.seconds = 0.0
-        """Seconds of all windows."""
+        """Total seconds of all windows."""
         if not engine.deterministic:
             with suppress(ValueError):
                 self.learned.resume(journal.learned())
@@ -110,25 +110,25 @@ class Loop:
         self._timed = TimedWindow()
         self._saved_at_every_step: set[str] = set()
         self._last_saved: dict[str, float] = {}
-        """Attached job → the time at which its last checkpoint was begun, or at which it was admitted."""
+        """Maps each attached job to the time of its admission or of the begin of its last checkpoint."""
         self.sweeps = Sweeps()
-        """The sweeps that some of the jobs are trials of."""
+        """The sweeps whose trials are jobs of this run."""
         self.add: Callable[[JobSpec], Any] | None = None
-        """Function that adds a job which a sweep proposes during the run."""
+        """Function that adds a job proposed by a sweep during the run."""
         self._judged: frozenset[str] = frozenset()
-        """Trials that make no step in this window but are evaluated with the mean of their last weights."""
+        """Trials that make no step in this window: only the mean of their last weights is evaluated."""
         self._max_jobs: float = math.inf
         """Maximum number of attached jobs after a shortage of memory, until one of them has ended."""
         self._max_jobs_reason = ""
         self._overtaken: Mapping[str, int] = {}
-        """Waiting job → number of jobs behind it that were admitted before it."""
+        """Maps each waiting job to the number of jobs behind it that were admitted before it."""
         self._preempted_by: dict[str, str] = {}
-        """Maps each preempted job that waits to the job that replaced it."""
+        """Maps each preempted job that still waits to the job that replaced it."""
 
     # -- admission ---------------------------------------------------------------------------------------
 
     def enter(self, job: PreparedJob) -> None:
-        """Queue a job; it is attached at the next window that has room for it."""
+        """Queue a job; it is attached before the next window that has memory for it."""
         checkpoints = self.result_writer.checkpoints(job.name)
         if job.shape.starts_from and checkpoint.newest_progress(checkpoints) is not None:
             # It has begun and no longer needs the adapter of another job.
@@ -156,7 +156,7 @@ class Loop:
             self._end(name, Ending(State.CANCELLED))
 
     def _leave_queue(self, name: str, state: State, reason: str = "") -> None:
-        """Record the new state of a job that waits, or rests at a rung of its sweep."""
+        """Record the new state of a job that waits in the queue or at a rung of its sweep."""
         self.waiting.pop(name, None)
         self.sweeps.drop_rested(name)
         self.journal.move(name, state, reason)
@@ -199,7 +199,7 @@ class Loop:
             self.journal.flush()
 
     def _inspect_sources(self) -> None:
-        """Queue waiting jobs whose source has succeeded, and pause those that would wait in vain."""
+        """Queue jobs whose source job has succeeded, and pause those whose source can no longer succeed."""
         for name, job in list(self.waiting.items()):
             if not (source := job.shape.starts_from):
                 continue
@@ -222,7 +222,7 @@ class Loop:
         return self._max_jobs_reason if len(jobs) > self._max_jobs else self.learned.why_not(jobs)
 
     def _attach(self, job: PreparedJob, written: Future[None] | None) -> None:
-        """Attach a job; `written` is the write of its job file, if that has been begun."""
+        """Attach a job; `written` is the pending write of its job file, if there is one."""
         spec = job.spec
         found = checkpoint.survey(self.result_writer.checkpoints(spec.name))
         has_begun = found.progress is not None
@@ -280,7 +280,7 @@ class Loop:
 
     @phase(Phase.TRAINING)
     def run(self, stop: Callable[[], bool], callback: Callback | None = None) -> None:
-        """Train until every job has ended, or until `stop` returns True; then save and pause the others."""
+        """Train until every job has ended, or until `stop` returns True; then save and pause the rest."""
         try:
             self._run(stop, callback)
         except KeyboardInterrupt:
@@ -339,8 +339,8 @@ class Loop:
             self._handle_writes()
 
     def _score_base(self, stop: Callable[[], bool]) -> bool:
-        """Evaluate the base alone for jobs whose first evaluation is not that of the base, once for all jobs
-        with the same held-out samples. Return False if its loss is known for all attached jobs."""
+        """Evaluate the base without adapters for jobs whose first evaluation does not give its loss, once per
+        set of held-out samples. Return False if the loss is known for all attached jobs."""
         unscored: dict[str, list[str]] = {}
         for name in self.executor.attached:
             samples = self.jobs[name].base_samples
@@ -366,7 +366,7 @@ class Loop:
         return True
 
     def _begins(self, name: str) -> bool:
-        """Whether the job is still to be evaluated at its step: at its start, or after an interruption."""
+        """Whether the job must be evaluated before its next step: at its start, or after an interruption."""
         job, progress = self.jobs[name], self.executor.attached[name].progress
         if job.data.evaluation is None:
             return progress.step == 0
@@ -376,18 +376,18 @@ class Loop:
 
     @contextmanager
     def _means_shown(self) -> Iterator[None]:
-        """Let the passes of a window read the mean weights of the trials that are being evaluated."""
+        """Use the mean weights of the trials that are being evaluated in the passes of a window."""
         for name in self._judged:
             self.executor.show_mean(name)
         yield
         for name in self._judged:
-            # A trial that was killed reads zeros, and one that had to leave comes back with its own weights.
+            # An ended trial keeps reading zeros; a detached one has its own weights when attached again.
             if name in self.executor.attached and name not in self._endings:
                 self.executor.show_master(name)
         self._judged = frozenset()
 
     def _saved_lately(self) -> frozenset[str]:
-        """Return the jobs without `save_every` whose last checkpoint is too recent for another."""
+        """Return the jobs without `save_every` whose last checkpoint is too recent to write another."""
         now = time.monotonic()
         return frozenset(
             name
@@ -440,7 +440,7 @@ class Loop:
             self.journal.flush()
 
     def _shrink(self, capacity: int) -> None:
-        """Take less memory after a shortage: halve the capacity, else preempt a job, else fail the last."""
+        """Reduce memory use after a shortage: halve the capacity, else preempt a job or fail the only one."""
         release(self.base.device)
         shapes = self._shapes(name for name in self.executor.attached if name not in self._endings)
         if not shapes:
@@ -466,7 +466,7 @@ class Loop:
         self._send_back({last: self._max_jobs_reason})
 
     def _other_bits(self) -> str:
-        """Return what a shortage means for a deterministic run; empty for any other."""
+        """Return the warning that a shortage changes a deterministic run's results; empty for other runs."""
         if not self.engine.deterministic:
             return ""
         return " Deterministic: the bits differ from here on from those of a run without this shortage."
@@ -518,8 +518,8 @@ class Loop:
 
     @phase(Phase.SAVING)
     def _save(self, name: str, save: Callable[[str, Path], None]) -> None:
-        """Begin a checkpoint. The job's last one is finished first, so that at any time all steps but those
-        of one `save_every` are in a complete checkpoint, however slow the disk is."""
+        """Begin a checkpoint once the job's last one is complete, so that at any time all steps but those of
+        one `save_every` are in a complete checkpoint, however slow the disk is."""
         began = time.monotonic()
         self.executor.finish_saves(name)
         self._handle_writes()
@@ -533,7 +533,7 @@ class Loop:
         self._timed.saves.append(StateTime(1, training.layout.size, time.monotonic() - began))
 
     def _handle_writes(self) -> None:
-        """Handle what has been written since the last call, or could not be."""
+        """Handle the writes that have completed or failed since the last call."""
         for one in self.executor.unsaved():
             self._pause_unsaved(one)
         self.result_writer.record_written()
@@ -544,7 +544,7 @@ class Loop:
 
     def _pause_unsaved(self, unsaved: Unsaved) -> None:
         """Pause a job whose checkpoint could not be written, before more is lost. A job that has made its
-        last step stays: there may be room for its adapter, and then no checkpoint is needed."""
+        last step is not paused: if its adapter can be written, it needs no checkpoint."""
         name, training = unsaved.job, self.executor.attached.get(unsaved.job)
         if training is None or name in self._endings:
             return
@@ -556,7 +556,7 @@ class Loop:
     # -- endings -----------------------------------------------------------------------------------------
 
     def _end(self, name: str, ending: Ending) -> None:
-        """Decide a job's end inside a window; it is detached at the window's end."""
+        """Set how a job ends, during a window; the job is detached at the window's end."""
         self._endings[name] = ending
         self.executor.kill(name)
 
@@ -583,7 +583,7 @@ class Loop:
         self._endings.clear()
 
     def _send_back(self, reasons: Mapping[str, str], are_resting: bool = False) -> None:
-        """Save jobs, and queue them again with their reasons; trials that rest wait for others at a rung."""
+        """Save jobs and queue them again with the reasons; `are_resting` marks trials that wait at a rung."""
         if not reasons:
             return
         for training in self._save_and_detach(list(reasons)):
@@ -596,7 +596,7 @@ class Loop:
         self.journal.flush()
 
     def _save_and_detach(self, names: Sequence[str]) -> list[Training]:
-        """Save and detach jobs, and return those; a job that cannot be saved gets an ending instead."""
+        """Save and detach jobs; return the saved ones. A job that cannot be saved gets an ending instead."""
         for name in names:
             self._save(name, self.executor.save_now)
         for name in names:
@@ -618,8 +618,8 @@ class Loop:
     # -- sweeps ------------------------------------------------------------------------------------------
 
     def _follow_sweeps(self) -> bool:
-        """Apply the decisions of sweeps between windows: trials at the limit of a rung continue, rest without
-        a seat, or leave. Return whether a new job waits for a seat."""
+        """Apply the decisions of sweeps between windows: trials at a rung continue, are detached to wait for
+        other trials, or leave. Return whether a new job waits for admission."""
         if not self.sweeps.sweeps:
             return False
         attached = {name: training.progress.step for name, training in self.executor.attached.items()}

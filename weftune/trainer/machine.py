@@ -1,4 +1,4 @@
-"""A description of this machine for the planner: devices, memory, link and profile."""
+"""A description of this machine for the planner: devices, memory, host-to-device link and profile."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ UNKNOWN_FLOPS, UNKNOWN_MEMORY, FILE_BANDWIDTH = 1e14, 1e12, 2e9
 """Operations per second and bytes per second of a GPU without a data sheet, and bytes per second of a disk,
 used if nothing may be measured."""
 PLENTY = 0.9
-"""Share of a plan's memory that must be free if the plan ignores how much is free."""
+"""Share of the planned memory that must be free; with less, a deterministic run prints a warning."""
 
 
 def machine_here(options: Options, base: BaseSpec | Base, device: torch.device, shape: ModelShape) -> Machine:
-    """Describe this process's device, or those of all workers, which are identical. A deterministic run is
-    planned with nothing that is measured now: neither times nor free memory."""
+    """Describe this process's device, or the identical devices of all workers. For a deterministic run,
+    nothing measured now is used: neither times nor free memory."""
     is_loaded = isinstance(base, Base) and options.staff is None
     if is_loaded and options.gpu_memory is not None:
         raise UserError("gpu_memory: this base is on its device already; give its name and Weftune loads it")
@@ -67,7 +67,7 @@ def machine_here(options: Options, base: BaseSpec | Base, device: torch.device, 
 def launcher_machine(
     options: Options, device: torch.device, shape: ModelShape, processes: int = 1
 ) -> Machine:
-    """Describe this machine to a process that starts `processes` others, which share its CPU or take a GPU
+    """Describe this machine for a process that starts `processes` others, which share its CPU or use one GPU
     each."""
     on_gpu = device.type == "cuda"
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count() * on_gpu)]
@@ -100,7 +100,7 @@ def workers_per_device(options: Options, device: torch.device) -> int:
 
 
 def short_of_memory(options: Options, device: torch.device) -> str:
-    """Return a warning if a plan that ignores free memory counts on more than there is; empty otherwise."""
+    """Return a warning if a deterministic run is planned for more memory than is free; empty otherwise."""
     if not options.deterministic or options.gpu_memory or options.memory:
         return ""
     free, planned = budget_bytes(device), steady_budget_bytes(device)
@@ -113,7 +113,7 @@ def short_of_memory(options: Options, device: torch.device) -> str:
 
 
 def sheet_gpu(budget: int, host: int, _workers: int = 1) -> StreamDevice:
-    """Return the GPU as its data sheet describes it: the same in every run."""
+    """Return the GPU as its data sheet describes it, which is the same in every run."""
     speed = speed_by_sheet(on_gpu=True)
     if speed is None:
         return gpu_device(budget, host, PCIE.bandwidth, UNKNOWN_FLOPS, UNKNOWN_MEMORY)
@@ -123,7 +123,7 @@ def sheet_gpu(budget: int, host: int, _workers: int = 1) -> StreamDevice:
 def measured_gpu(
     spec: BaseSpec, device: torch.device, budget: int, host: int, _workers: int = 1
 ) -> StreamDevice:
-    """Return the GPU with its link and its matrix products as measured now."""
+    """Return the GPU with the speeds of its host link and matrix products, measured now."""
     link = measure_link(device, base_dtype(spec, device))
     return gpu_device(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)
 
@@ -131,7 +131,7 @@ def measured_gpu(
 def from_files(
     spec: BaseSpec, device: torch.device, stream: StreamDevice, short: HostTooSmall, measured: bool = True
 ) -> StreamDevice:
-    """Return the device for weights that stay in their files, or raise an error with both reasons."""
+    """Return the device for a base streamed from its files; if impossible, raise `short` with the reason."""
     try:
         files = list(weights_in_files(spec, device))
     except BaseModelError as error:

@@ -1,6 +1,6 @@
-"""The request of a run, made from the command line or in Python, and the machine that it is planned for.
+"""The options of a run, from the command line or from Python, and the machine that the run is planned for.
 
-This module does not import torch, so that `weftune plan` describes machines as a run does.
+This module does not import torch, so that `weftune plan` can use it too.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from weftune.run.workers.messages import Staff
 
 AUTO = 0
-"""The number of stages that stands for the planner's choice."""
+"""Value of `Options.pipeline` that lets the planner choose the number of stages."""
 ALL = 0
-"""The number of devices that stands for all of them."""
+"""Value of `Options.gpus` that means all devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options that say how to run, not what: none of them changes a job's result."""
+    """Options that say how to train the jobs: none of them changes a job's result."""
 
     device: str | None = None
     resume: bool = False
@@ -36,24 +36,24 @@ class Options:
     retry: tuple[str, ...] = ()
     """Jobs to continue from their last checkpoint although they have failed or were cancelled."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted key → the value that jobs of `retry` continue with; `jobs.spec.retry.CHANGEABLE` lists the
+    """Maps each dotted key to its new value for the jobs of `retry`; `jobs.spec.retry.CHANGEABLE` lists the
     allowed keys."""
     memory: int | None = None
-    """Bytes that the run may take. None means most of what is free."""
+    """Maximum bytes of memory for the run. None means most of the free memory."""
     gpu_memory: int | None = None
-    """Bytes of the GPU that the run may take; a larger base is streamed from host memory."""
+    """Maximum bytes of GPU memory for the run; a larger base is streamed from host memory."""
     capacity: int | None = None
     """Maximum number of tokens per microbatch. None derives it from device and memory."""
     profile: Path | None = None
-    """File that `weftune doctor --profile` has written. None uses the one in the cache, if there is any."""
+    """File written by `weftune doctor --profile`. None uses the one in the cache, if there is any."""
     staff: Staff | None = None
-    """The other workers, if the base is cut into stages; this process is the first of them."""
+    """The other workers, if the base is split into stages; this process is the first worker."""
     deterministic: bool = False
-    """Whether two runs of the same jobs on the same device give the same bits."""
+    """Whether two runs of the same jobs on the same device give bitwise equal results."""
     share: int | None = None
-    """Number of the share of the jobs that is trained here, if other processes train the others."""
+    """Number of this process's share of the jobs, if other processes train the other shares."""
     shares: int = 1
-    """Number of processes that train shares of the jobs, which also share the host's memory."""
+    """Number of processes that train one share of the jobs each; they also share the host's memory."""
     command: str = PYTHON
     """Shell command that resumes the run, for messages. Empty if the jobs are in no file."""
     pipeline: int | None = None
@@ -110,7 +110,7 @@ class Options:
     ) -> Machine:
         """Return the machine for `workers` workers per replica, `sharing` of which share a device.
 
-        `device_bytes` are those of a device for a run without a limit.
+        `device_bytes` is the memory of a device that a run without a limit may use.
         """
         from weftune.plan.layout.choose import Machine
 
@@ -139,7 +139,7 @@ class Options:
 
 
 def host_budget(deterministic: bool = False) -> int:
-    """Return the bytes of host memory for a run: a share of what is free, or of all if `deterministic`."""
+    """Return the bytes of host memory for a run: a share of the free bytes, or of all if `deterministic`."""
     import psutil
 
     from weftune.plan.cost.cluster import USABLE

@@ -1,4 +1,4 @@
-"""The files of a job's folder: `job.yaml` at its admission, the adapter with its tokenizer at its success."""
+"""The files of a job's folder: `job.yaml`, written at admission, and the adapter, written at success."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ from weftune.trainer.journal import Journal
 PARTIAL = ".adapter.partial"
 """Folder inside a job's folder for an adapter that is being written."""
 BASE_KEYS = ("model", "dtype", "revision", "quantize")
-"""Keys that identify a base; the path as the user wrote it does not."""
+"""Keys that identify a base, apart from the path that the user wrote."""
 NAMED_PACKAGES = ("weftune", "torch", "transformers", "peft", "safetensors", "datasets")
 
 
 def describe(job: PreparedJob, base: BaseSpec, deterministic: bool = False) -> dict[str, Any]:
     """Return the content of `job.yaml`: the resolved spec, the data, and the versions of libraries.
-    `deterministic` describes how the run was last resumed: it is no setting of the job and may differ next
-    time."""
+    `deterministic` is an option of the run, not a setting of the job, and may differ when the run is
+    resumed."""
     data = job.data
     return {
         "format": FORMAT,
@@ -81,7 +81,7 @@ def retries_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def with_retries(description: dict[str, Any], folder: Path, *more: Retry) -> dict[str, Any]:
-    """Return a description with the retries that its job's folder records, and `more` of them."""
+    """Return the description with the retries recorded in the job's folder, followed by `more`."""
     retries = [*retries_of(folder), *(retry.record() for retry in more)]
     return {**description, "retries": retries} if retries else description
 
@@ -91,7 +91,7 @@ def refuse_changes(
 ) -> str:
     """Refuse to resume a job whose keys, base or dataset have changed, naming what changed.
 
-    Keys that are `allowed` may differ: the user has named them. `command` is the command that resumes the
+    The keys in `allowed` may differ, since the user requested it. `command` is the command that resumes the
     run. Return a sentence about a damaged file, or "".
     """
     name = description["job"]["name"]
@@ -130,7 +130,7 @@ def refuse_changes(
 
 
 def finished_changes(folder: Path, job: JobSpec, base: BaseSpec, max_steps: int | None = None) -> list[str]:
-    """Return `KEY OLD, now NEW` for every changed setting of a finished job, except for its rows."""
+    """Return `KEY OLD, now NEW` for every changed setting of a finished job; its rows are not compared."""
     try:
         found = read_job_file(folder)
     except DamagedJobFile:
@@ -186,12 +186,12 @@ def refuse_full_disk(output: Path, jobs: Sequence[PreparedJob], shape: ModelShap
 
 
 class TokenizerFiles:
-    """The files of the tokenizer that are written beside every adapter, created once per chat template."""
+    """The tokenizer's files that are written beside every adapter, created once per chat template."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._made: dict[str | None, dict[Path, bytes]] = {}
-        """Chat template (None for the tokenizer's own) → path in a job's folder → content."""
+        """Maps each chat template (None: the tokenizer's own) to the paths and contents of its files."""
         self._one_at_a_time = threading.Lock()
 
     def of(self, job: PreparedJob | None) -> Mapping[Path, bytes]:
@@ -214,7 +214,7 @@ class TokenizerFiles:
 
 
 def prepare_result(job: PreparedJob | None, tokenizer: TokenizerFiles) -> None:
-    """Do ahead of time what takes long and does not depend on the weights."""
+    """Prepare the slow parts of writing a result that do not depend on the weights."""
     with suppress(ImportError):
         importlib.import_module("peft")
     tokenizer.of(job)
@@ -230,8 +230,8 @@ def write_result(
 ) -> None:
     """Write the adapter in PEFT's format, and the tokenizer with the chat template the job was trained with.
 
-    The files are written aside and synced before they are moved to their place, the config last: if that
-    exists, all of them do. Raises OSError if the disk does not take them, and leaves none of them.
+    The files are written to a temporary folder, synced and then moved to their place, the config last: if it
+    exists, all of them do. Raises OSError if they cannot be written, and then leaves none of them.
     """
     kind = kind_named(job.spec.adapter.kind)
     draft = folder / PARTIAL
@@ -279,11 +279,11 @@ class Ending:
     state: State
     reason: str = ""
     leaves_sweep: bool = False
-    """Whether a trial leaves its sweep: its checkpoints are deleted, since nothing resumes from them."""
+    """Whether a trial leaves its sweep; then its checkpoints are deleted, since nothing resumes from them."""
 
 
 class ResultWriter:
-    """Files that the writer's threads write while other jobs train."""
+    """A writer of the jobs' files in background threads, while other jobs train."""
 
     def __init__(self, engine: Engine, tokenizer: Any, store: Store, journal: Journal) -> None:
         self._engine, self._base, self._writer = engine, engine.base, engine.executor.writer
@@ -291,9 +291,9 @@ class ResultWriter:
         self._tokenizer = TokenizerFiles(tokenizer)
         self._endings: dict[str, Ending] = {}
         self._begun: dict[str, Future[None]] = {}
-        """Detached job → the write of its adapter; when that is done, the job ends as `_endings` says."""
+        """Maps each detached job to the pending write of its adapter, with which the job ends."""
         self._spent: list[str] = []
-        """Jobs whose checkpoints are deleted when the status says how the jobs ended."""
+        """Jobs whose checkpoints are deleted once the status on disk says how the jobs ended."""
 
     def __contains__(self, name: object) -> bool:
         """Whether the adapter of a detached job is still being written."""
@@ -311,8 +311,8 @@ class ResultWriter:
     # -- admission ---------------------------------------------------------------------------------------
 
     def write_job_file_ahead(self, job: PreparedJob) -> Future[None] | None:
-        """Begin to write a job file while other jobs are prepared: with thousands of small files, most of the
-        time is spent waiting for the disk. None for a job that has checkpoints, which are inspected first."""
+        """Begin to write a job file while other jobs are prepared, since thousands of small files wait for
+        the disk. Return None if the job has checkpoints, which are inspected first."""
         if self.checkpoints(job.name).exists():
             return None
         return self._writer.run(job.name, partial(self.write_job_file, job))
@@ -323,11 +323,11 @@ class ResultWriter:
         write_job_file(folder, with_retries(described, folder))
 
     def prepare(self, job: PreparedJob, snapshot_bytes: int) -> None:
-        """Prepare ahead of time what can be prepared of a job's adapter and checkpoints."""
+        """Prepare the writes of a job's adapter and checkpoints ahead of time."""
         self._writer.run(job.name, partial(self._prepare, job, snapshot_bytes))
 
     def _prepare(self, job: PreparedJob, snapshot_bytes: int) -> None:
-        """Prepare in the writer's thread. An error here occurs again where it matters."""
+        """Prepare in a background thread. Errors are ignored: they occur again when the files are written."""
         with suppress(Exception):
             prepare_result(job, self._tokenizer)
             self._writer.snapshots.reserve(snapshot_bytes)
@@ -336,14 +336,14 @@ class ResultWriter:
 
     @phase(Phase.EXPORT)
     def deliver(self, job: PreparedJob, training: Training, ending: Ending) -> None:
-        """Begin to write the adapter of a finished job, and drop a checkpoint that is not begun."""
+        """Begin to write the adapter of a finished job, and cancel a checkpoint that is still queued."""
         self._writer.forget(training.job)
         snapshot = self._writer.snapshots.take(training)
         self._endings[training.job] = ending
         self._begun[training.job] = self._writer.write(snapshot, partial(self._write_adapter, job))
 
     def _write_adapter(self, job: PreparedJob, snapshot: Snapshot) -> None:
-        """Write the adapter in the writer's thread."""
+        """Write the adapter; called in a background thread."""
         vectors = snapshot.tensors()
         keeps_best = job.spec.keep == "best" and "best" in vectors
         parameters = snapshot.layout.views(vectors["best" if keeps_best else "master"])
@@ -360,7 +360,7 @@ class ResultWriter:
         self._spent.append(name)
 
     def record_written(self) -> None:
-        """Record the ends of jobs whose adapters have been written since the last call, or could not be."""
+        """Record the ends of jobs whose adapters were written, or failed to be, since the last call."""
         # Only the first is checked, since they mostly end in the order of writing: thousands may wait.
         while self._begun and next(iter(self._begun.values())).done():
             name = next(iter(self._begun))

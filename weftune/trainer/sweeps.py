@@ -1,4 +1,4 @@
-"""The sweeps of a run, as the loop sees them."""
+"""The sweeps of a run, in the form that the training loop uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weftune.trainer.job import PreparedJob
 
 
 class Sweeps:
-    """All sweeps of a run, of which there may be none."""
+    """All sweeps of a run; there may be none."""
 
     def __init__(self, sweeps: Iterable[RunningSweep] = ()) -> None:
         self.sweeps = tuple(sweeps)
@@ -27,8 +27,8 @@ class Sweeps:
             self._of |= dict.fromkeys(sweep.trials, sweep)
 
     def enter(self, job: PreparedJob) -> PreparedJob:
-        """Return a job as the loop trains it: a trial up to its limit only, and evaluated at its rungs too if
-        those evaluate the last weights."""
+        """Return a job as the loop trains it: a trial trains up to its next rung only, and is evaluated there
+        too if rungs evaluate the last weights."""
         sweep = self._of.get(job.name)
         if sweep is None:
             return job
@@ -43,7 +43,7 @@ class Sweeps:
         return replace(job, evaluate_at=job.evaluate_at | rungs, own_evaluations=job.evaluate_at, limit=limit)
 
     def averaging(self, job: PreparedJob) -> PreparedJob:
-        """Return a job with the mean that its sweep's rungs evaluate, if they do, and the memory for it."""
+        """Return the job with the weight means that its sweep's rungs evaluate, if any."""
         sweep = self._of.get(job.name)
         if sweep is None or not sweep.judges_mean:
             return job
@@ -56,11 +56,11 @@ class Sweeps:
         return sweep is not None and name in sweep.resting
 
     def rested(self, name: str) -> None:
-        """Record that the trial has been saved and has left its seat."""
+        """Record that the trial has been saved and detached, and waits for other trials."""
         self._of[name].resting.add(name)
 
     def is_awaited(self, name: str, step: int) -> bool:
-        """Whether the trial stands at this rung and its value there is not recorded yet."""
+        """Whether the trial has reached this rung and its value there is not recorded yet."""
         sweep = self._of.get(name)
         return sweep is not None and step == sweep.rungs.limit(name) and sweep.rungs.awaited(name)
 
@@ -70,7 +70,7 @@ class Sweeps:
         return sweep is not None and sweep.judges_mean
 
     def step(self, event: Stepped) -> str | None:
-        """Record a step's loss and return why the trial leaves now, or None."""
+        """Record a step's loss; return the reason if the trial leaves its sweep now, else None."""
         sweep = self._of.get(event.job)
         return None if sweep is None else sweep.step(event.job, event.step, event.outcome.loss)
 
@@ -92,7 +92,7 @@ class Sweeps:
         )
 
     def propose(self, add: Callable[[JobSpec], Any], tell: Tell) -> None:
-        """Add the jobs of generations that can begin now."""
+        """Add the jobs of those generations of trials that can begin now."""
         for sweep in self.sweeps:
             while new := sweep.proposed():
                 self._of |= dict.fromkeys((trial.name for trial in new), sweep)
@@ -108,8 +108,8 @@ class Sweeps:
             sweep.finish()
 
     def stranded(self) -> Iterator[tuple[str, str]]:
-        """Yield the trials that rest although no job is attached, with the reason: one that they wait for is
-        paused."""
+        """Yield the trials that still wait at a rung when no job is attached, with the reason: a trial that
+        they wait for is paused."""
         for sweep in self.sweeps:
             for name in sorted(sweep.resting - sweep.rungs.ended.keys()):
                 step, other = sweep.rungs.limit(name), sweep.waiting_for()
@@ -121,7 +121,7 @@ class Sweeps:
             sweep.resting.clear()
 
     def drop_rested(self, name: str) -> None:
-        """Record that the trial has been cancelled or paused."""
+        """Record that a trial that waited at a rung has been cancelled or paused."""
         if (sweep := self._of.get(name)) is not None:
             sweep.resting.discard(name)
 

@@ -29,7 +29,7 @@ from weftune.trainer.trainer import Result, Trainer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepResult:
-    """The result of a sweep."""
+    """The result of a sweep: its trials, the best first, and the winner."""
 
     name: str
     path: Path
@@ -39,11 +39,11 @@ class SweepResult:
     best: Result | None
     """Result of the winner; None if no trial has finished."""
     results: dict[str, Result]
-    """Trial → its result."""
+    """Maps each trial to its result."""
 
     @property
     def table(self) -> Any:
-        """The rows as a pandas DataFrame; the rows themselves if pandas is not installed."""
+        """The rows as a pandas DataFrame, or as a list if pandas is not installed."""
         try:
             pandas = importlib.import_module("pandas")
         except ImportError:
@@ -67,8 +67,8 @@ def train(
 
     Paths in a dict are relative to the working folder, and `data` may be the rows themselves. `resume`
     continues an output that was begun. With `deterministic`, here or in the file, two runs on the same device
-    give the same bits. Progress is shown in terminals and notebooks, and at the end the table that `weftune
-    train` ends with, unless `progress` is False or a `view` is given, which receives the progress instead.
+    give bitwise equal results. Terminals and notebooks show the progress and, at the end, the table of
+    `weftune train`, unless `progress` is False or a `view` is given, which receives the progress instead.
     """
     if isinstance(jobs, Mapping):
         run = parse_run(plain_values(jobs), Path.cwd())
@@ -133,7 +133,7 @@ def sweep(
     view: View | None = None,
     callback: Callback | None = None,
 ) -> SweepResult:
-    """Train the trials of one job that has the key `sweep`, as in a jobs file, and return which is best.
+    """Train the trials of one job that has the key `sweep`, as in a jobs file, and return their results.
 
     `base` is the value of that key in a jobs file; the other arguments are those of `train`.
     """
@@ -154,10 +154,10 @@ def sweep(
 
 
 def sweep_result(folder: Path, results: Mapping[str, Result]) -> SweepResult:
-    """Return the result of the sweep in this folder; `results` are those of its run."""
+    """Return the result of the sweep in this folder; `results` maps the run's jobs to their results."""
     record = read_record(folder)
     assert record is not None, "a run with this sweep has written it"
-    # Finished trials by their rank, followed by those that came farthest.
+    # Finished trials by their rank, followed by those with the most steps.
     ranks = {name: rank for rank, name in enumerate(record.best)}
     ordered = sorted(
         record.trials,

@@ -1,4 +1,4 @@
-"""A run from Python: a `Trainer` that jobs are added to."""
+"""Runs in Python: a `Trainer`, to which jobs are added."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ from weftune.trainer.sweeps import Sweeps
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The outcome of a job: its state, its folder, and its last numbers."""
+    """The outcome of a job: its state, its folder, and its last metrics."""
 
     state: State
     path: Path
@@ -126,10 +126,10 @@ class Trainer:
         self.sweeps: dict[str, tuple[Sweep, TrialSearch | None]] = {}
         self.interrupted = False
         self.loop: Loop | None = None
-        """The loop while the run lasts; None otherwise."""
+        """The training loop while the run lasts; None otherwise."""
         self._place = place
         self._encoder: Encoder | None = None
-        """Encoder that all jobs share: its fingerprint takes a good part of a second."""
+        """Encoder shared by all jobs, since computing its fingerprint takes much of a second."""
 
     def add(self, job: JobSpec) -> Trainer:
         """Add a job, before the run or from a callback inside it."""
@@ -240,7 +240,7 @@ class Trainer:
     # -- before ------------------------------------------------------------------------------------------
 
     def check(self, shape: ModelShape) -> None:
-        """Refuse everything that can be refused before the output folder is touched."""
+        """Validate the run, and raise all errors that can be found before the output folder is modified."""
         if not self.jobs:
             raise SpecError("There is no job to train; add one.")
         jobs = list(self.jobs.values())
@@ -258,8 +258,8 @@ class Trainer:
         self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
 
     def _refuse_mistakes(self, jobs: Sequence[JobSpec], shape: ModelShape) -> None:
-        """Refuse targets that the base lacks, and starts from jobs that cannot be; with shares, the process
-        that divides the jobs knows all of them."""
+        """Refuse targets that the base lacks, and jobs that cannot start from the job they name; with shares,
+        the process that divides the jobs checks this."""
         known = list(self.jobs) if self.options.share is None else [source_of(job.adapter) for job in jobs]
         mistakes = check_names(jobs, known, self._place)
         mistakes = mistakes or check_starts(list(self.jobs.values()), shape, self._place)
@@ -267,7 +267,7 @@ class Trainer:
             raise SpecError(dict.fromkeys(mistakes))
 
     def _recalled_sweeps(self, store: Store) -> Sweeps:
-        """Return the sweeps as earlier runs have left them; trials that those proposed become jobs again."""
+        """Return the sweeps in their state after earlier runs, and add the trials proposed there as jobs."""
         again = {"--restart": self.options.restart, "--retry": self.options.retry}
         running = []
         for sweep, search in self.sweeps.values():
@@ -284,7 +284,7 @@ class Trainer:
         return sweeps
 
     def unfinished(self, store: Store, shape: ModelShape) -> list[PreparedJob]:
-        """Return the unfinished jobs, and those to restart, ready to train."""
+        """Return the unfinished jobs and those to restart, prepared for training."""
         if store.rebuilt:
             self.view.note(store.rebuilt)
         self._refuse_changes_of_finished(store)
@@ -338,13 +338,13 @@ class Trainer:
         self._tell_of_jobs("note", told_once((job.name, note) for job in ready for note in job.data.notes))
 
     def _tell_of_jobs(self, kind: str, sentences: Sequence[str]) -> None:
-        """Show warnings about the jobs; with shares, only the process that divided the jobs shows them."""
+        """Show warnings about the jobs. With shares, only the process that divides the jobs shows them."""
         for sentence in sentences if self.options.share is None else ():
             self.view.note(f"{kind}: {sentence}")
 
     def _is_lost(self, store: Store, name: str) -> bool:
-        """Whether a job that has begun has no checkpoint left. It is paused with the reason: starting again
-        is the user's decision."""
+        """Whether a job that has begun has no checkpoint left. If so, it is paused with the reason: only the
+        user may decide to restart it."""
         if name in self.options.restart:
             return False
         folder = self.output / name / CHECKPOINTS
@@ -365,7 +365,7 @@ class Trainer:
         return True
 
     def _clear(self, name: str) -> None:
-        """Delete a job's folder; it is renamed first, since half a folder could pass for a job to resume."""
+        """Delete a job's folder; rename it first, since half a folder could look like a job to resume."""
         old = self.output / f".{name}.old"
         shutil.rmtree(old, ignore_errors=True)
         if (self.output / name).exists():
@@ -380,7 +380,7 @@ class Trainer:
 
     @phase(Phase.TOKENISING)
     def _ready_all(self, jobs: Sequence[JobSpec], shape: ModelShape, store: Store) -> list[PreparedJob]:
-        """Return every job ready to train, or raise the mistakes of all of them at once."""
+        """Prepare all jobs for training, or raise the mistakes of all of them at once."""
         ready: list[PreparedJob] = []
         mistakes: list[Mistake] = []
         if not jobs:
@@ -420,13 +420,13 @@ class Trainer:
         return ready
 
     def _as_retried(self, job: JobSpec) -> JobSpec:
-        """Return the job with the changes of its retries, in earlier runs and in this one."""
+        """Return the job with the settings changed by its retries, in earlier runs and in this one."""
         with suppress(DamagedJobFile):
             job = as_retried(job, retries_of(self.output / job.name))
         return with_changes(job, self.options.changes) if job.name in self.options.retry else job
 
     def take_over(self, store: Store, ready: Sequence[PreparedJob]) -> None:
-        """Turn the output into a run that can be resumed if it is killed at any later moment."""
+        """Prepare the output so that the run can be resumed if it is killed at any later moment."""
         for name in self.options.restart:
             store.restart_job(name)
         for job in ready:
@@ -439,7 +439,7 @@ class Trainer:
             self._clear(name)
 
     def _record_retries(self, store: Store, ready: Sequence[PreparedJob]) -> None:
-        """Record retries as a note of the job and in job.yaml, so that later runs know the changed keys."""
+        """Record retries in the job's notes and in job.yaml, so that later runs know the changed keys."""
         for job in ready:
             if job.name not in self.options.retry:
                 continue
@@ -456,7 +456,7 @@ class Trainer:
         return Loop(engine, self.tokenizer, store, journal)
 
     def _rewind(self, store: Store, ready: Sequence[PreparedJob]) -> None:
-        """Go back to each job's newest checkpoint: drop metrics beyond it, which will be written again."""
+        """Rewind each job to its newest checkpoint: drop later metrics, which will be written again."""
         found = {job.name: checkpoint.newest_progress(self.output / job.name / CHECKPOINTS) for job in ready}
         progress = {name: one or Progress() for name, one in found.items()}
         store.rewind(
@@ -471,7 +471,7 @@ class Trainer:
     # -- after -------------------------------------------------------------------------------------------
 
     def _tell(self, store: Store) -> Callable[[str], None]:
-        """Show a sentence to the user, and keep it with the run."""
+        """Return a function that shows a sentence to the user and records it with the run."""
 
         def tell(sentence: str) -> None:
             store.note(sentence)
@@ -480,7 +480,7 @@ class Trainer:
         return tell
 
     def results(self, store: Store) -> dict[str, Result]:
-        """Return the results of all jobs; also draw the report, unless other processes are still training."""
+        """Return the results of all jobs; also write the report, unless other processes still train."""
         alone = self.options.share is None
         if alone:
             # For the report, and again after it, with the time that the report took.

@@ -15,19 +15,19 @@ from weftune.run.training.state import StepOutcome
 UNIFORM_TOLERANCE = 1e-3
 """Relative distance from ln(vocabulary) within which all tokens count as equally likely."""
 VANISHED_GRADIENT = 1e-6
-"""Gradient norm up to which an adapter no longer learns."""
+"""Gradient norm up to which an adapter counts as no longer learning."""
 LOSS_TOLERANCE = 1e-6
 """Relative difference below which two validation losses count as equal."""
 SLOW = 2.0
 """Ratio of measured to planned seconds from which a run counts as slow."""
 LEAST_SECONDS = 10.0
-"""Minimum seconds of windows that are judged together: in less, a pause of the system counts for too much."""
+"""Minimum seconds of windows that are judged together: a pause of the system distorts shorter times."""
 
 # -- adapters ------------------------------------------------------------------------------------------
 
 
 def collapse_warning(outcome: StepOutcome, vocabulary: int) -> str:
-    """Return the warning for a step of uniform loss and zero gradient; empty for a healthy step."""
+    """Return the warning for an optimizer step with uniform predictions and no gradient; empty otherwise."""
     uniform = math.log(vocabulary)
     if outcome.grad_norm > VANISHED_GRADIENT or abs(outcome.loss - uniform) > UNIFORM_TOLERANCE * uniform:
         return ""
@@ -56,7 +56,7 @@ def base_warning(job: JobStatus) -> str:
 
 
 class CpuLoad:
-    """The work of this machine's cores since the object was created."""
+    """The load of this machine's cores since the object was created."""
 
     def __init__(self) -> None:
         self._began, self._busy, self._own = time.monotonic(), _busy_seconds(), _own_seconds()
@@ -68,16 +68,16 @@ class CpuLoad:
 
 
 class SlowRun:
-    """A comparison of windows with their plan, which warns once if the run is slow."""
+    """A monitor that compares the time of windows with their plan and warns once if the run is slow."""
 
     def __init__(self, has_profile: bool) -> None:
-        """`has_profile` says whether the plan rests on a profile of this machine instead of a data sheet."""
+        """`has_profile` says whether the plan is based on a profile of this machine or on a data sheet."""
         self._has_profile = has_profile
         self._load: CpuLoad | None = CpuLoad()
         self._planned = self._seconds = 0.0
 
     def add(self, planned: float | None, seconds: float) -> str:
-        """Add a window that took `seconds`; return the warning, or ""."""
+        """Add a window with its planned and measured seconds; return the warning, or ""."""
         if self._load is None or planned is None:
             return ""
         self._planned += planned
@@ -96,9 +96,9 @@ def slow_sentence(
 ) -> str:
     """Return the warning that the run is slow, and why; "" if it is not.
 
-    `others` is the number of `cores` that other processes keep busy; this run wants `threads` of them. If the
-    cores are free, only a plan that rests on a profile of the machine can tell that something is wrong: few
-    runs reach the speed of a data sheet.
+    `others` is the number of `cores` that other processes keep busy; this run uses `threads` of them. If the
+    cores are free, only a plan based on a profile of the machine shows that something is wrong: few runs
+    reach the speed of a data sheet.
     """
     if seconds < SLOW * planned:
         return ""
@@ -122,7 +122,7 @@ def _busy_seconds() -> float:
 
 
 def _own_seconds() -> float:
-    """Return the CPU seconds of this process and of those that it has started."""
+    """Return the CPU seconds of this process and of its children."""
     total = 0.0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         try:

@@ -1,4 +1,4 @@
-"""The next window of a run: planned while another runs, and again if the plan no longer fits."""
+"""The planner of windows: each is planned while the one before runs, and again if it no longer fits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from weftune.trainer.engine import Engine
 from weftune.trainer.job import PreparedJob
 
 Cursors = Mapping[str, int]
-"""Job → the last step that it has made."""
+"""Maps each job to its last completed step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A window, and the parts of jobs that it was cut from."""
+    """A planned window, and the parts of the jobs that it consists of."""
 
     program: Program
     job_windows: Sequence[JobWindow]
@@ -29,17 +29,17 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """The next window, planned while this one runs, and what it was planned for."""
+    """The next window, planned while the current one runs, and the conditions it was planned for."""
 
     cursors: Cursors
     capacity: int
     recompute: Recompute
     pace: WindowPace
-    """Pace that predicts seconds, and so decides how many rounds the window has."""
+    """Predictor of seconds, which limits the number of rounds in the window."""
     planned: Future[Planned]
 
     def serves(self, cursors: Cursors, capacity: int, recompute: Recompute, pace: WindowPace) -> bool:
-        """Whether the same would be planned now; another pace matters only by the number of rounds."""
+        """Whether the same window would be planned now; the pace matters only for its number of rounds."""
         alike = (capacity, recompute) == (self.capacity, self.recompute)
         if not alike or not cursors.items() <= self.cursors.items():
             return False
@@ -50,11 +50,11 @@ class Ahead:
 
 
 class Windows:
-    """A planner of windows, which plans one ahead in a thread of its own."""
+    """A planner of windows, which plans the next one in a background thread."""
 
     def __init__(self, engine: Engine, learned: Learned, jobs: Mapping[str, PreparedJob]) -> None:
         self.max_tokens = engine.choice.capacity
-        """Maximum token capacity, unless a sample is longer."""
+        """Maximum number of tokens in a microbatch, unless a sample is longer."""
         self._engine, self._executor, self._choice = engine, engine.executor, engine.choice
         self._learned = learned
         self._jobs = jobs
@@ -65,8 +65,8 @@ class Windows:
         self._thread.shutdown()
 
     def next(self, beginners: frozenset[str]) -> Program:
-        """Return the window that was planned ahead, without jobs that left, if it still fits the attached
-        jobs; else a new one. `beginners` are evaluated first."""
+        """Return the window planned ahead, without jobs that have left, if it still fits the attached jobs;
+        else plan a new one. Jobs in `beginners` are evaluated first."""
         cursors, pace, ahead = self._cursors(), self._pace(), self._ahead
         capacity, recompute = self._capacity()
         if ahead is None or beginners or not ahead.serves(cursors, capacity, recompute, pace):
@@ -75,13 +75,13 @@ class Windows:
         return program.without(*gone) if gone else program
 
     def base_evaluation(self, names: Collection[str]) -> Program:
-        """Return a window that only evaluates the base alone, on the held-out samples of these jobs."""
+        """Return a window that only evaluates the base itself, on the held-out samples of these jobs."""
         cursors, (capacity, _) = self._cursors(), self._capacity()
         windows = [self._jobs[name].base_course(cursors[name]) for name in names]
         return plan_window(windows, self._choice.layout, capacity, False, NOTHING, self._engine.pacing())
 
     def plan_ahead(self, program: Program) -> None:
-        """Begin to plan the window after this one."""
+        """Begin to plan the window that follows this one."""
         cursors, pace = self._cursors(), self._pace()
         for batch in program.batches:
             cursors[batch.job] = max(cursors[batch.job], batch.step)
@@ -109,7 +109,7 @@ class Windows:
         return Planned(program, windows, rounds_within(windows, pace))
 
     def _capacity(self) -> tuple[int, Recompute]:
-        """Return the token capacity of microbatches, and what must be recomputed for it."""
+        """Return the token capacity of microbatches, and the activations that are recomputed to reach it."""
         shapes = [self._jobs[name].shape for name in self._executor.attached]
         memory = self._learned.memory
         recompute = memory.recompute(shapes, self.max_tokens)
