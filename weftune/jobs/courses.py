@@ -1,6 +1,6 @@
-"""A job's course in a window, from its samples and its spec: its global batches, evaluations and saves.
+"""The part of a job in a window: its global batches, evaluations and saves, from its samples and its spec.
 
-This module does not import torch, so that `weftune plan` computes the same courses as a run.
+This module does not import torch, so that `weftune plan` plans the same batches as a run.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from weftune.plan.window.rounds import JobWindow
 DEFAULT_SAVE_EVERY = 0.1
 LEAST_SAVE_EVERY = 25
 LEAST_SAVE_SECONDS = 30.0
-"""Default of `save_every`, the most training that a kill may cost a job: a share of its steps, but no fewer
-steps than LEAST_SAVE_EVERY and no less time than LEAST_SAVE_SECONDS."""
+"""Default of `save_every`, the most training that a kill may cost a job: a share of its steps, but at least
+LEAST_SAVE_EVERY steps and LEAST_SAVE_SECONDS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curriculum:
-    """The whole training of a job."""
+    """The whole training of a job: its samples in order, and the steps of its evaluations and checkpoints."""
 
     job: str
     data: Prepared
@@ -41,8 +41,8 @@ class Curriculum:
     save_at: frozenset[int]
 
     def course(self, step: int, rounds: int, begins: bool, limit: int | None = None) -> JobWindow:
-        """Return the job's part of a window that starts after `step`; a `limit` is a step that it may not
-        pass. A job that `begins` is evaluated at its current step."""
+        """Return the job's part of a window that starts after `step` and ends at step `limit` at the latest.
+        If the job `begins`, it is first evaluated at its current step."""
         last = min(step + rounds, self.steps if limit is None else limit)
         return JobWindow(
             job=self.job,
@@ -73,19 +73,19 @@ def curriculum(spec: JobSpec, data: Prepared, max_steps: int | None = None) -> C
 
 
 def cut_data(spec: JobSpec, context: int) -> DataSpec:
-    """Return the job's data with samples cut so that they fit into the base's context behind the adapter's
-    virtual tokens."""
+    """Return the job's data with samples truncated so that they fit into the base's context after the
+    adapter's virtual tokens."""
     if not (before := spec.adapter.positions_before):
         return spec.data
     return replace(spec.data, max_length=min(spec.data.max_length, context - before))
 
 
 _ADAPTER_SIZES: deque[tuple[AdapterSpec, Sequence[SiteShape], JobShape]] = deque(maxlen=16)
-"""Sizes of recent adapters: thousands of jobs may share a spec, and a base has hundreds of sites."""
+"""Shapes of recent adapters: thousands of jobs may share a spec, and a base has hundreds of linears."""
 
 
 def job_shape(spec: JobSpec, order: int, data: Prepared, base: ModelShape, means: int = 0) -> JobShape:
-    """Return the sizes of a job, which is number `order` in the jobs file and keeps `means` weight means."""
+    """Return the shape of job number `order` in the jobs file, which keeps `means` means of weights."""
     return replace(
         _adapter_sizes(spec.adapter, base),
         name=spec.name,
@@ -128,7 +128,7 @@ def _placed(samples: Samples, chosen: np.ndarray) -> tuple[PlacedSample, ...]:
 
 def save_interval(spec: JobSpec, steps: int) -> int:
     """Return the steps between two checkpoints, the most that a kill may cost the job. A job without
-    `save_every` may lose LEAST_SAVE_SECONDS of training instead, if that is more."""
+    `save_every` may lose LEAST_SAVE_SECONDS of training if those are more steps."""
     if spec.save_every is None:
         return max(in_steps(DEFAULT_SAVE_EVERY, steps), LEAST_SAVE_EVERY)
     return max(1, in_steps(spec.save_every, steps))
@@ -137,10 +137,10 @@ def save_interval(spec: JobSpec, steps: int) -> int:
 def _saves(spec: JobSpec, steps: int) -> frozenset[int]:
     """Return the steps after which a job is saved: after each interval and in the middle of each.
 
-    A checkpoint is written while training continues and is complete when the next one is due, so the steps
-    that are in no complete checkpoint are never more than two halves of an interval. None is written after
-    the last step, where the adapter itself is written, and one at the start only if the job starts from
-    another adapter, which may be gone when the job resumes.
+    A checkpoint is written while training continues and is complete when the next one is due, so at most two
+    halves of an interval are in no complete checkpoint. None is written after the last step, where the
+    adapter itself is written, and one at the start only if the job starts from another adapter, which may be
+    deleted before the job resumes.
     """
     interval = save_interval(spec, steps)
     wholes = range(0, steps, interval)
@@ -150,8 +150,8 @@ def _saves(spec: JobSpec, steps: int) -> frozenset[int]:
 
 
 def _evaluations(every: float | None, steps: int) -> frozenset[int]:
-    """Return the steps at which a job is evaluated: step 0, every interval, and the last step. None evaluates
-    at the first and the last step only."""
+    """Return the steps at which a job is evaluated: step 0, every interval, and the last step. If `every` is
+    None, only the first and the last."""
     if every is None:
         return frozenset({0, steps})
     return frozenset({*range(0, steps, max(1, in_steps(every, steps))), steps})

@@ -1,4 +1,4 @@
-"""The checks that turn the keys of one job into a record: numbers, files, types, and keys that must agree."""
+"""The checks that turn the keys of one job into a record: numbers, files, types, and contradicting keys."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ FILE_SUFFIXES = (
 
 
 CHATML = "chatml"
-"""Name of the chat template that needs no file."""
+"""Name of the built-in chat template."""
 
 
 Locate = Callable[[Path, str], str]
-"""Function that returns where a path written in a folder leads; ValueError has the message for nowhere."""
+"""Function that resolves a path relative to a folder, or raises ValueError with the message."""
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether `text` can be `owner/name` or `name` on the Hub, and not a file that is missing."""
+    """Whether `text` may be a repository id on the Hub (`owner/name` or `name`) and not a missing file."""
     return re.fullmatch(f"(?:{HUB_PART}/)?{HUB_PART}", text) is not None and not text.lower().endswith(
         FILE_SUFFIXES
     )
 
 
 def is_revision(text: str) -> bool:
-    """Whether `text` can name a revision on the Hub, whose client builds a path from it."""
+    """Whether `text` may be a revision on the Hub, whose client builds a path from it."""
     return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*", text) is not None
 
 
 def place_in(folder: Path, text: str) -> Path:
-    """Return a path written in a file in `folder`, absolute and without following links: in the Hub's cache a
-    GGUF file is a link to a name without a suffix."""
+    """Return the absolute path of `text` in `folder`, without following links: in the Hub's cache a GGUF file
+    is a link to a name without a suffix."""
     return Path(os.path.normpath((folder / Path(os.path.expanduser(text))).absolute()))
 
 
 def exists(path: Path) -> bool:
-    """Return whether a path exists. Path.exists would raise for paths that no system can have."""
+    """Return whether a path exists. Path.exists would raise for paths that are invalid on every system."""
     return os.path.exists(path)
 
 
 def missing(folder: Path, text: str, what: str = "file") -> str:
-    """Return the message for a path that leads nowhere, with the nearest file that does exist."""
+    """Return the message for a path that does not exist, with the most similar existing file."""
     if "\0" in text:
         return "holds a zero byte, which no path can"
     path = place_in(folder, text)
@@ -144,7 +144,7 @@ def build_job(record: type[Record], layer: Layer, folder: Path) -> tuple[Record 
 
 
 def _hint(values: Mapping[str, Any], loc: Loc) -> str:
-    """Suggest a sweep for a list in place of a single value, over which some tools sweep."""
+    """Return the hint to use a sweep if a list was written where a single value belongs."""
     value: Any = values
     for part in loc:
         value = step_into(value, part)
@@ -156,7 +156,7 @@ def _hint(values: Mapping[str, Any], loc: Loc) -> str:
 
 
 def _completed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Set one epoch as the default, and write disabled clipping in one way: None."""
+    """Set one epoch as the default, and replace the values that disable clipping by None."""
     whole = dict(values)
     if whole.get("steps") is None and whole.get("epochs") is None:
         whole["epochs"] = 1.0
@@ -166,7 +166,7 @@ def _completed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _built_adapter(keys: Any) -> tuple[Any, list[Fault]]:
-    """Return the record of the adapter's kind and the faults in its keys; no mapping is kept as it is."""
+    """Return the adapter's record and its faults; a value that is no mapping is returned unchanged."""
     if not isinstance(keys, Mapping):
         return keys, []
     kind = keys.get("kind", "lora")
@@ -193,11 +193,11 @@ LOCATED: tuple[tuple[str, str, Locate], ...] = (
     ("eval", "path", locate_rows),
     ("adapter", "init_from", locate_adapter),
 )
-"""Keys that are paths, each with the function that locates it."""
+"""Keys whose values are paths, each with the function that resolves it."""
 
 
 def _located(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any], list[Fault]]:
-    """Return the values with absolute paths, and a fault for every path that leads nowhere."""
+    """Return the values with absolute paths, and a fault for every path that does not exist."""
     faults: list[Fault] = []
 
     def found(value: Any, loc: Loc, locate: Locate) -> Any:
@@ -224,7 +224,7 @@ def _located(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any], list
 
 
 def _disagreements(values: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield faults in the name, and in keys that are valid by themselves but not together."""
+    """Yield faults in the name, and in keys that are valid by themselves but contradict each other."""
     if "name" in values and (sentence := name_fault(values["name"])):
         yield Fault(("name",), sentence)
     if values.get("epochs") is not None and values.get("steps") is not None:
@@ -235,7 +235,7 @@ def _disagreements(values: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def _betas_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
-    """Check the number of betas before their types, which would report each missing one."""
+    """Check the number of betas before their types: pydantic would report each missing beta."""
     if "betas" not in values:
         return
     betas = values["betas"]
@@ -334,7 +334,7 @@ def _token_faults(tokens: Any) -> Iterator[Fault]:
 
 
 def _init_faults(adapter: Mapping[str, Any]) -> Iterator[Fault]:
-    """Check that the start of virtual tokens is given only once."""
+    """Check that the initialisation of virtual tokens is given only once."""
     init, text = adapter.get("init", "random"), adapter.get("init_text", "")
     if init == "text" and not text:
         yield Fault(("adapter", "init"), "text needs init_text: the text that virtual tokens start from")
@@ -361,7 +361,7 @@ def _layer_faults(layers: Any) -> Iterator[Fault]:
 
 
 def _expression(text: str, whole: str, loc: Loc) -> Iterator[Fault]:
-    """Check a regular expression: `whole` is matched against names, and the user wrote its part `text`."""
+    """Check the regular expression `whole`, of which the user wrote the part `text`."""
     if not text:
         yield Fault(loc, "must not be empty")
     if slow := slow_sentence([whole]):

@@ -21,19 +21,19 @@ from weftune.jobs.spec.spec import JobSpec, in_steps, locate_in_job
 from weftune.plan.cost.memory import gib
 
 HIGH_RATE, HIGH_DECAY = 0.1, 1.0
-"""Learning rate and weight decay above which a decimal point was probably missed: Adam moves every weight by
-about its rate."""
+"""Learning rate and weight decay above which a decimal point was probably missed: a step of Adam moves every
+weight by about the learning rate."""
 LEAST_TOKENS = 2
 """Minimum number of tokens in a sample: one of them is predicted from the other."""
 NAMED = 4
-"""Number of jobs that a message names before it only counts them."""
+"""Maximum number of jobs that a message names; of more jobs, it gives the number."""
 
 
 def check_targets(
     jobs: Sequence[JobSpec], shape: ModelShape, locate: Callable[..., str] = locate_in_job
 ) -> list[Mistake]:
-    """Return a mistake for every target that matches no site of the base. `locate` is `RunSpec.locate` for a
-    file."""
+    """Return a mistake for every target that matches no linear of the base. `locate` maps a key to the place
+    where it was written; for a file it is `RunSpec.locate`."""
     return [
         Mistake(locate(job.name, "adapter", *fault.loc), fault.sentence)
         for job in jobs
@@ -42,7 +42,7 @@ def check_targets(
 
 
 def _adapter_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
-    """Yield what this base cannot take of an adapter; locations are below the key `adapter`."""
+    """Yield the faults of an adapter on this base; locations are below the key `adapter`."""
     names = [site.name for site in shape.sites]
     wrong = [
         Fault(key, slow)
@@ -78,7 +78,7 @@ def _target_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
 
 
 def _room_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
-    """Yield the reasons why this base cannot take virtual tokens."""
+    """Yield the reasons why this base does not support the adapter's virtual tokens."""
     kind = adapter.kind
     if (before := adapter.positions_before) > shape.context - LEAST_TOKENS:
         sentence = f"{before} leave no room for a sample in the base's context of {shape.context} tokens"
@@ -176,7 +176,7 @@ def data_warnings(job: JobSpec, samples: int, steps: int, evaluates_trained: boo
 
 
 def told_once(sentences: Iterable[tuple[str, str]]) -> list[str]:
-    """Return every sentence once, as `a, b: sentence` if several jobs share it."""
+    """Return every sentence once, as `a, b: sentence` if several jobs have the same one."""
     jobs: dict[str, dict[str, None]] = {}
     for job, sentence in sentences:
         jobs.setdefault(sentence, {})[job] = None
@@ -261,8 +261,8 @@ def _started_from(
 
 
 def _start_warnings(adapter: LoraSpec, before: LoraSpec, sites: Sequence[SiteShape]) -> Iterator[str]:
-    """Warn if the scale differs from that of the source: PEFT's files hold A and B, and what they add up to
-    depends on the scale, which the job sets anew."""
+    """Warn if the scale differs from that of the source adapter: PEFT's files hold A and B only, and their
+    product is multiplied by the scale, which the job sets anew."""
     for site in sites:
         scale, was = adapter.scale_at(site.name), before.scale_at(site.name)
         if not math.isclose(scale, was):
@@ -279,14 +279,14 @@ def _width(site: SiteShape) -> int:
 
 SOURCE: Loc = ("adapter", "init_from", "job")
 MAX_NAMED = 8
-"""Number of jobs that a message names before it only counts them."""
+"""Maximum number of jobs that a message names; of more jobs, it gives the number."""
 
 
 def name_faults(
     jobs: Sequence[JobSpec], known: Sequence[str], trials: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield every job whose source has a wrong name, with the error message; `known` are all names of the
-    run, and `trials` maps the names of trials to their sweeps."""
+    """Yield every job that starts from a job that cannot be its source, with the error message. `known` are
+    all names of the run, and `trials` maps the names of trials to their sweeps."""
     sources = {job.name: source for job in jobs if (source := source_of(job.adapter))}
     trials = trials or {}
     told: set[str] = set()
@@ -333,14 +333,14 @@ def _circle(name: str, sources: Mapping[str, str]) -> list[str]:
 def check_names(
     jobs: Sequence[JobSpec], known: Sequence[str], locate: Callable[..., str] = locate_in_job
 ) -> list[Mistake]:
-    """Return the faults of `name_faults` as mistakes, for jobs that were made in Python."""
+    """Return the faults of `name_faults` as mistakes, for jobs created in Python."""
     return [Mistake(locate(name, *SOURCE), sentence) for name, sentence in name_faults(jobs, known)]
 
 
 def check_starts(
     jobs: Sequence[JobSpec], shape: ModelShape, locate: Callable[..., str] = locate_in_job
 ) -> list[Mistake]:
-    """Return a mistake for every job whose source has other sites or ranks on this base."""
+    """Return a mistake for every job whose source adapts other linears of this base or has other ranks."""
     adapters = {job.name: job.adapter for job in jobs}
     return [
         Mistake(locate(job.name, *SOURCE), sentence)
@@ -351,7 +351,7 @@ def check_starts(
 
 
 def _misfit(source: str, before: TargetSpec, own: TargetSpec, shape: ModelShape) -> str:
-    """Return why a folder with that adapter would be refused; empty if it would not be."""
+    """Return why a job with adapter `own` cannot start from the adapter `before`; empty if it can."""
     if before.kind != own.kind:
         return f"{source} is a {before.kind} adapter; write kind: {before.kind}"
     if differ := [site for site in shape.sites if before.adapts(site) != own.adapts(site)]:

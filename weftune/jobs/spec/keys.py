@@ -1,7 +1,7 @@
-"""The keys of jobs.yaml, the names that a job may have, and the error messages for unknown and wrong ones.
+"""The keys of jobs.yaml, the valid names of jobs, and the error messages for unknown keys and wrong names.
 
 Many users know the keys of PEFT, TRL, transformers, Axolotl and LLaMA-Factory: for those, the message names
-the key of Weftune.
+the corresponding key of Weftune.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from weftune.data.spec import DataSpec, EvalSpec, Source
 from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
 CUTOFF = 0.8
-"""Minimum similarity of a suggestion. It is above three quarters since one letter of four may make another
+"""Minimum similarity of a suggestion. It is above 0.75, since changing one letter of four can give another
 word, as in dora and lora."""
 LEAST_LETTERS = 3
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known name that `word` misspells, or the only one that it abbreviates or is an anagram
-    of."""
+    """Return the known name that `word` misspells, or the only known name that it abbreviates or is an
+    anagram of."""
     names = list(known)
     near = difflib.get_close_matches(word, names, n=1, cutoff=CUTOFF)
     if not near and len(word) >= LEAST_LETTERS:
@@ -39,7 +39,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 MAX_NAME_LETTERS = 64
 
 DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))}
-"""Names that Windows reserves, whatever follows the first dot."""
+"""Names that Windows reserves, with or without a suffix."""
 
 OURS = {
     "metrics.jsonl", "windows.jsonl", "status.json", "learned.json", "promise.json", "shares.json",
@@ -69,7 +69,7 @@ def name_fault(name: Any) -> str | None:
 
 
 def repeated(names: Sequence[Any]) -> Iterator[tuple[int, str]]:
-    """Yield the position of every name that an earlier job has taken, with the error message."""
+    """Yield the position of every name that an earlier job already has, with the error message."""
     first: dict[str, int] = {}
     for index, name in enumerate(names):
         if not isinstance(name, str):
@@ -141,7 +141,7 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     "halving": _names(Halving),
     "init_from": _names(FromJob),
 }
-"""Section of jobs.yaml → its keys, as the fields of the records have them."""
+"""Maps each section of jobs.yaml to its keys, which are the fields of the records."""
 TITLES = {"run": "the file", "job": "a job", "source": "a source of data", "halving": "sweep.halving"}
 SAME_FOR_ALL: Mapping[str, str] = {
     "name": "every trial is named after what sets it apart",
@@ -152,10 +152,10 @@ SAME_FOR_ALL: Mapping[str, str] = {
     "priority": "it decides when a trial is trained, not what comes of it",
     "sweep": "a sweep holds no other",
 }
-"""First part of a key → why all trials of a sweep share it."""
+"""Maps the first part of a key to the reason why all trials of a sweep share its value."""
 
 INNER = ("source", "halving", "init_from")
-"""Sections inside other sections; their keys are not suggested for a key that was written elsewhere."""
+"""Sections inside other sections; their keys are not suggested for unknown keys of other sections."""
 
 FOREIGN: Mapping[str, str] = {
     "adapter.rank": "r lora_r lora_rank",
@@ -208,7 +208,7 @@ FOREIGN: Mapping[str, str] = {
     "sweep.mode": "goal direction",
     "sweep.halving": "early_terminate pruner",
 }
-"""Key of ours, behind its section unless it belongs to the job → the names that other tools have for it."""
+"""Maps each key of Weftune (behind its section, unless it belongs to the job) to its names in other tools."""
 RENAMED = {name: ours for ours, names in FOREIGN.items() for name in names.split()}
 
 _ADVICE: Mapping[str, str] = {
@@ -235,7 +235,7 @@ _ADVICE: Mapping[str, str] = {
     "early_terminate pruner": "such as {at: [0.1, 0.3], keep: 0.33}",
 }
 ADVICE = {key: sentence for keys, sentence in _ADVICE.items() for key in keys.split()}
-"""Foreign key → advice shown beside the name of our key."""
+"""Maps each key of another tool to advice that is shown beside Weftune's name for it."""
 
 _ANSWERED: Mapping[str, str] = {
     "gradient_accumulation_steps": "multiply it into batch_size, which is the whole global batch",
@@ -283,11 +283,11 @@ _ANSWERED: Mapping[str, str] = {
     "special_tokens": "leave it out, the tokenizer's own are used",
 }
 ANSWERED = {key: sentence for keys, sentence in _ANSWERED.items() for key in keys.split()}
-"""Foreign key without a counterpart → what to do instead."""
+"""Maps each key of another tool that has no counterpart to advice what to do instead."""
 
 
 def unknown_key(section: str, key: str) -> str:
-    """Return the message for a key that `section` does not know; it always says how to fix it."""
+    """Return the message for a key that `section` does not have; the message always says how to fix it."""
     known, title = SECTIONS[section], TITLES.get(section, section)
     plain = key.strip().lower().replace("-", "_")
     if plain in known:
@@ -312,7 +312,7 @@ def unknown_key(section: str, key: str) -> str:
 
 
 def _name_from(section: str, target: str) -> str:
-    """Return the name of `target` as seen from `section`, in which the user wrote."""
+    """Return the name of `target` relative to `section`, in which the user wrote it."""
     home, _, key = target.rpartition(".")
     home = home or "job"
     if home == section:

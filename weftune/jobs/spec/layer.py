@@ -1,5 +1,5 @@
-"""A job's keys as written, with the place of each: shorthands are expanded, and the keys are merged over the
-defaults."""
+"""The keys of a job as written, each with its file and line: shorthands are expanded, and the keys are merged
+over the defaults."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Loc = tuple[str | int, ...]
 """Location of a value as keys and indices: `("jobs", 2, "adapter", "rank")`."""
 
 ROWS = "rows"
-"""Key of rows given from Python; its value is never read here, since there may be millions of rows."""
+"""Key of rows that are passed from Python; they are never inspected here, since there may be millions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A line of a file, if there is one, and the dotted name of the value there."""
+    """The place where a value was written: a line of a file, if there is one, and the value's dotted name."""
 
     file: str
     line: int
@@ -39,7 +39,7 @@ Places = dict[Loc, Place]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A mistake whose place is not known yet: the location of the value, and the message."""
+    """A mistake in a value whose file and line are not known yet: the value's location, and the message."""
 
     loc: Loc
     sentence: str
@@ -66,8 +66,8 @@ def dotted(loc: Loc) -> str:
 
 
 def places_of(tree: Any, root: Loc = (), file: str = "", lines: Mapping[Loc, int] | None = None) -> Places:
-    """Return the place of every value below `root`, keyed by its location from there; a value without a line
-    has its parent's."""
+    """Return the place of every value below `root`, keyed by its location relative to `root`; a value without
+    a line gets that of its parent."""
     places: Places = {}
     known = lines or {}
 
@@ -88,14 +88,14 @@ def places_of(tree: Any, root: Loc = (), file: str = "", lines: Mapping[Loc, int
 
 
 def place_of(places: Places, loc: Loc) -> Place:
-    """Return the place of `loc`, or of the nearest value around it that was written."""
+    """Return the place of `loc`, or of the nearest enclosing value that was written."""
     while loc and loc not in places:
         loc = loc[:-1]
     return places[loc]
 
 
 def wrap(places: Places, at: Loc, key: str) -> None:
-    """Expand a shorthand: everything written at `at` gets a place one level deeper, under `key`."""
+    """Expand a shorthand: move the places of everything written at `at` one level deeper, under `key`."""
     for loc, place in list(places.items()):
         if loc[: len(at)] == at:
             places[(*at, key, *loc[len(at) :])] = place
@@ -107,8 +107,8 @@ def in_file_order(found: list[Mistake]) -> list[Mistake]:
 
 
 ALTERNATIVES: Mapping[Loc, tuple[str, str]] = {(): ("epochs", "steps"), ("eval",): ("path", "fraction")}
-"""Section → two keys that exclude each other; the one that a job sets removes the other if that came from the
-defaults."""
+"""Maps each section to two keys that exclude each other. If a job sets one of them, the other is removed from
+the job's defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def _holds(values: Any, loc: Loc) -> bool:
 
 
 def from_python(keywords: Mapping[str, Any]) -> Layer:
-    """Return the keywords of a JobSpec as the layer that the same keys in a file would give."""
+    """Return the keywords of a JobSpec as a layer, the same as for these keys in a file."""
     values = dict(keywords)
     if is_rows(values.get("data")):
         values["data"] = {ROWS: values["data"]}
@@ -177,7 +177,7 @@ def from_python(keywords: Mapping[str, Any]) -> Layer:
 
 
 def is_rows(data: Any) -> bool:
-    """Whether `data` is the rows themselves; a list of paths or of {path, weight} is a mixture instead."""
+    """Whether `data` is the rows themselves, not a mixture of datasets: a list of paths or {path, weight}."""
     if isinstance(data, list | tuple):
         return not data or not all(isinstance(item, str | Path) or _is_source(item) for item in data)
     is_path_or_keys = isinstance(data, str | bytes | Path | Mapping) or is_dataclass(data)
@@ -191,7 +191,7 @@ def _is_source(item: Any) -> bool:
 
 
 def plain_values(value: Any) -> Any:
-    """Convert records to mappings, paths to text and numpy's numbers to Python's; rows stay as they are."""
+    """Convert records to mappings, paths to text and NumPy numbers to Python numbers; rows stay unchanged."""
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
         value = {key: below for key, below in value.items() if below is not None and below != ()}

@@ -1,6 +1,6 @@
 """A YAML file as plain values, with the line of every key.
 
-Numbers and booleans are read as YAML 1.2 has them, so that `2e-4` is a number, and `no` and a date are text.
+Numbers and booleans follow YAML 1.2, so that `2e-4` is a number, while `no` and dates are text.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from weftune.errors import Mistake, SpecError
 from weftune.jobs.spec.layer import Loc, Place, dotted
 
 MAX_NODES = 50_000
-"""Maximum number of values in a file: more than any honest file has, but aliases of aliases can write
-billions in a few lines."""
+"""Maximum number of values in a file, more than any real file has: nested aliases can expand a few lines to
+billions of values."""
 MAX_CHARACTERS = 1_000_000
 MAX_DEPTH = 50
-"""Maximum nesting depth of lists and mappings. The YAML reader inspects all open ones for every word."""
+"""Maximum nesting depth of lists and mappings. The YAML reader checks all open ones for every token."""
 
 TAG = "tag:yaml.org,2002:"
 
@@ -126,7 +126,7 @@ class Document:
         return result
 
     def _merged(self, node: yaml.Node, loc: Loc) -> dict[str, Any]:
-        """Return what `<<` brings in: one mapping, or a list of mappings, the earlier of which wins."""
+        """Return what `<<` merges in: one mapping, or a list of mappings, of which the earlier win."""
         parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
         result: dict[str, Any] = {}
         for part in reversed(parts):

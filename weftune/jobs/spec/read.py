@@ -1,5 +1,5 @@
-"""The reader that turns a jobs file, or a mapping like it, into a RunSpec and reports all mistakes at
-once."""
+"""The reader that turns a jobs file, or a mapping with its content, into a RunSpec, and reports all mistakes
+at once."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from weftune.jobs.sweeps.spec import Sweep
 
 OUTPUT = "output"
 ANY_DEFAULTS = 100
-"""Number of values that `defaults` may have however many jobs there are: a job has about forty keys."""
+"""Number of values that `defaults` may have with any number of jobs; a job has about forty keys."""
 
 
 ShapeOf = Callable[[BaseSpec], ModelShape | None]
 
 
 def read_run(path: Path | str, shape_of: ShapeOf | None = None) -> RunSpec:
-    """Read a jobs file, or raise one SpecError with all the mistakes in it. `shape_of` returns a base's shape
-    or None; with it, targets are checked too."""
+    """Read a jobs file, or raise one SpecError with all mistakes in it. `shape_of` returns the model shape of
+    a base, or None if it is unknown; with it, targets are checked too."""
     path = Path(path)
     document = read_yaml(path)
     reader = _Reader(path.name, path.parent.resolve(), document.lines, document.faults, shape_of)
@@ -63,7 +63,7 @@ class _Reader:
     folder: Path
     lines: Mapping[Loc, int]
     broken: list[Mistake]
-    """Mistakes in the YAML itself; nothing more is reported for those values."""
+    """Mistakes in the YAML itself; no other mistakes are reported for the same values."""
     shape_of: ShapeOf | None = None
     found: list[Mistake] = field(default_factory=list)
 
@@ -106,7 +106,7 @@ class _Reader:
             raise SpecError([*in_file_order(mistakes), *dict.fromkeys(more)])
 
     def target_mistakes(self, run: RunSpec) -> Sequence[Mistake]:
-        """Return the mistakes in targets; a base that cannot be inspected is a mistake itself."""
+        """Return the mistakes in targets; a base that cannot be inspected is also a mistake."""
         if self.shape_of is None or not run.jobs:
             return ()
         try:
@@ -242,7 +242,7 @@ class _Reader:
         return self.layer(keys, ("defaults",))
 
     def layer(self, keys: Mapping[str, Any], loc: Loc) -> Layer:
-        """Return the keys at `loc` with shorthands expanded; rows can only come from Python."""
+        """Return the keys at `loc` with shorthands expanded; rows can be passed from Python only."""
         data = keys.get("data")
         if not self.file:
             keys = {**keys, "data": {ROWS: data}} if "data" in keys and is_rows(data) else keys

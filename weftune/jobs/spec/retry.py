@@ -1,4 +1,4 @@
-"""`--retry JOB --set KEY=VALUE`: a started job resumes from its last checkpoint with other settings."""
+"""`--retry JOB --set KEY=VALUE`: a started job resumes from its last checkpoint with changed settings."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ CHANGEABLE = (
     "learning_rate", "schedule", "warmup", "weight_decay", "betas", "eps", "clip", "adapter.dropout",
     "early_stop", "early_stop.patience", "early_stop.min_delta", "save_every", "priority",
 )  # fmt: skip
-"""Keys that a started job may change: they affect how it steps, and none of them decides its rows, its length
-or its shape."""
+"""Keys that a started job may change: they affect its optimizer steps, but not its rows, its number of steps
+or the shape of its adapter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """A decision of the user to resume a job, as job.yaml records it."""
+    """A resumption of a stopped job that the user requested, as recorded in job.yaml."""
 
     step: int
     """Step from which the job resumed."""
     reason: str
     """Reason why the job had stopped."""
     changed: Mapping[str, tuple[Any, Any]]
-    """Dotted key → (before, after)."""
+    """Maps each dotted key to its values (before, after)."""
     time: float
-    """Time of the decision in seconds since 1970."""
+    """Time of the request in seconds since 1970."""
 
     def record(self) -> dict[str, Any]:
         changed = {key: {"from": before, "to": after} for key, (before, after) in self.changed.items()}
         return {"step": self.step, "reason": self.reason, "changed": changed, "time": self.time}
 
     def sentence(self) -> str:
-        """Return the sentence for the notes of the job."""
+        """Return a sentence about the retry for the job's notes."""
         keys = [f"{key} {after} (was {before})" for key, (before, after) in self.changed.items()]
         what = f" with {', '.join(keys)}" if keys else ""
         return f"retried from step {self.step}{what}" + (f", after: {self.reason}" if self.reason else "")
@@ -51,8 +51,8 @@ class Retry:
 def read_changes(
     words: Sequence[str], command: str | None = None, jobs: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Read every `--set KEY=VALUE`; values are parsed as in the jobs file. `command` is the one that resumes
-    the run, and `jobs` are those to retry."""
+    """Read every `--set KEY=VALUE`; values are parsed as in the jobs file. `command` is the command that
+    resumes the run, and `jobs` are the jobs to retry."""
     changes: dict[str, Any] = {}
     mistakes: list[Mistake] = []
     for word in words:
@@ -82,7 +82,7 @@ def _refusal(key: str, restart: str) -> str:
 
 
 def with_changes(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
-    """Return the job with these dotted keys changed, checked as if the file said so."""
+    """Return the job with these dotted keys changed, checked as if the jobs file contained them."""
     if not changes:
         return job
     below = from_python({item.name: getattr(job, item.name) for item in fields(JobSpec)})
@@ -94,8 +94,8 @@ def with_changes(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
 
 
 def as_retried(job: JobSpec, retries: Sequence[Mapping[str, Any]]) -> JobSpec:
-    """Return the job of the file with the changes of earlier retries. A key that the file has changed to a
-    third value stays as it is, so that the change is refused like any other."""
+    """Return the job of the file with the changes of earlier retries. A key that now has a third value in the
+    file keeps it, so that it is refused like any other change."""
     known: dict[str, list[Any]] = {}
     for retry in retries:
         for key, change in retry["changed"].items():
@@ -107,7 +107,7 @@ def as_retried(job: JobSpec, retries: Sequence[Mapping[str, Any]]) -> JobSpec:
 
 
 def new_retry(old: Mapping[str, Any], new: Mapping[str, Any], step: int, reason: str) -> Retry:
-    """Create a Retry from the job's keys as job.yaml has them (`old`) and will have them (`new`)."""
+    """Create a Retry from the job's keys before (`old`, as in job.yaml) and after the change (`new`)."""
     changed = {key: (value_at(old, key), value_at(new, key)) for key in changed_keys(old, new)}
     return Retry(step, reason, changed, time.time())
 
@@ -125,7 +125,7 @@ def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value_at(plain: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key in a resolved job; None if it has no such key."""
+    """Return the value of a dotted key in a resolved job; None if the job has no such key."""
     value: Any = plain
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

@@ -1,5 +1,5 @@
-"""Error messages for wrong values: numbers out of their range, and pydantic's findings, one per value even if
-its type is a union."""
+"""Error messages for wrong values: numbers out of range, and pydantic's errors, one per value even if the
+value's type is a union."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EXPECTED: Mapping[Loc, str] = {
     ("sweep", "halving", "at"): "a list of shares of the steps such as [0.1, 0.3]",
     ("base",): "a Hub id, a folder, a GGUF file, demo, or a mapping such as {model: demo, dtype: float32}",
 }
-"""Location → description of the allowed values, where the type alone would describe them badly."""
+"""Maps each location to a description of the allowed values, where the type alone describes them badly."""
 
 KINDS: Mapping[str, str] = {
     "string_type": "text",
@@ -62,7 +62,7 @@ INNER: Mapping[Loc, str] = {
     ("adapter", "init_from"): "init_from",
     ("sweep", "halving"): "halving",
 }
-"""Location → name of the section there, for sections inside of others."""
+"""Maps each location of a section inside another section to its name."""
 
 REQUIRED: Mapping[str, str] = {
     "name": "a name",
@@ -75,7 +75,7 @@ REQUIRED: Mapping[str, str] = {
     "job": "job: the name of another job",
     "patience": "patience: how many evaluations to wait",
 }
-"""Key that must be given → how a message asks for it."""
+"""Maps each required key to the words with which a message asks for it."""
 MISSING = ("missing", "missing_argument")
 ANY = "*"
 """Wildcard for every key of a mapping and every item of a list."""
@@ -87,7 +87,7 @@ def _adapter_of(record: type) -> TypeAdapter[Any]:
 
 
 def build(record: type, values: Mapping[str, Any], section: str = "job", root: Loc = ()) -> Any | list[Fault]:
-    """Create `record` from `values`, or return the faults in them; `root` is their location in the job."""
+    """Create `record` from `values`, or return their faults; `root` is the values' location in the job."""
     try:
         return _adapter_of(record).validate_python(values)
     except ValidationError as error:
@@ -106,7 +106,7 @@ def _faults(error: ValidationError, values: Mapping[str, Any], section: str, roo
 
 
 def _location(item: ErrorDetails, values: Any) -> Loc:
-    """Return pydantic's location without the names of union members, which do not occur in the values."""
+    """Return pydantic's location without the names of union members, which are no keys of the values."""
     loc = item["loc"]
     found: list[str | int] = []
     for index, part in enumerate(loc):
@@ -174,7 +174,7 @@ BOUNDS: Mapping[Loc, Bound] = {
     **dict(_bounds(JobKeys, ())),
     **dict(_bounds(SweepSpec, ("sweep",))),
 }
-"""Location of every number of a job → its range."""
+"""Maps the location of every number in a job to its allowed range."""
 
 
 def bound_at(loc: Loc) -> Bound | None:

@@ -1,4 +1,4 @@
-"""The records of a job and a run, and the plain mapping by which a started job is compared."""
+"""The records of a job and of a run, and the plain mapping by which two versions of a job are compared."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, init=False)
 class JobSpec:
-    """One job. `JobSpec(name="a", data="rows.jsonl", adapter={"rank": 8})` takes what jobs.yaml takes."""
+    """One job, with the keys of jobs.yaml: `JobSpec(name="a", data="a.jsonl", adapter={"rank": 8})`."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "arbitrary_types_allowed": True}
 
@@ -38,14 +38,14 @@ class JobSpec:
     """Number of epochs, 1 by default. None if and only if `steps` is given."""
     steps: int | None = None
     batch_size: int = 16
-    """Samples in the whole global batch."""
+    """Number of samples per global batch."""
     learning_rate: float = 2e-4
     schedule: Schedule = "linear"
     warmup: float = 0.0
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    """Epsilon of Adam; `betas` are Adam's as well."""
+    """Epsilon of Adam; `betas` are also those of Adam."""
     clip: float | None = 1.0
     """Maximum gradient norm. None disables clipping."""
     seed: int = 0
@@ -79,16 +79,16 @@ class RunSpec:
     output: Path
     report_to: tuple[Tracker, ...] = ()
     deterministic: bool = False
-    """Whether two runs on the same device give the same bits."""
+    """Whether two runs on the same device give bitwise equal results."""
     jobs: tuple[JobSpec, ...] = ()
-    """Jobs of the run, with the trials of a sweep in the place of its job."""
+    """Jobs of the run; a job with a sweep is replaced by its trials."""
     sweeps: tuple[Sweep, ...] = ()
     file: Path | None = None
     places: Mapping[str, Places] = field(default_factory=dict, repr=False, compare=False)
-    """Job name → the places where its keys were written."""
+    """Maps each job name to the places where its keys were written."""
 
     def locate(self, job: str, *loc: str | int) -> str:
-        """Return where `loc` of a job was written, for mistakes that are found once the base is known."""
+        """Return where `loc` of a job was written, for mistakes found only when the base is known."""
         return str(place_of(self.places[job], loc)) if job in self.places else locate_in_job(job, *loc)
 
 
@@ -104,12 +104,12 @@ def in_steps(value: float, total: int) -> int:
 
 
 def _exact(value: float) -> Fraction:
-    """Return the decimal that was written: 0.07 of 100 steps is 7, though a little more in floats."""
+    """Return the fraction as written in decimal: 0.07 of 100 steps are 7, but slightly more in floats."""
     return Fraction(repr(float(value)))
 
 
 def resolved(job: JobSpec) -> dict[str, Any]:
-    """Return the job with every default written out, in keys and values of jobs.yaml."""
+    """Return the job with all defaults filled in, as keys and values of jobs.yaml."""
     whole = {item.name: getattr(job, item.name) for item in fields(JobSpec)}
     whole["betas"] = list(job.betas)
     whole["adapter"] = _plain(job.adapter)
@@ -120,7 +120,7 @@ def resolved(job: JobSpec) -> dict[str, Any]:
 
 
 def _data(data: DataSpec) -> dict[str, Any]:
-    """Return the keys of the data, with the count of rows given from Python in their place."""
+    """Return the keys of the data; rows passed from Python are replaced by their number."""
     whole = {item.name: getattr(data, item.name) for item in fields(DataSpec)}
     rows = whole.pop(ROWS)
     whole["columns"] = dict(data.columns)
@@ -144,7 +144,7 @@ def _plain(record: Any) -> dict[str, Any]:
 
 
 ADDED: Mapping[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8}
-"""Key that resolved jobs of earlier versions lack → the value that those versions trained with."""
+"""Maps each key that resolved jobs of earlier versions lack to the value those versions trained with."""
 ADDED_TO_ADAPTERS: Mapping[str, Any] = {
     "target_parameters": [],
     "layers": None,

@@ -42,7 +42,7 @@ class DamagedJobFile(OutputError):
 class JobFile:
     values: dict[str, Any]
     is_copy: bool
-    """Whether job.yaml itself is damaged or missing and the values come from its copy."""
+    """Whether the values come from the copy, since job.yaml itself is damaged or missing."""
 
 
 def write_job_file(folder: Path, values: dict[str, Any]) -> None:
@@ -53,7 +53,7 @@ def write_job_file(folder: Path, values: dict[str, Any]) -> None:
 
 
 def read_job_file(folder: Path) -> JobFile | None:
-    """Return a job's settings; None if it never started. Raises DamagedJobFile or UnknownFormat."""
+    """Return a job's settings; None if the job never started. Raises DamagedJobFile or UnknownFormat."""
     paths = folder / JOB_FILE, folder / CHECKPOINTS / JOB_FILE
     if not any(path.exists() for path in paths):
         return None
@@ -70,8 +70,8 @@ def read_job_file(folder: Path) -> JobFile | None:
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
-    """Parse a job file. Raises ValueError for content that no Weftune has written; a file from before
-    checksums need only have the right shape."""
+    """Parse a job file. Raises ValueError for content that Weftune has not written; a file without a
+    checksum, from an older version, must only have the right keys."""
     text, mark, checksum = content.rpartition(MARK)
     if mark and checksum.strip() != _checksum(text):
         raise ValueError("it does not match its checksum")
@@ -91,8 +91,8 @@ def _checksum(text: bytes) -> bytes:
 
 
 def rebuilt_status(output: Path, complaint: str) -> RunStatus:
-    """Rebuild the status from the folders and the lines; jobs that failed or were cancelled are known only if
-    a damaged status can still be read in part."""
+    """Rebuild the status from the jobs' folders and metrics. Jobs that failed or were cancelled are
+    recognised only if a damaged status can still be read in part."""
     told = _ended(output / STATUS)
     folders = sorted(path.parent for path in output.glob(f"*/{JOB_FILE}") if not path.parent.is_symlink())
     lines: dict[str, list[Mapping[str, Any]]] = {}
@@ -113,8 +113,8 @@ def rebuilt_status(output: Path, complaint: str) -> RunStatus:
 
 
 def found_job(folder: Path, lines: Sequence[Mapping[str, Any]] | None = None) -> JobStatus:
-    """Return the status of a job by its folder: finished if its adapter is there, else queued to resume.
-    `lines` are its metrics, if they were read already."""
+    """Derive the status of a job from its folder: finished if its adapter exists, else queued to resume.
+    `lines` are the job's metrics, if they were read already."""
     if lines is None:
         lines = [line for line in _lines(folder.parent / METRICS) if line.get("job") == folder.name]
     steps = [line for line in lines if "loss" in line]
@@ -142,8 +142,8 @@ def found_job(folder: Path, lines: Sequence[Mapping[str, Any]] | None = None) ->
 
 
 def _ended(path: Path) -> dict[str, JobStatus]:
-    """Return the jobs that a damaged status names as failed or cancelled: no flipped bit makes such a
-    word."""
+    """Return the jobs that a damaged status names as failed or cancelled; random damage cannot produce these
+    words."""
     found = {}
     with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
         for name, value in json.loads(path.read_bytes())["jobs"].items():

@@ -21,13 +21,13 @@ from weftune.plan.layout.seats import MOST_OVERTAKEN, Fits, Seats, in_order, sea
 class Admission:
     admitted: tuple[str, ...]
     preempted: Mapping[str, str]
-    """Preempted job → the admitted job of higher priority that replaces it."""
+    """Maps each preempted job to the admitted job of higher priority that replaces it."""
     waiting: Mapping[str, str]
-    """Waiting job that has not been preempted now → why it must wait."""
+    """Maps each waiting job, except those preempted now, to the reason why it must wait."""
     too_large: Mapping[str, str]
-    """Job → why it cannot run even alone."""
+    """Maps each job that cannot run even alone to the reason."""
     overtaken: Mapping[str, int]
-    """Waiting job → number of jobs behind it that have been admitted before it; needed at the next
+    """Maps each waiting job to the number of jobs behind it that were admitted before it; needed at the next
     boundary."""
 
 
@@ -38,7 +38,7 @@ def admit(
     overtaken: Mapping[str, int] | None = None,
 ) -> Admission:
     """Decide which jobs are admitted and preempted at this boundary; `overtaken` is that of the last
-    Admission. A job with `starts_from` waits: once that adapter exists, the caller leaves the field empty."""
+    Admission. A job with `starts_from` waits: once that adapter exists, the caller clears the field."""
     never = too_large(waiting, fits)
     early = {job.name: f"waits for {job.starts_from}" for job in waiting if job.starts_from}
     possible = [job for job in waiting if job.name not in never and job.name not in early]
@@ -58,14 +58,14 @@ def admit(
 
 
 def _first_before(job: JobShape, admitted: Sequence[JobShape]) -> str:
-    """Return the admitted job of higher priority whose priority is nearest to the job's own."""
+    """Return the admitted job of higher priority whose priority is closest to that of `job`."""
     return [other.name for other in admitted if other.priority > job.priority][-1]
 
 
 def _overtaken(
     order: Sequence[JobShape], seated: set[str], present: set[str], before: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return how often each job without a seat has been overtaken."""
+    """Return how often each job that is not admitted has been overtaken."""
     counts: dict[str, int] = {}
     came = 0
     for job in reversed(order):

@@ -1,7 +1,7 @@
-"""The records of shares: while several processes train into one output, each has a store for its own jobs.
+"""The stores of shares: while several processes train into one output, each has a store for its own jobs.
 
-A share's store holds everything about its jobs, including their past; the output's own store has everything
-else. Gathering can be repeated: a kill in the middle of it neither loses nor duplicates anything.
+A share's store holds everything about its jobs, including earlier runs; the output's own store holds
+everything else. Gathering can be repeated: a kill in the middle of it neither loses nor duplicates data.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from weftune.jobs.store.status import (
 from weftune.plan.layout.split import DeviceShare
 
 SHARES = ".shares"
-"""Folder of the shares' stores while they are running; no job can have its name."""
+"""Folder of the shares' stores while the processes run; no job may have this name."""
 DEALT = "shares.json"
 """File of the last division of the jobs into shares, with the measured seconds of each share beside the
 predicted ones."""
 LEAVING = 10.0
-"""Seconds within which the processes of a killed launcher must notice that it is gone."""
+"""Seconds within which the processes of a killed launcher must notice its end."""
 
 
 def share_folder(output: Path, number: int) -> Path:
@@ -54,7 +54,7 @@ def share_folders(output: Path) -> list[Path]:
 
 
 def deal(output: Path, status: RunStatus, shares: Sequence[DeviceShare]) -> None:
-    """Create a store for every share, with everything known of its jobs. All of them appear at once."""
+    """Create a store for every share, with everything known about its jobs. All stores appear at once."""
     fresh = output / f"{SHARES}.new"
     shutil.rmtree(fresh, ignore_errors=True)
     for number, share in enumerate(shares):
@@ -83,8 +83,8 @@ def _lines(folder: Path, jobs: Collection[str]) -> bytes:
 
 
 def gather(output: Path, whole: RunStatus) -> RunStatus:
-    """Merge what the shares wrote into the output's files; the status and `dissolve` are the caller's
-    part."""
+    """Merge the shares' lines and learned models into the output's files, and return the combined status. The
+    caller writes it and calls `dissolve`."""
     folders = share_folders(output)
     with ExitStack() as locks:
         for folder in folders:
@@ -101,7 +101,7 @@ def gather(output: Path, whole: RunStatus) -> RunStatus:
 
 
 def dissolve(output: Path) -> None:
-    """Delete the shares; they are renamed first, since half a share could pass for a complete one."""
+    """Delete the shares; they are renamed first, since half a share could look like a complete one."""
     old = output / f"{SHARES}.old"
     shutil.rmtree(old, ignore_errors=True)
     if (output / SHARES).exists():
@@ -110,7 +110,7 @@ def dissolve(output: Path) -> None:
 
 
 def read_shares(output: Path) -> list[RunStatus]:
-    """Return the statuses of the running shares; one that cannot be read is left out."""
+    """Return the statuses of the running shares, except those that cannot be read."""
     found = []
     for folder in share_folders(output):
         with suppress(OutputError):
@@ -144,7 +144,7 @@ def combined(output: Path, whole: RunStatus, shares: Sequence[RunStatus]) -> Run
 
 
 def _before(output: Path, whole: RunStatus) -> RunStatus:
-    """Return the run's totals when the jobs were divided: `whole` may already count what the shares did."""
+    """Return the run's totals when the jobs were divided: `whole` may already include the shares' work."""
     try:
         totals: Any = json.loads((output / DEALT).read_bytes())["before"]
         seconds, solo = float(totals["seconds"]), totals["solo_seconds"]
@@ -154,7 +154,7 @@ def _before(output: Path, whole: RunStatus) -> RunStatus:
 
 
 def _windows(folders: Sequence[Path]) -> bytes:
-    """Return every line once: each has its timestamp, so equal lines were gathered before."""
+    """Return every line once: each has its timestamp, so equal lines are copies from an earlier gathering."""
     lines = (
         line for folder in folders for line in kept_lines(folder / WINDOWS, lambda _: True).splitlines(True)
     )

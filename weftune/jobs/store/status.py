@@ -31,15 +31,14 @@ class State(StrEnum):
     QUEUED = "queued"
     RUNNING = "running"
     PAUSED = "paused"
-    """Stopped at its current step, by Ctrl-C or by a file that could not be written; --resume continues
-    it."""
+    """Stopped at its current step, by Ctrl-C or since a file could not be written; --resume continues it."""
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
 
     @property
     def ended(self) -> bool:
-        """Whether only the user (--restart, --retry) can make the job continue."""
+        """Whether the job continues only at the user's request (--restart or --retry)."""
         return not MOVES[self]
 
 
@@ -56,7 +55,7 @@ MOVES: Mapping[State, frozenset[State]] = {
 
 
 def move(old: State, new: State) -> State:
-    """Return `new` if a job may change to it from `old`; any other transition is a bug in the caller."""
+    """Return `new` if a job may change from `old` to it; raise an error otherwise."""
     if new not in MOVES[old]:
         raise ValueError(f"a job cannot go from {old} to {new}")
     return new
@@ -73,7 +72,7 @@ class JobStatus:
     step: int = 0
     """Optimizer steps done."""
     steps: int = 0
-    """Total number of optimizer steps; 0 until the data are counted."""
+    """Total number of optimizer steps; 0 until the samples are counted."""
     trained_tokens: int = 0
     eval_loss: float | None = None
     """Validation loss of the adapter that is kept: at `best_step` with `keep: best`, else at the last
@@ -99,11 +98,10 @@ class RunStatus:
     updated: float = 0.0
     seconds: float = 0.0
     solo_seconds: float | None = None
-    """Predicted seconds of the same jobs one after another."""
+    """Predicted seconds if the same jobs were trained one after another."""
     peak_bytes: int | None = None
     command: str | None = None
-    """Shell command that resumes the run. Empty if the jobs are held by a Python program; None if it is
-    unknown."""
+    """Shell command that resumes the run. Empty if a Python program holds the jobs; None if unknown."""
     notes: tuple[str, ...] = ()
     jobs: Mapping[str, JobStatus] = field(default_factory=dict)
 
@@ -119,8 +117,8 @@ def to_json(status: RunStatus) -> dict[str, Any]:
 
 
 def status_text(status: RunStatus) -> str:
-    """Return `to_json` as the text of status.json. Jobs that have not changed since the last call are not
-    serialised again: with thousands of jobs that takes most of the time."""
+    """Return `to_json` as the text of status.json. Only jobs that have changed since the last call are
+    serialised again, since serialising thousands of jobs is slow."""
     whole = {item.name: getattr(status, item.name) for item in fields(RunStatus) if item.name != "jobs"}
     whole = {"format": FORMAT, **whole}
     names = [json_text(name) for name in status.jobs]
@@ -138,7 +136,7 @@ _JOB_FIELDS = tuple(item.name for item in fields(JobStatus))
 
 @lru_cache(maxsize=1 << 15)
 def _job_texts(job: JobStatus) -> tuple[str, str]:
-    """Return the compact text, of which the checksum is computed, and the one that is written."""
+    """Return the compact text, from which the checksum is computed, and the text that is written."""
     values = {name: getattr(job, name) for name in _JOB_FIELDS}
     if job.notes:
         return json_text(values), json_text(values, indent=2).replace("\n", "\n    ")
@@ -148,8 +146,8 @@ def _job_texts(job: JobStatus) -> tuple[str, str]:
 
 
 def from_json(value: Any, path: Path) -> RunStatus:
-    """Parse a status. Raises ValueError for what `to_json` did not write, UnknownFormat for a later
-    version."""
+    """Parse a status. Raises ValueError for content that `to_json` did not write, and UnknownFormat for a
+    later version."""
     if not isinstance(value, dict):
         raise ValueError("it is no status")
     # Checked before the format: a flipped bit there is damage, not a newer Weftune.
@@ -163,7 +161,7 @@ def from_json(value: Any, path: Path) -> RunStatus:
 
 
 def checksum_of(whole: Mapping[str, Any]) -> str:
-    """Return the checksum of all other keys: a flipped bit often leaves valid JSON with another number."""
+    """Return the checksum over all other keys: a flipped bit often leaves valid JSON with another number."""
     return _text_checksum(json_text({key: value for key, value in whole.items() if key != CHECKSUM}))
 
 
@@ -178,8 +176,8 @@ def job_from_json(value: Any) -> JobStatus:
 
 
 def typed_record(record: type, value: Mapping[str, Any]) -> Any:
-    """Return a record of the keys that it knows. The types are checked with pydantic, so that a hand-edited
-    file fails here and not in the middle of a run."""
+    """Create a record from the keys that it has. Pydantic checks the types, so that a hand-edited file fails
+    here and not in the middle of a run."""
     names = {item.name for item in fields(record)}
     return _adapter_of(record).validate_python({key: below for key, below in value.items() if key in names})
 
@@ -195,16 +193,16 @@ RUNG_LOSS = "rung_loss"
 BASE_LOSS = "base_loss"
 """Key of metrics lines that hold the loss of the base without any adapter on a job's held-out samples."""
 LEARNED = "learned.json"
-"""File of the learned models that later windows are planned with."""
+"""File of the learned time and memory models, with which later windows are planned."""
 PROMISE = "promise.json"
-"""File of the predictions for a run's first window, written before it: layout, attached jobs, seconds,
+"""File of the predictions for a run's first window, written before it runs: layout, attached jobs, seconds,
 bytes."""
 WORKER_LOGS = "ranks"
-"""Folder of the other processes' logs, which begin before the run does."""
+"""Folder for the logs of the other worker processes, which start before the run."""
 
 
 def lock_folder(folder: Path, named: Path) -> int:
-    """Lock a folder, called `named` in messages, until the process ends; the lock file stays."""
+    """Lock a folder, called `named` in messages, until the process ends; the lock file is not deleted."""
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         import fcntl
@@ -221,7 +219,7 @@ def lock_folder(folder: Path, named: Path) -> int:
 
 
 class DamagedStatus(OutputError):
-    """An error raised if there is a status.json and neither it nor its successor can be read."""
+    """An error raised if neither status.json nor its unfinished next version can be read."""
 
     def __init__(self, path: Path, complaint: str) -> None:
         self.complaint = complaint
@@ -231,7 +229,7 @@ class DamagedStatus(OutputError):
 
 
 def read_status(folder: Path) -> RunStatus:
-    """Read status.json or, if a disk has damaged it, its next version that was never renamed."""
+    """Read status.json or, if it is damaged, its next version that was written but not renamed yet."""
     complaint = ""
     for path in (folder / STATUS, temporary(folder / STATUS)):
         try:
@@ -248,7 +246,7 @@ def write_status(folder: Path, status: RunStatus) -> None:
 
 
 def waiting_again(status: RunStatus, states: Container[State] = (State.RUNNING, State.PAUSED)) -> RunStatus:
-    """Return the status with jobs queued again that were paused, or running when their process was killed."""
+    """Queue the jobs again that were paused, or running when their process was killed; return the status."""
     jobs = {
         name: replace(job, state=move(job.state, State.QUEUED), reason="") if job.state in states else job
         for name, job in status.jobs.items()
@@ -257,13 +255,13 @@ def waiting_again(status: RunStatus, states: Container[State] = (State.RUNNING, 
 
 
 UNKNOWN = "weftune train jobs.yaml --resume"
-"""Command for outputs of versions that did not record theirs; the user puts in the name of the file."""
+"""Command for outputs of versions that did not record it; the user inserts the name of the jobs file."""
 PYTHON = ""
-"""The recorded command of a run that a Python program started with jobs that are in no file."""
+"""Recorded command of a run that was started from Python with jobs that are in no file."""
 
 
 def train_command(jobs: str | Path, output: str | Path | None, max_steps: int | None = None) -> str:
-    """Return the command that resumes what `weftune.train` started with these arguments."""
+    """Return the command that resumes a run started by `weftune.train` with these arguments."""
     words = ["weftune", "train", str(jobs)]
     words += [] if output is None else ["--output", str(output)]
     words += [] if max_steps is None else ["--max-steps", str(max_steps)]
@@ -277,10 +275,10 @@ def resume_line(
     retry: Sequence[str] = (),
     changes: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the line that resumes a run; `command` is what its status records.
+    """Return the line that resumes a run; `command` is the command recorded in its status.
 
-    Jobs of `restart` are trained anew. Jobs of `retry` continue although they failed, with the dotted keys of
-    `changes` set to new values.
+    Jobs of `restart` are trained from the beginning. Jobs of `retry` continue although they failed, with the
+    dotted keys of `changes` set to new values.
     """
     if command == PYTHON:
         named = {"restart": tuple(restart), "retry": tuple(retry), "changes": dict(changes or {})}

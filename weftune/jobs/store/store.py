@@ -1,4 +1,4 @@
-"""The private store of `weftune train`: the output folder, or one share of it, with one writer at a time."""
+"""The store of a run: writes the status and the lines of the output folder, or of one share of its jobs."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from weftune.jobs.store.status import (
 
 
 def open_store(output: Path, resume: bool, command: str | None = None) -> Store:
-    """Open and lock the output folder. A folder that is in use, or that is not empty and not resumed, is
-    refused; so is the resumption of a folder that does not exist. `command` is the shell command that resumes
-    this run."""
+    """Open and lock the output folder. Refuse a folder that is in use, that is not empty although `resume` is
+    False, or that does not exist although it is True. `command` is the shell command that resumes this
+    run."""
     if output.exists() and not output.is_dir():
         raise OutputError(f"{output} is a file; choose another --output")
     if resume and not output.exists():
@@ -80,7 +80,7 @@ def refuse_output(output: Path, resume: bool, command: str | None = None) -> Non
 
 
 def open_share(output: Path, number: int) -> Store:
-    """Open and lock the store of one share of the jobs, as it was dealt or as an earlier process left it."""
+    """Open and lock the store of one share of the jobs, as created or as an earlier process left it."""
     records = share_folder(output, number)
     lock = lock_folder(records, output)
     try:
@@ -91,7 +91,7 @@ def open_share(output: Path, number: int) -> Store:
 
 
 def _status_of(output: Path, resume: bool, command: str | None = None) -> tuple[RunStatus, str]:
-    """Return the status to resume from and, if it had to be rebuilt, the sentence that says so."""
+    """Return the status to resume from, and a sentence about its damage if it had to be rebuilt."""
     left_over = {LOCK, WORKER_LOGS, *(temporary(output / name).name for name in (STATUS, METRICS, WINDOWS))}
     is_empty = all(entry.name in left_over for entry in output.iterdir())
     if is_empty:
@@ -109,41 +109,41 @@ def _status_of(output: Path, resume: bool, command: str | None = None) -> tuple[
         return waiting_again(read_status(output)), ""
     except DamagedStatus as damaged:
         if output.parent.name == SHARES:
-            # The folders of the jobs lie elsewhere.
+            # The status cannot be rebuilt: the folders of the jobs are not in the folder of the share.
             raise
         rebuilt = rebuilt_status(output, damaged.complaint)
         return rebuilt, rebuilt.notes[0]
 
 
 STATUS_SECONDS = 1.0
-"""Seconds between two writes of the status, unless one is requested at once."""
+"""Seconds between two writes of the status, unless an immediate write is requested."""
 
 
 class Store:
-    """The status in memory and on disk, and the two files of lines. It is created by `open_store`."""
+    """The status in memory and on disk, and the lines of metrics and windows. Created by `open_store`."""
 
     def __init__(self, output: Path, records: Path, status: RunStatus, lock: int) -> None:
         self.output = output
         """Folder that holds the jobs' folders."""
         self.records = records
-        """Folder of this store's own files: the output, unless it is the store of a share."""
+        """Folder of this store's own files: the output or, for the store of a share, a folder inside it."""
         self._run = status
-        """Status without the jobs and the time of the last write, which have fields of their own."""
+        """Status without the jobs and the time of the last write, which are separate attributes."""
         self._jobs = dict(status.jobs)
         self._updated = status.updated
         self.rebuilt = ""
-        """Sentence that says that the status was found damaged, and what is used instead; empty otherwise."""
+        """Sentence that the status was damaged and what is used instead; empty if it was not."""
         self._lock: int | None = lock
         self._metrics = LineFile(records / METRICS)
         self._windows = LineFile(records / WINDOWS)
         self._one_writer = threading.RLock()
-        """Lock held while lines are appended and while the content of a write is collected."""
+        """Lock held while lines are appended and while the content for a write is collected."""
         self._disk = threading.RLock()
-        """Lock held, and taken first, while something is written to disk or a file is closed."""
+        """Lock held while files are written or closed. It is acquired before `_one_writer`."""
         self._written = float("-inf")
-        """Time at which the status was last written, or last could not be."""
+        """Time of the last attempt to write the status."""
         self._late: threading.Timer | None = None
-        """Timer that will write the status soon."""
+        """Timer that will write the status within a second."""
         self._trouble: OutputError | None = None
         """Error of the timer's last write that has not been raised yet."""
 
@@ -155,22 +155,22 @@ class Store:
 
     @property
     def status(self) -> RunStatus:
-        """Current status. For a single job, `job` avoids a copy of all jobs."""
+        """Current status. For a single job, `job` is cheaper: it does not copy all jobs."""
         return replace(self._run, updated=self._updated, jobs=dict(self._jobs))
 
     def take(self, status: RunStatus) -> None:
-        """Continue from another status."""
+        """Replace the current status, to continue from another one."""
         self._run, self._jobs, self._updated = status, dict(status.jobs), status.updated
 
     def resume_line(self, *, restart: Sequence[str] = (), retry: Sequence[str] = ()) -> str:
-        """Return the line that resumes this run, to be pasted."""
+        """Return the command line that resumes this run, for messages."""
         return resume_line(self._run.command, restart=restart, retry=retry)
 
     def describe(self, base: str, device: str, dtype: str) -> None:
         self._run = replace(self._run, base=base, device=device, dtype=dtype)
 
     def measure(self, seconds: float, solo_seconds: float | None, peak_bytes: int | None) -> None:
-        """Record the run's totals so far; the caller adds those from before a resumption."""
+        """Record the run's totals so far, including those from before a resumption."""
         self._run = replace(self._run, seconds=seconds, solo_seconds=solo_seconds, peak_bytes=peak_bytes)
 
     def note(self, sentence: str) -> None:
@@ -178,19 +178,19 @@ class Store:
             self._run = replace(self._run, notes=(*self._run.notes, sentence))
 
     def add_job(self, name: str) -> None:
-        """Add a job as queued; one that is already known, or has left a folder, keeps its status."""
+        """Add a job as queued; a job that is already known, or has a folder, keeps its status."""
         if name not in self:
             folder = self.output / name
             self._put(name, found_job(folder) if (folder / JOB_FILE).exists() else JobStatus())
 
     def restart_job(self, name: str) -> None:
-        """Forget everything that a job did, including its metrics; its folder is left to the caller."""
+        """Discard everything about a job's training, including its metrics; the caller deletes its folder."""
         self._put(name, JobStatus())
         with self._disk, self._one_writer:
             self._metrics.keep(lambda line: line.get("job") != name)
 
     def pause_job(self, name: str, reason: str) -> None:
-        """Leave a job out of this run, whatever it waited for."""
+        """Exclude a job from this run: mark it as paused, whatever its state was."""
         self.add_job(name)
         self._put(name, replace(self.job(name), state=State.PAUSED, reason=reason))
 
@@ -213,7 +213,7 @@ class Store:
     def evaluate_job(
         self, name: str, eval_loss: float | None, best_step: int | None, best_loss: float | None
     ) -> None:
-        """Record the validation loss of the adapter that the job would keep now, and the best one so far."""
+        """Record the validation loss of the adapter that the job would keep now, and its best loss so far."""
         job = replace(self.job(name), eval_loss=eval_loss, best_step=best_step, best_loss=best_loss)
         self._put(name, job)
 
@@ -222,7 +222,7 @@ class Store:
         self._put(name, replace(self.job(name), base_loss=loss))
 
     def warn_job(self, name: str, sentence: str) -> None:
-        """Record what is wrong with the job's adapter; an empty sentence withdraws it."""
+        """Record a warning about the job's adapter; an empty sentence withdraws it."""
         self._put(name, replace(self.job(name), warning=sentence))
 
     def note_job(self, name: str, sentence: str) -> None:
@@ -239,12 +239,12 @@ class Store:
         self._jobs[name] = job
 
     def rewind(self, cursors: Mapping[str, int], evaluated: Mapping[str, int] | None = None) -> None:
-        """Drop the metrics that each job wrote beyond its cursor: it will write them again.
+        """Drop the metrics that each job wrote after its cursor, which it will write again.
 
-        A cursor of -1 drops the evaluation at step 0 too. Jobs that are not named keep all their lines.
-        `evaluated` is the last step that a job has evaluated, which may be less than its cursor. Evaluations
-        at rungs are kept, since a trial is evaluated there only once, and so is the loss of the base alone,
-        if the status has it.
+        A cursor of -1 drops the evaluation at step 0 too. Jobs that are not in `cursors` keep all their
+        lines. `evaluated` is the last step that a job has evaluated, which may be less than its cursor.
+        Evaluations at rungs are kept, since a trial is evaluated there only once, and so is the loss of the
+        base alone, if the status has it.
         """
         eval_cursors = cursors if evaluated is None else evaluated
 
@@ -273,8 +273,8 @@ class Store:
     def write_status(self) -> None:
         """Write everything to disk: the lines first, so that no status refers to missing lines.
 
-        If lines cannot be written, the status still is, and the OutputError is raised after it: the state of
-        a job matters more than its curve. Appending lines never waits for the disk.
+        If lines cannot be written, the status still is, and the OutputError is raised afterwards: a job's
+        state matters more than its curve. Appending lines never waits for the disk.
         """
         files, troubles = (self._metrics, self._windows), []
         with self._disk:
@@ -290,14 +290,14 @@ class Store:
             raise troubles[0]
 
     def is_due(self) -> bool:
-        """Whether the last write of the status was so long ago that the next change is written at once."""
+        """Whether the last write of the status is so long ago that the next change is written at once."""
         return self._wait() <= 0
 
     def _wait(self) -> float:
         return self._written + STATUS_SECONDS - time.monotonic()
 
     def write_status_soon(self) -> None:
-        """Write the status within a second in a thread; an error of the last such write is raised here."""
+        """Write the status within a second in a thread; raise the error of the last such write, if any."""
         with self._one_writer:
             if self._late is None:
                 self._late = threading.Timer(max(0.0, self._wait()), self._write_late)

@@ -1,9 +1,9 @@
-"""Successive halving as a state machine: up to which step each trial may train, and which trials rest or
-leave.
+"""Successive halving as a state machine: the step up to which each trial may train, and the trials
+that wait or leave.
 
 A rung is a step at which all trials of a generation are evaluated, and from which only the best continue. It
-is decided when each of its trials has been evaluated there or has ended, so a decision depends on the
-recorded values and on nothing else, in whatever order they arrive. Trials leave a sweep
+is decided when each of its trials has been evaluated there or has ended, so a decision depends only on the
+recorded values, in whatever order they arrive. Trials leave a sweep
 
 - at a rung, if they are not among the best `max(1, ceil(keep × n))` of the `n` trials that began it; among
   equals the first of the file continues;
@@ -28,13 +28,13 @@ from weftune.jobs.sweeps.search import combinations, generations
 from weftune.jobs.sweeps.spec import Halving, Mode, SweepSpec
 
 LEFT = "left the sweep at step"
-"""Beginning of the reason of every trial that has left."""
+"""Prefix of the reason of every trial that has left its sweep."""
 TREND_STEPS = 10
-"""Number of steps whose mean loss is compared."""
+"""Number of steps whose losses are averaged and compared."""
 FIRST_TREND = 20
 """Step before which no trial leaves because of its training loss."""
 TREND_SHARE = 0.1
-"""Share of its first steps in which no trial leaves because of its training loss."""
+"""Share of a trial's steps, from the first, in which it does not leave because of its training loss."""
 
 
 class TrialEnd(StrEnum):
@@ -54,13 +54,13 @@ class EndedTrial:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The trials that continue from a rung and those that leave there, the best first. Trials that had failed
-    or left before are in neither."""
+    """The trials that continue from a rung and those that leave there, the best first. Trials that failed or
+    left earlier are in neither list."""
 
     generation: int
     rung: int
     step: int
-    """Step of the generation's first trial; each trial has its own if numbers of steps are searched over."""
+    """Step of the rung in the generation's first trial; others differ if steps are searched over."""
     kept: tuple[str, ...]
     left: tuple[str, ...]
     began: int
@@ -86,7 +86,7 @@ def rung_steps(halving: Halving | None, steps: int) -> tuple[int, ...]:
 
 def averaged_spans(halving: Halving | None, steps: int) -> tuple[tuple[int, int], ...]:
     """Return the first and the last step of the weights whose mean each rung evaluates: the last quarter of
-    the steps so far, but none from before the last rung. Empty if rungs evaluate the last weights."""
+    the steps so far, but none before the previous rung. Empty if rungs evaluate the last weights."""
     if halving is None or halving.judge == "last":
         return ()
     rungs = rung_steps(halving, steps)
@@ -112,10 +112,10 @@ class Rungs:
 
     spec: SweepSpec
     generations: list[tuple[str, ...]] = field(default_factory=list)
-    """Groups of trials that are compared with one another; `tpe` has several, one after another."""
+    """Groups of trials that are compared with one another; `tpe` trains several, one after another."""
     decisions: list[Decision] = field(default_factory=list)
     values: dict[str, dict[int, float | None]] = field(default_factory=dict)
-    """Trial → step of a rung → the value that was measured there first."""
+    """Maps each trial to its values by the step of a rung; the first value measured there counts."""
     ended: dict[str, EndedTrial] = field(default_factory=dict)
     _steps: dict[str, int] = field(default_factory=dict)
     _generation: dict[str, int] = field(default_factory=dict)
@@ -128,11 +128,11 @@ class Rungs:
         self.generations.append(tuple(trials))
 
     def enter(self, trial: str, steps: int) -> None:
-        """Record the number of a trial's steps."""
+        """Record the total number of a trial's steps."""
         self._steps[trial] = steps
 
     def evaluate(self, trial: str, step: int, value: float | None) -> bool:
-        """Record a value; return False if that step is no rung, or has its value already."""
+        """Record a value; return False if that step is not a rung or already has a value."""
         seen = self.values.setdefault(trial, {})
         if step not in self.rungs(trial) or step in seen:
             return False
@@ -143,7 +143,7 @@ class Rungs:
         self.ended.setdefault(trial, EndedTrial(how, step))
 
     def adopt(self, decision: Decision) -> None:
-        """Apply a decision; the trials that leave have ended."""
+        """Apply a decision and mark the trials that leave as ended."""
         self.decisions.append(decision)
         for trial in decision.left:
             self.end(trial, TrialEnd.LEFT, self.rungs(trial)[decision.rung])
@@ -170,19 +170,19 @@ class Rungs:
         return self.steps(trial)
 
     def awaited(self, trial: str) -> bool:
-        """Whether the trial is still to be evaluated at the rung that is its limit."""
+        """Whether the trial has yet to be evaluated at the rung up to which it may train."""
         return self.limit(trial) < self.steps(trial) and self.limit(trial) not in self.values.get(trial, {})
 
     def is_held(self, trial: str) -> bool:
-        """Whether a trial that has reached its limit has nothing to do there but to wait."""
+        """Whether a trial that has reached its limit can only wait for other trials."""
         return self.limit(trial) < self.steps(trial) and not self.awaited(trial)
 
     def waits(self, trial: str) -> str:
-        """Return the reason of a trial that is held."""
+        """Return the reason why a trial is held."""
         return f"waits for the others at step {self.limit(trial)}"
 
     def pending(self) -> list[Decision]:
-        """Return the decisions that can be made now, at most one per generation; the call changes nothing."""
+        """Return the decisions that can be made now, at most one per generation, without applying them."""
         found = (self._pending(generation) for generation in range(len(self.generations)))
         return [decision for decision in found if decision is not None]
 
@@ -233,7 +233,7 @@ class Rungs:
         return Decision(generation, rung, step, tuple(ranked[:count]), tuple(ranked[count:]), len(began))
 
     def _counts(self, trial: str, step: int) -> bool:
-        """Whether a trial that was evaluated at a rung's step had not failed or left by then."""
+        """Whether a trial was evaluated at this rung before it failed or left, if it did."""
         ended = self.ended.get(trial)
         return ended is None or ended.step > step or (ended.how is TrialEnd.FINISHED and ended.step == step)
 
@@ -241,14 +241,14 @@ class Rungs:
         return [decision for decision in self.decisions if decision.generation == generation]
 
     def _begins(self, trial: str, rung: int) -> bool:
-        """Whether a trial begins a rung: all begin the first, and those kept the next one."""
+        """Whether a trial begins a rung: all trials begin the first, and those that continue the next one."""
         return rung == 0 or trial in self._decided(self._generation[trial])[rung - 1].kept
 
 
 class LossTrend:
     """A check that a trial's training loss falls: from step 20 on, or from a tenth of the steps if that is
     later, the mean of its last ten step losses must be below that of its first ten. The last step is not
-    checked: all the work has been done by then."""
+    checked, since no work would be saved."""
 
     def __init__(self, steps: int) -> None:
         self._from = max(FIRST_TREND, in_steps(TREND_SHARE, steps))
@@ -264,7 +264,7 @@ class LossTrend:
         self._last.append(loss)
 
     def fault(self) -> str | None:
-        """Return why the trial leaves now, or None."""
+        """Return the reason if the trial leaves now, else None."""
         if not self._from <= self._step < self._steps:
             return None
         if len(self._first) < TREND_STEPS:
@@ -281,7 +281,7 @@ class LossTrend:
 
 @dataclass(frozen=True, slots=True)
 class TrialWork:
-    """A trial's training: its steps, and its samples, tokens or seconds per step."""
+    """A trial's training: its number of steps, and its work (samples, tokens or seconds) per step."""
 
     steps: int
     per_step: float
@@ -294,7 +294,7 @@ class Saving:
     whole: float
     """Work of all trials if each is trained to its end."""
     expected: float
-    """Work of the trials that halving is expected to train."""
+    """Expected work of all trials with halving."""
 
     @property
     def share(self) -> float:
@@ -302,12 +302,12 @@ class Saving:
 
 
 def trial_count(spec: SweepSpec) -> int:
-    """Return the number of all trials of a sweep, including those of later generations."""
+    """Return the total number of trials of a sweep, including those of later generations."""
     return int(combinations(spec.over)) if spec.trials is None else spec.trials
 
 
 def rung_counts(spec: SweepSpec) -> tuple[int, ...]:
-    """Return the number of trials that begin each rung; every generation of `tpe` is halved by itself."""
+    """Return the number of trials that begin each rung; every generation of `tpe` is halved separately."""
     count = trial_count(spec)
     groups = generations(count) if spec.search == "tpe" else [count]
     return tuple(map(sum, zip(*(_counts(group, spec.halving) for group in groups), strict=True)))
@@ -321,8 +321,8 @@ def _counts(trials: int, halving: Halving | None) -> list[int]:
 
 
 def expected_saving(spec: SweepSpec, works: Sequence[TrialWork]) -> Saving:
-    """Return the expected saving. Trials that leave are assumed to be like the mean of all; `works` may be
-    only some of them."""
+    """Return the expected saving of work by halving. Trials that leave are assumed to need the mean work;
+    `works` may cover only some of the trials."""
     counts = rung_counts(spec)
     scale = counts[0] / len(works)
     parts = []

@@ -1,5 +1,5 @@
-"""The reader of a job with the key `sweep`: its specification, and the jobs of its trials, all of them
-checked before the first is trained."""
+"""The reader of a job with the key `sweep`: it returns the sweep and the jobs of its trials, all checked
+before the first is trained."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from weftune.jobs.sweeps.spec import (
 )
 
 NARROWEST = 1e-9
-"""Minimum width of a range relative to its values: far more than the distance between two numbers."""
+"""Minimum width of a range relative to its values, far above the precision of floats."""
 RANGE_KEYS = ("min", "max", "log")
 BEST = {"eval_loss": "min", "eval_mean_token_accuracy": "max"}
-"""Metric → whether its minimum or its maximum is best."""
+"""Maps each metric to whether its minimum or its maximum is best."""
 
 
 def read_sweep(job: Mapping[str, Any]) -> tuple[SweepSpec | None, list[Fault]]:
-    """Return the sweep that a job's keys request, and the faults in it; None if there are any."""
+    """Return the sweep that a job's keys describe, or None, and the faults in it."""
     value = job["sweep"]
     if not isinstance(value, Mapping):
         return None, [Fault(("sweep",), f"must be {EXPECTED[('sweep',)]}, got {show(value)}")]
@@ -80,7 +80,7 @@ def read_sweep(job: Mapping[str, Any]) -> tuple[SweepSpec | None, list[Fault]]:
 def _disagreements(
     value: Mapping[str, Any], job: Mapping[str, Any], over: Mapping[str, Choices], broken: bool
 ) -> Iterator[Fault]:
-    """Yield faults of keys that do not go together; `broken` means that a part of `over` is unknown."""
+    """Yield faults of keys that contradict each other; `broken` means that a part of `over` is invalid."""
     yield from _search_faults(value, over, broken or not over)
     if job.get("eval") is None:
         at = next((key for key in ("halving", "metric") if value.get(key) is not None), None)
@@ -201,7 +201,7 @@ def _choice_faults(key: str, value: Any, loc: Loc) -> Iterator[Fault]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal; in Python, true equals 1."""
+    """Return whether two values are equal and both or neither are booleans: in Python, true equals 1."""
     return isinstance(one, bool) == isinstance(other, bool) and one == other
 
 
@@ -249,7 +249,7 @@ def _range_key(name: str) -> str:
 
 
 def _no_range(key: str, value: Mapping[str, Any]) -> str:
-    """Return the message for a mapping that is no range, such as a wrapped list or nested keys."""
+    """Return the message for a mapping that is not a range, such as a wrapped list or nested keys."""
     if any(isinstance(value.get(name), list | tuple) for name in ("values", "choices", "grid")):
         return f"write the list itself, {key}: [...]"
     inside = [name for name in value if name in SECTIONS.get(key, ())]
@@ -281,7 +281,7 @@ def _shared(one: Sequence[Loc], other: Sequence[Loc]) -> Loc | None:
 
 
 def trial_job(sweep: Sweep, trial: Trial) -> JobSpec:
-    """Return the job of a trial, also for later generations, which no file lists."""
+    """Return the job of a trial, including trials of later generations, which are in no file."""
     job, found = build_job(JobSpec, trial_layer(sweep, trial), sweep.folder)
     if job is None:
         raise SpecError(in_file_order(found))
@@ -289,7 +289,7 @@ def trial_job(sweep: Sweep, trial: Trial) -> JobSpec:
 
 
 def trial_layer(sweep: Sweep, trial: Trial) -> Layer:
-    """Return the keys of a trial; the places of those that `over` sets point to the value there."""
+    """Return the keys of a trial; the places of keys that `over` sets point to the values in `over`."""
     job = own_keys(sweep.keys)
     places = {loc: place for loc, place in job.places.items() if not loc}
     for key, value in trial.values.items():
@@ -344,7 +344,7 @@ def expand(keys: Layer, folder: Path) -> tuple[Sweep | None, list[tuple[JobSpec,
 
 
 def trial_clashes(names: Sequence[Any], sweeps: Sequence[Sweep]) -> Iterator[tuple[int, str]]:
-    """Yield the position of every job with a trial whose name is taken, with the message."""
+    """Yield the position of every job with a trial whose name is already in use, with the message."""
     owners = {
         name.lower(): index for index, name in reversed(list(enumerate(names))) if isinstance(name, str)
     }
@@ -363,7 +363,7 @@ def trial_clashes(names: Sequence[Any], sweeps: Sequence[Sweep]) -> Iterator[tup
 
 
 def refuse_shares(sweeps: Sequence[Sweep]) -> None:
-    """Raise UserError if there is a sweep: no share of the processes can train some of its trials."""
+    """Raise UserError if there is a sweep: its trials cannot be divided among processes."""
     if sweeps:
         raise UserError(
             f"The trials of sweep {sweeps[0].name} are compared with one another while they train, which "
@@ -381,7 +381,7 @@ def sweep_warnings(
 
 
 def _rung_warnings(sweep: Sweep, jobs: Mapping[str, JobSpec], steps: Mapping[str, int]) -> Iterator[str]:
-    """Warn of a first rung within the warm-up, where other learning rates make no difference yet."""
+    """Warn if the first rung is within the warm-up, where learning rates make no difference yet."""
     known = [trial.name for trial in sweep.trials if trial.name in steps]
     early = []
     for name in known:

@@ -1,5 +1,5 @@
-"""sweep.json, the state of a sweep, written at every change and read to resume or to show the sweep; and what
-follows from it: its trials from best to worst, the values in which they differ, its rungs."""
+"""sweep.json, the state of a sweep, written at every change and read to resume or to show the sweep; and
+facts derived from it: its trials from best to worst, the values in which they differ, its rungs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from weftune.jobs.sweeps.spec import Judge, Metric, Mode, Search
 
 SWEEP_FILE = "sweep.json"
 BEST = "best"
-"""Folder of the winners, beside the record."""
+"""Folder of the winners, in the folder of the sweep."""
 
 
 def best_folder(sweep: Path, trial: str) -> Path:
-    """Return the folder of a winner in that of its sweep: `best` itself if one trial was kept."""
+    """Return the folder of a winner in the folder of its sweep: `best` itself if only one trial is kept."""
     best = sweep / BEST
     return best if (best / CONFIG).is_file() else best / trial
 
@@ -43,11 +43,11 @@ class TrialRecord:
     state: TrialState = "waiting"
     reason: str = ""
     steps: int = 0
-    """Total number of steps; 0 until the data are counted."""
+    """Total number of optimizer steps; 0 until the samples are counted."""
     at_rungs: Mapping[str, float | None] = field(default_factory=dict)
-    """Step of a rung → the metric there; null if it was not finite."""
+    """Maps the step of each rung to the metric there, which is null if it was not finite."""
     score: float | None = None
-    """The metric of a finished trial's adapter, of the rung at which a trial was dropped, or of the last
+    """The metric of a finished trial's adapter, at the rung where the trial was dropped, or of its last
     evaluation so far."""
     score_step: int | None = None
     """The step of the weights that `score` was measured with."""
@@ -56,16 +56,16 @@ class TrialRecord:
     left_at: int | None = None
     """Step at which the trial left or failed."""
     generation: int = 0
-    """Number of the trial's generation; later generations of `tpe` are proposed from how the earlier ones
-    ended."""
+    """Number of the trial's generation; later generations of `tpe` are proposed from the results of earlier
+    ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleCount:
     trained: int = 0
-    """Samples that the trials' steps have taken so far."""
+    """Number of samples that all trials have trained on so far."""
     all: int = 0
-    """Samples that the trials' steps would take if none left."""
+    """Number of samples that all trials would train on if none left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,20 +76,19 @@ class SweepRecord:
     mode: Mode
     keep: int
     at: tuple[float, ...] = ()
-    """Shares of the steps after which trials are halved."""
+    """Shares of the steps after which trials are halved, between 0 and 1."""
     share: float | None = None
-    """Share of the trials that continues from each rung."""
+    """Share of the trials that continue after each rung."""
     judge: Judge | None = None
-    """Weights that the rungs evaluate; None in records of a Weftune that could evaluate the last weights
-    only."""
+    """Weights that the rungs evaluate; None in records of old versions, which evaluate the last weights."""
     steps: int = 0
-    """Number of steps of the first trial; each trial has its own if they are searched over."""
+    """Number of steps of the first trial; trials may differ if the sweep searches over numbers of steps."""
     rungs: tuple[int, ...] = ()
-    """Rungs of the first trial, its last step included."""
+    """Steps of the first trial's rungs, its last step included."""
     trials: tuple[TrialRecord, ...] = ()
     """Trials so far; later generations of `tpe` follow."""
     expected: int = 0
-    """Expected number of trials in all, at least those so far."""
+    """Expected total number of trials, at least the number so far."""
     decisions: tuple[Decision, ...] = ()
     best: tuple[str, ...] = ()
     """Trials whose adapters are in `best`, the best first; empty until the sweep has ended."""
@@ -97,7 +96,7 @@ class SweepRecord:
 
     @property
     def count(self) -> int:
-        """Number of all trials, including those that are yet to be proposed."""
+        """Number of all trials, including those that will be proposed later."""
         return max(self.expected, len(self.trials))
 
 
@@ -111,7 +110,7 @@ class DamagedSweep(OutputError):
 
 
 def write_record(folder: Path, record: SweepRecord) -> None:
-    """Write the record of a sweep. Raises OutputError if the disk does not take it."""
+    """Write the record of a sweep. Raises OutputError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -143,7 +142,7 @@ def read_record(folder: Path) -> SweepRecord | None:
 
 
 def records_in(output: Path) -> list[SweepRecord]:
-    """Return the records of a run's sweeps; one that cannot be read is left out."""
+    """Return the records of a run's sweeps, except those that cannot be read."""
     found = []
     for path in sorted(output.glob(f"*/{SWEEP_FILE}")):
         with suppress(OutputError):
@@ -153,7 +152,7 @@ def records_in(output: Path) -> list[SweepRecord]:
 
 
 def proposed_trials(output: Path, sweeps: Collection[str]) -> list[str]:
-    """Return the trials of later generations of earlier runs into `output`: no jobs file names them."""
+    """Return the trials of later generations from earlier runs into `output`, which no jobs file names."""
     mine = [record for record in records_in(output) if record.name in sweeps]
     return [trial.name for record in mine for trial in record.trials if trial.generation > 0]
 
@@ -172,7 +171,7 @@ STATES = ("finished", "running", "resting", "waiting", "left", "failed")
 _LONGEST_PLAIN = 5
 """Length in characters up to which a number never has an exponent."""
 _GROUPS = {"finished": 0, "left": 2, "failed": 3}
-"""State → sort group; trials that have not ended are in group 1."""
+"""Maps each state to its position in the sorting of trials; trials that have not ended have position 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,20 +182,20 @@ class RungRow:
     generation: int
     last: bool
     began: int
-    """Number of trials that are to reach this step."""
+    """Number of trials that begin this rung."""
     evaluated: int
-    """Number of these trials that have reached it, or have ended before."""
+    """Number of these trials that have reached its step or have ended before it."""
     kept: int | None = None
-    """Number of trials that were kept. None until that is decided."""
+    """Number of trials that continue. None until that is decided."""
     lost: int = 0
-    """Number of trials that had failed or were dropped before."""
+    """Number of trials that failed or left before this step."""
     worst_kept: float | None = None
     best_dropped: float | None = None
 
 
 def ranked(record: SweepRecord) -> list[TrialRecord]:
-    """Sort the trials: finished ones by score, then unfinished and then dropped ones, the furthest first,
-    then failed ones; ties are in the order of the file."""
+    """Sort the trials: finished ones by score, then unfinished and then dropped ones, those with the most
+    steps first, then failed ones; ties are in the order of the file."""
     return sorted(record.trials, key=lambda trial: _place(record, trial))
 
 
@@ -210,7 +209,7 @@ def _place(record: SweepRecord, trial: TrialRecord) -> tuple[int, int, float]:
 
 
 def base_sentence(record: SweepRecord) -> str:
-    """Return a sentence if no trial improved on the base; empty if one did, or the sweep has not ended."""
+    """Return a sentence if no trial improved on the base; empty if one did or the sweep has not ended."""
     if not (best := winners(record)) or not best[0].warning:
         return ""
     return f"No trial improved on the base: the lowest validation loss is kept ({best[0].warning})."
@@ -223,19 +222,19 @@ def leaders(record: SweepRecord, count: int) -> list[TrialRecord]:
 
 
 def winners(record: SweepRecord) -> list[TrialRecord]:
-    """Return the trials in `best`, in its order."""
+    """Return the trials whose adapters are in `best`, the best first."""
     trials = {trial.name: trial for trial in record.trials}
     return [trials[name] for name in record.best if name in trials]
 
 
 def counts(record: SweepRecord) -> Mapping[str, int]:
-    """Return state → number of trials in it, without zeros."""
+    """Return a mapping from each state to its number of trials, without zeros."""
     found: Counter[str] = Counter(trial.state for trial in record.trials)
     return {state: found[state] for state in STATES if found[state]}
 
 
 def trained_share(record: SweepRecord) -> float | None:
-    """Return the samples trained, divided by those of all trials trained to their end."""
+    """Return the share of samples trained so far, compared with training all trials to their end."""
     return record.samples.trained / record.samples.all if record.samples.all else None
 
 
@@ -243,7 +242,7 @@ def trained_share(record: SweepRecord) -> float | None:
 
 
 def flattened(prefix: str, mapping: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of every leaf, each key behind `prefix`."""
+    """Yield the dotted key, which begins with `prefix`, and the value of every leaf."""
     for key, value in mapping.items():
         if isinstance(value, Mapping) and value:
             yield from flattened(f"{prefix}{key}.", value)
@@ -252,7 +251,7 @@ def flattened(prefix: str, mapping: Mapping[str, Any]) -> Iterator[tuple[str, An
 
 
 def flat_values(trial: TrialRecord) -> dict[str, Any]:
-    """Return dotted key → value; `adapter: {rank: 8}` and `adapter.rank: 8` are the same."""
+    """Return a mapping from dotted keys to values; `adapter: {rank: 8}` becomes `adapter.rank: 8`."""
     return dict(flattened("", trial.values))
 
 
@@ -265,7 +264,7 @@ def swept_keys(record: SweepRecord) -> tuple[str, ...]:
 
 
 def short_keys(keys: Sequence[str]) -> Mapping[str, str]:
-    """Return key → the key without its section if that is unique: `rank` for `adapter.rank`."""
+    """Return a mapping from each key to its last part, if that is unique: `rank` for `adapter.rank`."""
     tails = Counter(key.rpartition(".")[2] for key in keys)
     return {key: tail if tails[tail := key.rpartition(".")[2]] == 1 else key for key in keys}
 
@@ -284,7 +283,7 @@ def setting_text(value: Any) -> str:
 
 
 def number_text(value: float) -> str:
-    """Format three significant digits, with an exponent instead of many leading zeros."""
+    """Format a number with three significant digits, with an exponent instead of many leading zeros."""
     plain = f"{float(f'{value:.3g}'):g}"
     digits, _, power = f"{value:.2e}".partition("e")
     scientific = f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
@@ -296,7 +295,7 @@ def number_text(value: float) -> str:
 
 
 def rung_rows(record: SweepRecord) -> list[RungRow]:
-    """Return every rung by generation and step, including the last step; none without halving."""
+    """Return every rung by generation and step, including the last step; empty without halving."""
     if len(record.rungs) < 2:
         return []
     generations = sorted({trial.generation for trial in record.trials})
@@ -330,13 +329,13 @@ def _generation_rows(record: SweepRecord, generation: int) -> Iterator[RungRow]:
 
 
 def rung_value(trial: TrialRecord, rung: int) -> float | None:
-    """Return the value measured at a rung of the trial, counted from 0; None if it has not reached it."""
+    """Return the trial's value at a rung, counted from 0; None if the trial has not reached that rung."""
     steps = sorted(trial.at_rungs, key=int)
     return trial.at_rungs[steps[rung]] if rung < len(steps) else None
 
 
 def expected_steps_left(record: SweepRecord, steps: Mapping[str, int]) -> int:
-    """Return the steps that all trials together are still expected to make, after they have made `steps`."""
+    """Return the optimizer steps that all trials together are still expected to make after `steps`."""
     total = 0
     for generation in sorted({trial.generation for trial in record.trials}):
         trials = {trial.name: trial for trial in record.trials if trial.generation == generation}

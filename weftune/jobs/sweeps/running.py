@@ -1,8 +1,8 @@
-"""A sweep inside a run: what the loop does with trials between windows, as `halving.py` decides.
+"""A sweep inside a run: the actions of the loop on trials between windows, as `halving.py` decides.
 
 A trial is a job like any other. Its sweep sets the step up to which it may train; there it is evaluated, and
-then it continues, rests without a seat until the others have come as far, or leaves. Every decision is in
-sweep.json before it takes effect, so a resumed run follows the decisions that were made.
+then it continues, is detached to wait until the other trials reach the same rung, or leaves. Every decision
+is written to sweep.json before it takes effect, so a resumed run follows earlier decisions.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from weftune.jobs.sweeps.spec import Judge, Sweep, Trial
 
 
 def put_best(folder: Path, winners: Sequence[Path], alone: bool) -> None:
-    """Put the winners' folders into `best`, all of them or none, as hard links where the file system has
+    """Put the winners' folders into `best`, all of them or none, as hard links if the file system supports
     them.
 
-    With `alone` there is one winner, and `best` itself becomes its adapter folder. Otherwise each winner
-    has a folder of its name in `best`.
+    With `alone` there is one winner, and `best` itself becomes its adapter folder. Otherwise each winner has
+    a folder with its name in `best`.
     """
     partial, old = folder / f".{BEST}.partial", folder / f".{BEST}.old"
     for path in (partial, old):
@@ -80,17 +80,17 @@ class TrialOrders:
     """Instructions to the loop about trials between two windows."""
 
     limits: Mapping[str, int] = field(default_factory=dict)
-    """Trial → the step up to which it may train."""
+    """Maps each trial to the step up to which it may train."""
     promoted: Sequence[str] = ()
-    """Trials that rested and continue."""
+    """Trials that waited at a rung and now continue."""
     rest: Mapping[str, str] = field(default_factory=dict)
-    """Attached trial that is to rest → the reason."""
+    """Maps each attached trial that must wait at a rung to the reason."""
     leave: Mapping[str, str] = field(default_factory=dict)
 
 
 class RunningSweep:
     """One sweep of the run. `jobs` maps names to the jobs of the whole run; `search` proposes later
-    generations, and is None if all trials are known."""
+    generations and is None if all trials are known."""
 
     def __init__(
         self,
@@ -108,38 +108,38 @@ class RunningSweep:
         self.best: tuple[str, ...] = ()
         halving = sweep.spec.halving
         self._judge: Judge | None = None if halving is None else halving.judge
-        """Weights that the rungs evaluate. None without halving, or if the record is of a Weftune that could
-        evaluate the last weights only, which it continues to do."""
+        """Weights that the rungs evaluate. None without halving, or if the record is from an old version that
+        evaluated the last weights, which this run then does too."""
         self._tell = tell
         self.show: Callable[[SweepRecord], None] = lambda _: None
         """Function that is called with the record whenever it is written."""
         self._search = search
         self._values: dict[str, dict[int, float | None]] = {}
-        """Trial → step → the metric of the weights that it trains."""
+        """Maps each trial to its metric by step, measured with the weights that are trained."""
         self._trends: dict[str, LossTrend] = {}
         self._entered: set[str] = set()
         self._scores: dict[str, tuple[float | None, int | None]] = {}
-        """Trial that had ended when the record was written → its score, and the step of that score."""
+        """Maps each trial that had ended when the record was written to its score and the score's step."""
         self._leaving: set[str] = set()
-        """Trials that leave because of their training loss, until the window's end."""
+        """Trials that leave at the end of this window because of their training loss."""
         self._written: SweepRecord | None = None
         self._finished = False
         self._exhausted = search is None
-        """Whether no generation follows."""
+        """Whether no further generation will be proposed."""
         self._reasons: dict[str, str] = {}
-        """Trial that could not become a job → the reason."""
+        """Maps each trial that could not become a job to the reason."""
 
     # -- before the jobs are made ready ------------------------------------------------------------------
 
     def recall(self, again: Collection[str] = ()) -> list[Trial]:
-        """Continue from the record, if there is one. Return the trials of later generations, which are no
-        jobs yet. Trials that had left but were killed before their state was written are cancelled; those of
-        `again` are about to continue, at the user's request."""
+        """Continue from the record, if there is one. Return the trials of later generations, which are not
+        jobs yet. Trials that left in a run killed before it recorded their state are cancelled, except those
+        in `again`, which continue at the user's request."""
         record = self._read()
         generations = [self.sweep.trials]
         if record is not None:
             if record.judge is None:
-                # The record is of a Weftune whose rungs could judge the last weights only.
+                # The record is from an old version, whose rungs could evaluate the last weights only.
                 if self.judges_mean and record.at and not record.best:
                     self._tell(
                         f"{self.sweep.name} began with a Weftune whose rungs judge the last weights of "
@@ -167,8 +167,8 @@ class RunningSweep:
         return [trial for generation in generations[1:] for trial in generation]
 
     def _drop_checkpoints(self) -> None:
-        """Delete the checkpoints of trials that have left: a kill may have come before they were deleted. A
-        trial that the user has cancelled keeps its own, as any job does."""
+        """Delete the checkpoints of trials that have left, in case a run was killed before it deleted them. A
+        trial cancelled by the user keeps its checkpoints, as any job does."""
         for name in (name for name in self.trials if name in self.store):
             status = self.store.job(name)
             if status.state is State.CANCELLED and status.reason.startswith(LEFT):
@@ -219,7 +219,7 @@ class RunningSweep:
         self.best, self._written = record.best, record
 
     def _tell_ends(self, record: SweepRecord, again: Collection[str]) -> None:
-        """Copy the ends of trials from the record, which a status rebuilt from folders does not know."""
+        """Copy the ends of trials from the record to the status, which may have been rebuilt without them."""
         states = {"left": State.CANCELLED, "failed": State.FAILED}
         for trial in record.trials:
             if trial.state not in states or trial.name not in self.store or trial.name in again:
@@ -228,14 +228,14 @@ class RunningSweep:
                 self.store.move_job(trial.name, states[trial.state], trial.reason)
 
     def _unfinished_leaves(self) -> Iterator[tuple[str, str]]:
-        """Yield the trials that a decision removes and whose state does not say so yet, with the reason."""
+        """Yield each trial that a decision drops but whose recorded state has not ended, with the reason."""
         for decision in self.rungs.decisions:
             for name in decision.left:
                 if name not in self.store or not self.store.job(name).state.ended:
                     yield name, decision.reason(name, self.rungs.rungs(name)[decision.rung])
 
     def refuse_again(self, option: str, names: Collection[str], changes: Collection[str]) -> None:
-        """Refuse to restart or to retry a trial if the sweep has decided without it."""
+        """Refuse to restart or retry a trial if the sweep has already made decisions without it."""
         for name in (name for name in names if name in self.trials):
             steps = [
                 one.step
@@ -256,7 +256,7 @@ class RunningSweep:
     # -- admission ---------------------------------------------------------------------------------------
 
     def read_metrics(self) -> None:
-        """Read what the trials have measured and trained so far from the lines of the run's metrics."""
+        """Read the trials' metrics and numbers of trained samples from the lines of the run's metrics."""
         self._values.clear()
         self._trends.clear()
         for name in self.trials:
@@ -273,7 +273,7 @@ class RunningSweep:
                 self._trend(job).add(step, line["loss"])
 
     def enter(self, name: str, steps: int) -> None:
-        """Record that a trial of so many steps is about to train."""
+        """Record that a trial with this number of steps is about to train."""
         self.rungs.enter(name, steps)
         self._entered.add(name)
 
@@ -285,8 +285,8 @@ class RunningSweep:
     # -- inside a window ---------------------------------------------------------------------------------
 
     def step(self, name: str, step: int, loss: float) -> str | None:
-        """Record a step's loss and return why the trial leaves now, or None. The last trial stays, whatever
-        its loss: a sweep ends with an adapter."""
+        """Record a step's loss; return the reason if the trial leaves now, else None. The last trial never
+        leaves, whatever its loss, so that a sweep ends with an adapter."""
         trend = self._trend(name)
         trend.add(step, loss)
         reason = trend.fault()
@@ -301,7 +301,7 @@ class RunningSweep:
         return bool(self.trials.keys() - lost - self._leaving - {name})
 
     def evaluate(self, name: str, step: int, loss: float | None, token_accuracy: float | None) -> None:
-        """Record an evaluation of the weights that a trial trains."""
+        """Record an evaluation of the weights that a trial is training."""
         value = loss if self.sweep.spec.metric == "eval_loss" else token_accuracy
         self._values.setdefault(name, {})[step] = value
         if not self.judges_mean:
@@ -322,7 +322,7 @@ class RunningSweep:
     # -- between windows ---------------------------------------------------------------------------------
 
     def orders(self, attached: Mapping[str, int], delivering: Collection[str]) -> TrialOrders:
-        """Record which trials have ended and the rungs that can be decided, and return what follows."""
+        """Record ended trials and the rungs that can be decided; return the resulting orders."""
         if self._finished:
             return TrialOrders()
         self._hear_ends(delivering)
@@ -345,8 +345,8 @@ class RunningSweep:
         )
 
     def _decide(self, attached: Mapping[str, int]) -> None:
-        """Decide and record. A decision that could not be recorded has no effect, and is tried again
-        later."""
+        """Decide the rungs and record the decisions. A decision that cannot be recorded has no effect, and is
+        tried again later."""
         decided = deepcopy(self.rungs) if self.rungs.pending() else self.rungs
         while pending := decided.pending():
             for decision in pending:
@@ -364,7 +364,7 @@ class RunningSweep:
                 self.rungs.end(name, ENDS[state], status.step)
 
     def proposed(self) -> Sequence[Trial]:
-        """Return the next generation, once all trials have ended and it is recorded."""
+        """Record and return the next generation, once all trials have ended."""
         if self._search is None or self._exhausted or not self.rungs.is_over():
             return ()
         ended = [(trial, self.score(trial.name)) for trial in self.trials.values()]
@@ -381,7 +381,7 @@ class RunningSweep:
         return ()
 
     def refuse(self, trial: str, reason: str) -> None:
-        """Record that a proposed trial cannot be trained: it has failed."""
+        """Record a proposed trial that cannot be trained as failed."""
         self._reasons[trial] = reason
         self.rungs.end(trial, TrialEnd.FAILED, 0)
 
@@ -472,7 +472,7 @@ class RunningSweep:
         return SampleCount(trained, everything)
 
     def score(self, name: str) -> float | None:
-        """Return a trial's metric: of its adapter, of the rung that dropped it, or of its last evaluation."""
+        """Return a trial's metric: of its adapter, at the rung that dropped it, or of its last evaluation."""
         return self._score(self.rungs, name)[0]
 
     def _score(self, rungs: Rungs, name: str) -> tuple[float | None, int | None]:
@@ -496,12 +496,12 @@ class RunningSweep:
     # -- after -------------------------------------------------------------------------------------------
 
     def waiting_for(self) -> str:
-        """Return a trial that the resting trials of this sweep wait for, when no job is attached any more."""
+        """Return a trial that others of this sweep still wait for when no job is attached any more."""
         living = (name for name in self.trials if name not in self.rungs.ended)
         return next((name for name in living if name not in self.resting), "")
 
     def finish(self) -> None:
-        """Record the state of the sweep; if every trial has ended, put the winners into `best`."""
+        """Record the state of the sweep; if every trial has ended, put the winners' adapters into `best`."""
         self._hear_ends(())
         self._decide({})
         trained = [name for name in self.trials if name not in self._reasons]
@@ -535,7 +535,7 @@ class RunningSweep:
             )
 
     def _holds(self, winners: tuple[str, ...]) -> bool:
-        """Whether `best` is that of these winners, in the record and in the folder."""
+        """Whether `best` contains these winners, both in the record and in the folder."""
         folder = self.folder / BEST
         if self.sweep.spec.keep == 1:
             # Outputs of earlier versions have the one winner in a folder of its name there.

@@ -1,4 +1,4 @@
-"""The trials of a sweep: all of a grid, random draws, or generation after generation as TPE proposes them."""
+"""The trials of a sweep: all combinations of a grid, random draws, or generations proposed by TPE."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     import optuna
 
 GENERATIONS = 4
-"""Number of TPE's generations; each is proposed when the one before has ended."""
+"""Number of TPE's generations; each is proposed when the previous one has ended."""
 MAX_REPEATS = 50
-"""Number of proposals in a row that may repeat other trials before the rest of a generation is drawn at
+"""Maximum number of proposals in a row that repeat other trials; then the rest of a generation is drawn at
 random."""
 PATIENCE = 20
-"""Draws in a row that may repeat others before ranges are drawn with one digit more."""
+"""Maximum number of draws in a row that repeat others; then ranges are drawn with one more digit."""
 
 
 def grid(over: Mapping[str, Choices]) -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ def grid(over: Mapping[str, Choices]) -> list[dict[str, Any]]:
 
 
 def combinations(over: Mapping[str, Choices]) -> float:
-    """Return the number of distinct trials; infinite if a range has more than whole numbers."""
+    """Return the number of distinct trials; infinite if a range contains fractions."""
     return math.prod(_count(choices) for choices in over.values())
 
 
@@ -61,10 +61,10 @@ def _count(choices: Choices) -> float:
 def draws(
     over: Mapping[str, Choices], count: int, seed: int, known: Iterable[Mapping[str, Any]] = ()
 ) -> list[dict[str, Any]]:
-    """Return `count` random combinations, distinct from one another and from those that are `known`.
+    """Return `count` random combinations, distinct from one another and from those in `known`.
 
-    Only `Random.random` is used, whose sequence Python promises to keep. Numbers from a range have three
-    digits, so that names contain them in full and the last bit of a machine's logarithm decides nothing.
+    Only `Random.random` is used, whose sequence Python guarantees. Numbers from a range have three digits, so
+    that names contain all digits and rounding differences between machines do not matter.
     """
     uniform = Random(seed).random
     seen = {identity(values) for values in known}
@@ -83,12 +83,12 @@ def draws(
 
 
 def identity(values: Mapping[str, Any]) -> str:
-    """Return a text that is the same for equal combinations, in whatever order of keys."""
+    """Return a text that is the same for equal combinations, whatever the order of their keys."""
     return json.dumps(values, sort_keys=True, default=repr)
 
 
 def _drawn(choices: Choices, uniform: float, digits: int) -> Any:
-    """Return the value of `choices` at `uniform`, from 0 up to but not including 1."""
+    """Return the value of `choices` at the quantile `uniform`, from 0 (included) to 1 (excluded)."""
     if not isinstance(choices, ValueRange):
         return choices[int(uniform * len(choices))]
     low, high = choices.min, choices.max
@@ -118,12 +118,12 @@ def tidy(choices: ValueRange, value: float, digits: int = 3) -> float:
 
 
 def _power_of_ten(value: float) -> int:
-    """Return the power of ten of the first digit; `math.log10` may err by a bit, and then by a digit."""
+    """Return the exponent of the first digit; `math.log10` may be off by a rounding error."""
     return int(f"{value:.17e}".partition("e")[2])
 
 
 def generations(trials: int) -> Iterator[int]:
-    """Yield the sizes of TPE's generations: a quarter of the trials each, and the remainder in the last."""
+    """Yield the sizes of TPE's generations: a quarter of the trials each, the last with the remainder."""
     size = -(-trials // GENERATIONS)
     for start in range(0, trials, size):
         yield min(size, trials - start)
@@ -141,9 +141,9 @@ SHORT: Mapping[str, str] = {
     "warmup": "w",
 }
 BY_VALUE = ("schedule", "targets")
-"""Keys whose values are clear without the key."""
+"""Keys that names of trials omit, since their values are clear by themselves."""
 LEAST_OF_SWEEP = 16
-"""Minimum number of letters that a long list of values leaves of the sweep's name."""
+"""Minimum number of characters of the sweep's name that remain in the name of a trial with many values."""
 
 
 def trial_names(
@@ -152,7 +152,7 @@ def trial_names(
     drawn: Sequence[Mapping[str, Any]],
     taken: Iterable[str] = (),
 ) -> list[str]:
-    """Return a unique name for each of `drawn`, none of them in `taken`."""
+    """Return a unique name for each combination in `drawn`, none of them in `taken`."""
     locations = _named_locations(over)
     used = {sweep.lower(), *(name.lower() for name in taken)}
     names = []
@@ -164,8 +164,8 @@ def trial_names(
 
 
 def _named_locations(over: Mapping[str, Choices]) -> list[Loc]:
-    """Return the locations of the values that names contain: those that differ, and only the first of several
-    that change together. For a single trial, one value of each key."""
+    """Return the locations of the values that names contain: those that differ between trials, and only the
+    first of several that change together. If none differ, one value of each key."""
     locations: list[Loc] = []
     for key, choices in over.items():
         if isinstance(choices, ValueRange):
@@ -208,7 +208,7 @@ def _part(loc: Loc, value: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Return a value in the few characters that a name may have: `3e-4`, `0.05`, `cosine`."""
+    """Format a value in the few characters that a name has room for: `3e-4`, `0.05`, `cosine`."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -225,7 +225,7 @@ def value_text(value: Any) -> str:
 
 
 def number_text(value: float) -> str:
-    """Return a number in at most four digits, with an exponent unless plain digits are as short."""
+    """Format a number in at most four digits, with an exponent unless plain digits are as short."""
     plain = f"{value:.4f}".rstrip("0").rstrip(".") if abs(value) >= 1000 else f"{float(f'{value:.4g}')!r}"
     plain = plain.removesuffix(".0")
     digits, _, power = f"{value:.3e}".partition("e")
@@ -249,7 +249,7 @@ def _unique(name: str, used: set[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TrialSearch:
-    """The source of a sweep's trials, without state: the same ends give the same trials, also after a
+    """The source of a sweep's trials. It has no state: the same results give the same trials, also after a
     kill."""
 
     name: str
@@ -267,8 +267,8 @@ class TrialSearch:
         return self._named(draws(over, count, self.seed))
 
     def next(self, ended: Ends) -> tuple[Trial, ...]:
-        """Return the generation after `ended`, which are all trials so far; empty if there are no more. The
-        sampler is given all ended trials anew, and is seeded by their number."""
+        """Return the generation that follows the trials in `ended`, which are all so far; empty if there is
+        none. The sampler is given all ended trials again, and its seed is their number."""
         # Sorted by name: the order in which trials ended depends on the clock and must not matter.
         known = sorted(ended, key=lambda one: one[0].name)
         if self.spec.search != "tpe" or self.spec.trials is None:
@@ -286,7 +286,7 @@ class TrialSearch:
         return tuple(map(Trial, names, drawn))
 
     def _proposed(self, study: optuna.Study, known: Ends, count: int, seed: int) -> list[Mapping[str, Any]]:
-        """Return `count` combinations that are distinct from one another and from all before."""
+        """Return `count` combinations that are distinct from one another and from those in `known`."""
         over = self.spec.over
         distributions = {key: _distribution(choices) for key, choices in over.items()}
         before = [trial.values for trial, _ in known]
@@ -305,7 +305,7 @@ class TrialSearch:
 
 
 def later_search(sweep: Sweep, taken: Iterable[str]) -> TrialSearch | None:
-    """Return the search for the later generations of a sweep that was read; None if all trials are known."""
+    """Return the search for later generations of a sweep; None if all trials are already known."""
     if sweep.spec.search != "tpe":
         return None
     return TrialSearch(sweep.name, sweep.spec, int(sweep.keys.values.get("seed", 0)), tuple(taken))
@@ -338,7 +338,7 @@ def _study(spec: SweepSpec, known: Ends, seed: int) -> optuna.Study:
 
 
 def _distribution(choices: Choices) -> optuna.distributions.BaseDistribution:
-    """Return Optuna's distribution; values of a list, which may be mappings, are given by their index."""
+    """Return Optuna's distribution of the choices; values of a list are represented by their index."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if not isinstance(choices, ValueRange):
@@ -360,7 +360,7 @@ def _value(choices: Choices, param: Any) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence Optuna, which logs every study and warns of what it calls experimental."""
+    """Silence Optuna, which logs every study and warns about experimental features."""
     try:
         import optuna
     except ImportError:

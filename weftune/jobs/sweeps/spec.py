@@ -1,5 +1,5 @@
-"""The records of a job's key `sweep` and of its trials, and the dotted keys of `over` as locations in a
-job."""
+"""Data classes for the key `sweep` of a job and for its trials, and the conversion of dotted keys in `over`
+to locations in a job."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ Mode = Literal["min", "max"]
 Metric = Literal["eval_loss", "eval_mean_token_accuracy"]
 Judge = Literal["mean", "last"]
 MAX_TRIALS = 1000
-"""Maximum number of trials in one sweep: far more than anyone trains, and all of them are checked before the
-first starts."""
+"""Maximum number of trials in one sweep: all of them are checked before the first starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueRange:
-    """Numbers from `min` to `max`, whole ones if both ends are; `log` spaces their logarithms evenly."""
+    """Numbers from `min` to `max`, whole if both ends are; with `log`, evenly spaced in their logarithm."""
 
     min: float
     max: float
@@ -30,7 +29,7 @@ class ValueRange:
 
 
 Choices = tuple[Any, ...] | ValueRange
-"""Values that a key may have: those of a list (which may be mappings), or a range."""
+"""Values that a key may have: a list, whose items may be mappings, or a range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,8 @@ class Halving:
     at: tuple[Annotated[float, Bound(above=0, below=1, meaning="a share of the steps")], ...]
     keep: Annotated[float, Bound(above=0, below=1, meaning="a share of the trials")]
     judge: Judge = "mean"
-    """Weights that are evaluated there: the mean of a trial's weights over the last quarter of its steps, or
-    the last ones."""
+    """Weights that the rungs evaluate: the mean of a trial's weights over the last quarter of its steps, or
+    its latest weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +50,10 @@ class SweepSpec:
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     over: Mapping[str, Choices]
-    """Dotted key of the job → the values that it may have."""
+    """Maps each dotted key of the job to the values that it may have."""
     search: Search = "grid"
     trials: Annotated[int | None, Bound(at_least=1, at_most=MAX_TRIALS)] = None
-    """Number of trials that are drawn. None for a grid, which has all of its combinations."""
+    """Number of trials to draw. None for a grid, which has a trial for every combination."""
     metric: Metric = "eval_loss"
     mode: Mode = "min"
     halving: Halving | None = None
@@ -68,21 +67,21 @@ class Trial:
 
     name: str
     values: Mapping[str, Any]
-    """Key of `over` as it is written there, dots included → this trial's value."""
+    """Maps each key of `over`, as written there with its dots, to this trial's value."""
 
 
 Ends = Sequence[tuple[Trial, float | None]]
-"""Trials, each with its last evaluated value; None if there is none."""
+"""Trials, each with its last metric, or None if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A job with the key `sweep`: its trials are jobs of the run."""
+    """A job with the key `sweep`, and its trials, which become jobs of the run."""
 
     name: str
     spec: SweepSpec
     trials: tuple[Trial, ...]
-    """Trials of the sweep. For `tpe`, those of the first generation: later ones depend on how these end."""
+    """Trials of the sweep. For `tpe`, those of the first generation: later ones depend on their results."""
     keys: Layer = field(default_factory=lambda: Layer({}, {}), repr=False, compare=False)
     """The job's own keys, including `sweep`, over which a trial's values are merged."""
     folder: Path = field(default=Path(), repr=False, compare=False)
@@ -90,7 +89,7 @@ class Sweep:
 
 
 def location_of(key: str) -> Loc:
-    """Return `adapter.rank` as `("adapter", "rank")`; a pattern behind them may contain dots itself."""
+    """Return `adapter.rank` as `("adapter", "rank")`; a pattern after such keys may itself contain dots."""
     return tuple(key.split(".", 2))
 
 
@@ -108,8 +107,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def leaves(loc: Loc, value: Any) -> Iterator[tuple[Loc, Any]]:
-    """Yield the locations and values that a value of the key at `loc` sets: itself, or a mapping's
-    content."""
+    """Yield the locations and values that a `value` for the key at `loc` sets: one, or those in a mapping."""
     if isinstance(value, Mapping):
         for name, below in value.items():
             yield from leaves((*loc, name), below)
@@ -118,7 +116,7 @@ def leaves(loc: Loc, value: Any) -> Iterator[tuple[Loc, Any]]:
 
 
 def leaves_of(key: str, choices: Choices) -> list[Loc]:
-    """Return the locations of everything that some value of `choices` sets."""
+    """Return the locations of everything that any value of `choices` sets."""
     if isinstance(choices, ValueRange):
         return [location_of(key)]
     return list(dict.fromkeys(loc for value in choices for loc, _ in leaves(location_of(key), value)))
