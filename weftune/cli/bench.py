@@ -1,4 +1,4 @@
-"""`weftune bench`: Weftune against the other ways to do the same work, on this machine's own GPU."""
+"""`weftune bench`: compare Weftune with other tools that do the same training, on this machine's GPU."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class BenchPart:
 
 @dataclass(frozen=True, slots=True)
 class BenchLine:
-    """The result of a part; a part that compares no times has only a verdict."""
+    """The result of a benchmark; one that compares no times has only a verdict."""
 
     title: str
     milliseconds: float | None = None
     over_frozen: float | None = None
     rival: str = ""
     speedup: float | None = None
-    """Time of the strongest other way, as a multiple of Weftune's."""
+    """Time of the fastest alternative to Weftune, divided by Weftune's time."""
     verdict: str = ""
 
 
@@ -100,7 +100,7 @@ def parts(shape: BenchShape, quick: bool, model: Path | None) -> list[BenchPart]
 
 
 def run_part(part: BenchPart, file: Path, toy: bool) -> Mapping[str, Any] | None:
-    """Run a part and return its numbers, or None if it failed. Its output goes straight to the terminal."""
+    """Run a benchmark and return its numbers, or None if it failed. Its output goes to the terminal."""
     typer.echo(f"\n{part.title}")
     words = [*part.options, *(["--toy"] if toy else []), "--json", str(file)]
     module = f"weftune.bench.{part.module}"

@@ -1,4 +1,4 @@
-"""`weftune doctor`: what this machine can do, what is missing, and the command that installs it."""
+"""`weftune doctor`: show what this machine supports, which packages are missing, and how to install them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ PYTHON = (3, 11)
 class Verdict(StrEnum):
     OK = "ok"
     ABSENT = "absent"
-    """Optional: training runs without it."""
+    """Missing but optional: training works without it."""
     MISSING = "missing"
-    """Required: training cannot run without it."""
+    """Missing and required: training does not work without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Check:
     verdict: Verdict
     finding: str
     mend: str = ""
-    """The command that installs what is missing, or a sentence that says how to get it."""
+    """Command that installs the missing part, or a sentence that says how to get it."""
 
 
 def doctor(
@@ -144,7 +144,7 @@ def package_check(requirement: Requirement, optional: bool = False) -> Check:
 
 
 def kind_checks() -> Iterator[Check]:
-    """Yield a check for each kind of adapter from another package that cannot be used."""
+    """Yield a check for each adapter kind that another package provides and that cannot be used."""
     from weftune.adapters.kinds import BROKEN
 
     for name, broken in BROKEN.items():
@@ -190,7 +190,7 @@ def gpu_check(torch: Any, index: int) -> Check:
 
 
 def orders_check(file: ChoiceFile, index: int) -> Check:
-    """Report how many shapes of sites have been measured, so that training need not measure them again."""
+    """Report how many shapes of linears have been measured; training need not measure these again."""
     return Check(f"GPU {index} orders", Verdict.OK, f"{len(file.read())} shapes measured, in {file.path}")
 
 

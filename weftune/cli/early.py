@@ -1,4 +1,4 @@
-"""Options, jobs files, and checks that commands make before torch is imported, which takes seconds."""
+"""Options, jobs files, and checks that run before torch is imported, since that import takes seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from weftune.trainer.options import Options
 
 MISTAKE = 2
-"""Exit code of a user's mistake, equal to typer's own for a wrong option."""
+"""Exit code of a user error, equal to typer's exit code for a wrong option."""
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 SMALL_BYTES = 4 << 20
@@ -93,7 +93,7 @@ def refuse_device(name: str | None) -> None:
 
 
 def read_early(jobs: Path) -> RunSpec:
-    """Read the jobs file, and report the mistakes that its base's config shows."""
+    """Read the jobs file, and raise the mistakes that can be found with the config of its base."""
     from weftune.jobs.spec.read import read_run
 
     run = read_run(jobs, shape_of_folder)
@@ -102,7 +102,7 @@ def read_early(jobs: Path) -> RunSpec:
 
 
 def shape_of_folder(base: BaseSpec) -> ModelShape | None:
-    """Return the shape of a local folder of a known family; None if only the model itself can tell."""
+    """Return the model shape of a local folder of a known family; None if the model must be loaded for it."""
     if not Path(base.model).is_dir():
         return None
     # Errors of the config itself are raised; those of an unknown family are not.
@@ -131,7 +131,7 @@ def refuse_base(base: BaseSpec) -> None:
 
 
 def refuse_rows(jobs: Iterable[JobSpec], named: bool) -> None:
-    """Refuse wrong rows of small files, those of all jobs at once; `named` adds the job to each mistake."""
+    """Refuse invalid rows of small files, those of all jobs at once; `named` adds the job to each mistake."""
     from weftune.data.prepare import check_rows
 
     known: list[tuple[DataSpec, EvalSpec | None, tuple[Mistake, ...]]] = []
@@ -151,6 +151,6 @@ def refuse_rows(jobs: Iterable[JobSpec], named: bool) -> None:
 
 
 def one_of_each(run: RunSpec) -> list[JobSpec]:
-    """Return the jobs, and one trial per sweep: all trials of a sweep have the same rows."""
+    """Return all jobs but only one trial per sweep, since all trials of a sweep have the same rows."""
     others = {trial.name for sweep in run.sweeps for trial in sweep.trials[1:]}
     return [job for job in run.jobs if job.name not in others]

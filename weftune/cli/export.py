@@ -1,4 +1,4 @@
-"""`weftune export`: write a finished adapter in a form that servers read correctly, or merge it."""
+"""`weftune export`: write a finished adapter in a form that inference servers support, or merge it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weftune.errors import UserError
 INTO = ("dequantised", "original")
 """The weights of a quantised base that an adapter can be merged into."""
 VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's --max-lora-rank; the first is its default."""
+"""Allowed values of vLLM's --max-lora-rank; the first is its default."""
 
 
 def export(

@@ -79,7 +79,7 @@ def base_of(folder: Path) -> BaseSpec:
 
 
 def side_by_side(answers: dict[str, str]) -> RenderableType:
-    """Draw one panel per answer, two side by side; answers are `Text`, so brackets are not markup."""
+    """Draw one panel per answer, two side by side; answers are `Text`, so that brackets are no markup."""
     from rich.console import Group
     from rich.panel import Panel
     from rich.table import Table

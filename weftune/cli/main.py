@@ -1,4 +1,4 @@
-"""The command `weftune`: one file per verb; a user's mistakes are printed as sentences, with exit code 2."""
+"""The command `weftune`: one file per subcommand; user errors are printed as sentences, with exit code 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`weftune plan jobs.yaml --cluster 4xA100-80G`: predict what a run of the jobs would do on a machine."""
+"""`weftune plan jobs.yaml --cluster 4xA100-80G`: predict a training run of the jobs on a machine."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def plan(
 
 
 def read_cluster(text: str, limit: int | None = None, on_cpu: bool = False) -> Cluster:
-    """Return the cluster that `text` names. `limit` applies to GPUs only, not to the memory of a CPU."""
+    """Return the cluster that `text` names. `limit` applies to the memory of GPUs only, not of a CPU."""
     from weftune.plan.cost.cluster import cluster_from, limited, parse_cluster, this_cpu, this_machine
 
     if text == "auto":
@@ -103,7 +103,7 @@ def read_cluster(text: str, limit: int | None = None, on_cpu: bool = False) -> C
 
 
 def _refuse_picture(file: Path) -> None:
-    """Refuse an unknown file ending, or a missing drawing library, before anything is planned."""
+    """Refuse an unknown file suffix, or a missing drawing library, before anything is planned."""
     ending = file.suffix.lower()
     if ending not in (".html", ".htm", ".png"):
         raise UserError(f"--gantt {file}: the timeline is drawn as .html or .png; such as out.html")

@@ -1,4 +1,4 @@
-"""The case that a plan is made for: base, cluster and jobs, read without weights and torch."""
+"""The input of a plan: base, cluster and jobs, read without loading weights or importing torch."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from weftune.trainer.options import Options
 
 OUTLOOK_ROUNDS = 4
-"""Global batches of each job that the outlook inspects, as many as a window has."""
+"""Number of global batches of each job that a plan inspects, the same as in a window."""
 FEW_ROUNDS, MANY_JOBS = 2, 12
-"""With more than `MANY_JOBS` jobs, `FEW_ROUNDS` global batches of each suffice: their samples are many, and a
-plan may take only seconds."""
+"""Number of global batches of each job that a plan inspects if there are more than `MANY_JOBS` jobs: they
+have many samples together, and a plan may take only seconds."""
 SAMPLED_ROWS, FEWEST_ROWS, ALL_ROWS = 2000, 100, 4000
-"""Rows that are read of a dataset that is not tokenised yet: at most, at least, and of all jobs together.
-With many jobs fewer are read of each, since all are tokenised in the seconds that a plan may take."""
+"""Numbers of rows read from datasets that are not tokenised yet: maximum and minimum per dataset, and total
+of all jobs, since all are tokenised in the seconds that a plan may take."""
 
 LINE_FILES = (".jsonl", ".ndjson", ".csv", ".tsv")
 
@@ -46,9 +46,9 @@ LINE_FILES = (".jsonl", ".ndjson", ".csv", ".tsv")
 class Outlined:
     job: JobOutline
     curriculum: Curriculum
-    """Samples and steps of the job, the same as in a run."""
+    """Samples and steps of the job, the same as in a training run."""
     sampled: bool
-    """Whether its lengths are those of the first rows only."""
+    """Whether the lengths are those of the first rows only."""
     total: JobTotal
 
     @property
@@ -62,11 +62,11 @@ class Outlined:
 
 @dataclass(frozen=True, slots=True)
 class PlanCase:
-    """The question of `weftune plan`."""
+    """The input of `weftune plan`."""
 
     options: Options
     here: bool
-    """Whether the cluster is this machine, which may have been measured."""
+    """Whether the cluster is this machine, for which a profile may exist."""
     base: BaseSpec
     shape: ModelShape
     cluster: Cluster
@@ -84,14 +84,14 @@ class PlanCase:
         return {one.name: one.total for one in self.jobs}
 
     def course(self, name: str, rounds: int, begins: bool = True) -> JobWindow:
-        """Return a job's part of the first window, beginning with an evaluation if it has samples for one."""
+        """Return a job's part of the first window; an evaluation precedes it if there are samples for one."""
         return next(one for one in self.jobs if one.name == name).curriculum.course(0, rounds, begins)
 
 
 def read_case(
     run: RunSpec, cluster: Cluster, options: Options, *, here: bool, max_steps: int | None = None
 ) -> PlanCase:
-    """Return the case of a run's jobs on a cluster, with the base's sizes from its config.json."""
+    """Return the plan's input for a run's jobs on a cluster; the base's sizes come from its config.json."""
     shape = spec_shape(run.base, read_config(run.base), bytes_per_value(run.base, cluster.devices[0].is_gpu))
     mistakes = [*check_targets(run.jobs, shape, run.locate), *check_starts(run.jobs, shape, run.locate)]
     if mistakes:
@@ -111,8 +111,8 @@ def outline_jobs(
     max_steps: int | None = None,
     averaged: Collection[str] = (),
 ) -> list[Outlined]:
-    """Return every job's outline, or raise the mistakes of all jobs at once. Jobs in `averaged` keep the mean
-    of their weights."""
+    """Return the outlines of all jobs, or raise the mistakes of all jobs at once. Jobs in `averaged` keep a
+    mean of their weights."""
     outlined: list[Outlined] = []
     mistakes: list[Mistake] = []
     rounds = OUTLOOK_ROUNDS if len(jobs) <= MANY_JOBS else FEW_ROUNDS
@@ -154,8 +154,8 @@ def _total(
     shape: ModelShape,
     max_steps: int | None,
 ) -> JobTotal:
-    """Return the totals of the job's whole run, although only the first rows may have been read. `scale` is
-    the number of all rows divided by the number of rows read; None if not known."""
+    """Return the totals of the job's whole training, although only the first rows may have been read. `scale`
+    is the number of all rows divided by the number of rows read; None if unknown."""
     order = SampleOrder(len(samples.train), job.batch_size, job.seed, samples.train.weights)
     steps = job.total_steps(math.ceil(order.steps_per_epoch * (scale or 1.0)))
     steps = steps if max_steps is None else min(steps, max_steps)
@@ -174,15 +174,15 @@ def _total(
 
 
 class _JobReader:
-    """A reader of jobs' samples: from the token cache if complete, else the first `rows`; equal data once."""
+    """A reader of jobs' samples from the token cache, or else the first `rows`; equal data are read once."""
 
     def __init__(self, shared: SharedData, rows: int, context: int) -> None:
         self._shared, self._rows, self._context = shared, rows, context
         self._known: dict[Hashable, tuple[Prepared, bool, float | None]] = {}
 
     def read(self, job: JobSpec) -> tuple[Prepared, bool, float | None]:
-        """Return the samples, whether they are those of the first rows only, and the number of all rows
-        divided by the number of rows read, or None if that is not known."""
+        """Return the samples, whether they are from the first rows only, and the number of all rows divided
+        by the number of rows read, or None if unknown."""
         data = cut_data(job, self._context)
         key = data_identity(data, job.eval)
         if key not in self._known:
@@ -199,7 +199,7 @@ class _JobReader:
 
 
 def _scale(data: DataSpec, limit: int) -> float | None:
-    """Return all rows divided by the first `limit` of each file; None if the files are not made of lines."""
+    """Return all rows divided by the first `limit` of each file; None if a file is not one row per line."""
     if data.rows is not None:
         counts = [len(data.rows)]
     else:

@@ -1,4 +1,4 @@
-"""The answer of `weftune plan`: the first window and the whole run, on this machine or another."""
+"""The result of `weftune plan`: predictions for the first window and the whole run, on any machine."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ if TYPE_CHECKING:
 
 
 ENOUGH = 1 << 50
-"""Bytes of host memory assumed for a cluster, whose description does not say how much there is."""
+"""Bytes of host memory assumed for a cluster, since a cluster's description does not contain them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A plan, which is shown as text and written as JSON."""
+    """A plan, which can be shown as text or written as JSON."""
 
     case: PlanCase
     choice: Choice
     outlook: Prediction | StreamOutlook
-    """Outlook of the devices; with shares, that of the first share's."""
+    """Prediction for the devices; with shares, for the devices of the first share."""
     shares: ShareOutlook | None
-    """Outlook of all shares, if each device trains a share of the jobs."""
+    """Prediction for all shares, if each device trains a share of the jobs."""
     window: FirstWindow
     admission: Admission
     run: WholeRun
     source: str
-    """Source of the times."""
+    """Source of the predicted times, such as a profile or a data sheet."""
     flags: str
-    """Flags of `weftune train` that request the chosen workers."""
+    """Flags of `weftune train` that request the chosen number of workers."""
     sentences: Sequence[str] = ()
     """A sentence for each decision, if requested."""
     ablations: Sequence[Ablation] = ()
-    """Worth of each mechanism, if requested."""
+    """Simulated benefit of each optimisation, if requested."""
 
     @property
     def forecast(self) -> Forecast:
@@ -78,7 +78,7 @@ class Plan:
 
 
 def predict(case: PlanCase, *, explained: bool = False, ablated: bool = False) -> Plan:
-    """Choose as `weftune train` would, and predict the first window and the whole run."""
+    """Choose a layout as `weftune train` would, and predict the first window and the whole run."""
     choice = choose(case.shape, case.shapes, machine_of(case))
     machine, totals = choice.machine, case.totals
     if machine.shares > 1 and not machine.on_gpu:
@@ -123,7 +123,7 @@ def predict(case: PlanCase, *, explained: bool = False, ablated: bool = False) -
 
 
 def _admitted(jobs: Sequence[JobShape], choice: Choice) -> Admission:
-    """Return the jobs admitted first, by the scheduler's own rule; raise PlanError if none can be."""
+    """Return the jobs admitted first, by the rule of the scheduler; raise PlanError if none can be."""
     found = admit(jobs, [], choice.memory.why_not)
     if not found.admitted:
         raise PlanError(
@@ -143,7 +143,7 @@ def _foreseen(case: PlanCase, choice: Choice, admission: Admission) -> Predictio
 
 
 def _share_outlook(case: PlanCase, choice: Choice) -> ShareOutlook:
-    """Divide the jobs into shares by the seconds of their whole runs, each with microbatches of its own."""
+    """Divide the jobs into shares by the seconds of their whole training, and predict each share."""
     machine, profile = choice.machine, choice.machine.profile
     cost = profile_cost.cost_of(profile, case.shape) if profile else sheet_cost(case.shape, case.speeds[0])
     seconds = {}
@@ -160,7 +160,7 @@ def _share_outlook(case: PlanCase, choice: Choice) -> ShareOutlook:
 
 
 def _whole_run(case: PlanCase, parts: Sequence[Prediction], waiting: Sequence[Iterable[str]]) -> WholeRun:
-    """Return the whole run on devices that each train jobs of their own, with those that wait for each."""
+    """Predict the whole run on devices that train different jobs; `waiting` are the jobs queued on each."""
     ends: dict[str, float] = {}
     for part, names in zip(parts, waiting, strict=True):
         rate = at_rate(case.totals, part.forecast.tokens_per_second)
@@ -170,7 +170,7 @@ def _whole_run(case: PlanCase, parts: Sequence[Prediction], waiting: Sequence[It
 
 
 def _ablations(case: PlanCase, admission: Admission) -> tuple[Ablation, ...]:
-    """Return the simulated worth of each mechanism, whether a run uses it or not."""
+    """Return the simulated benefit of each optimisation, whether or not a run uses it."""
     from weftune.plan.studies.ablate import ablate
     from weftune.plan.studies.placement import cluster_case
     from weftune.plan.studies.search import outlook
@@ -183,7 +183,7 @@ def _ablations(case: PlanCase, admission: Admission) -> tuple[Ablation, ...]:
 
 
 def stage_needs(found: Prediction) -> list[int]:
-    """Return the bytes on each device with full microbatches; every job's adapter is counted on each."""
+    """Return the bytes on each device with full microbatches; all adapters are counted on each device."""
     memory, program = found.choice.memory, found.program
     needs = memory.worker_needs(list(found.window.shapes.values()), program.capacity, program.recompute)
     return [need.total(memory.fit) for need in needs]
@@ -193,8 +193,8 @@ def stage_needs(found: Prediction) -> list[int]:
 
 
 def machine_of(case: PlanCase) -> Machine:
-    """Return the machine that the options describe: with the requested workers or shares, or, if nothing is
-    requested of several devices, with those that `choose` decides."""
+    """Return the machine that the options describe: with the requested workers or shares or, if none are
+    requested for several devices, with those that `choose` selects."""
     options, devices = case.options, len(case.cluster.devices)
     if options.gpus is not None:
         return _in_shares(case, options.gpus or devices)
@@ -204,7 +204,7 @@ def machine_of(case: PlanCase) -> Machine:
 
 
 def train_flags(case: PlanCase, choice: Choice) -> str:
-    """Return the flags of `weftune train` that request the chosen workers."""
+    """Return the flags of `weftune train` that request the chosen number of workers."""
     options, machine = case.options, choice.machine
     if options.gpus is not None:
         return f"--gpus {options.gpus or len(case.cluster.devices)}"
@@ -219,7 +219,7 @@ def train_flags(case: PlanCase, choice: Choice) -> str:
 
 
 def _in_shares(case: PlanCase, devices: int) -> Machine:
-    """Return the requested number of devices, each with the whole base. On a CPU they are processes."""
+    """Return a machine with this number of devices, each with the whole base; on a CPU they are processes."""
     one, known = _in_workers(case, 1), len(case.cluster.devices)
     if one.on_gpu and devices > known:
         raise PlanError(f"--gpus {devices}: {case.cluster.name} has {known}; write --gpus all")
@@ -258,14 +258,14 @@ def _in_workers(case: PlanCase, workers: int) -> Machine:
 
 
 def _profile(case: PlanCase, neighbours: int = 1) -> Profile | None:
-    """Return this machine's profile for this base; None unless `weftune doctor --profile` has made one."""
+    """Return this machine's profile for this base; None unless `weftune doctor --profile` has written one."""
     if not case.here:
         return None
     return profile_here(case.shape, gpu_here() if case.cluster.devices[0].is_gpu else None, neighbours)
 
 
 def times_of(case: PlanCase, machine: Machine) -> StageTimes:
-    """Return the times of stages, from the profile of a worker or else from the data sheet."""
+    """Return the times of stages, from the profile of a worker or, without one, from the data sheet."""
     shape, profile = case.shape, machine.worker_profile or machine.profile
     if profile is not None:
         rate = profile_cost.step_rate(profile)
@@ -276,7 +276,7 @@ def times_of(case: PlanCase, machine: Machine) -> StageTimes:
 
 
 def source_of(case: PlanCase, choice: Choice) -> str:
-    """Return the source of the times."""
+    """Return a description of where the times come from."""
     sheet, machine, stream = case.speeds[0], choice.machine, choice.stream_device
     if stream is not None:
         if not machine.on_gpu:
@@ -288,7 +288,7 @@ def source_of(case: PlanCase, choice: Choice) -> str:
 
 
 def _gpu(case: PlanCase, budget: int, host: int, workers: int) -> StreamDevice:
-    """Return the device as the run would find it; devices under one root complex share its bandwidth."""
+    """Return the device as a run would see it; devices under one PCIe root complex share its bandwidth."""
     link = _measured_link(case.base) if case.here else None
     if link is not None:
         return gpu_device(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)
@@ -298,7 +298,7 @@ def _gpu(case: PlanCase, budget: int, host: int, workers: int) -> StreamDevice:
 
 
 def _measured_link(base: BaseSpec) -> HostLink | None:
-    """Measure the link as the run does. Return None if torch cannot use this machine's GPU, or it is full."""
+    """Measure the host-to-device link as a run does. Return None if the GPU cannot be used or is full."""
     import torch
 
     from weftune.run.measure.link import measure_link

@@ -1,4 +1,4 @@
-"""Sweeps in `weftune plan` and `weftune preview`: their trials, and the expected saving of halving."""
+"""Sweeps in `weftune plan` and `weftune preview`: their trials, and the work saved by halving."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SweepOutlook:
     """Steps of the first trial's rungs, its last step included."""
     samples: Saving
     tokens: Saving
-    """Saving in tokens, which take the time: evaluations count as well."""
+    """Saving in tokens, on which the time depends; tokens of evaluations are included."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -61,7 +61,7 @@ class SweepOutlook:
 
 
 def averaged_trials(sweeps: Iterable[Sweep]) -> set[str]:
-    """Return the trials that keep the mean of their weights, since rungs evaluate the mean."""
+    """Return the trials that keep a mean of their weights, which their sweep's rungs evaluate."""
     return {
         trial.name
         for sweep in sweeps

@@ -1,4 +1,4 @@
-"""The text of `weftune plan`: the run, memory on every device, alternatives, the worth of mechanisms."""
+"""The text output of `weftune plan`: the run, memory per device, alternatives, benefits of optimisations."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _show_run(console: Console, plan: Plan) -> None:
 def show_sweeps(
     console: Console, run: WholeRun, sweeps: Sequence[SweepOutlook], totals: Mapping[str, JobTotal]
 ) -> None:
-    """Print the trials of each sweep as if none were dropped, then the expected time with halving."""
+    """Print the trials of each sweep as if none were dropped, and the expected time with halving."""
     for one in sweeps:
         listed = {name: totals[name] for name in one.listed}
         console.print(run_table(run, listed, "trial", f"Sweep {one.name}"))
@@ -94,7 +94,7 @@ def span_text(seconds: float) -> str:
 
 
 def _train_with(plan: Plan) -> str:
-    """Return the sentence that gives the flags of `weftune train`; empty if the user has given them."""
+    """Return the sentence that names the flags for `weftune train`; empty if the user already gave them."""
     options = plan.case.options
     chosen = plan.flags and options.pipeline is None and options.gpus is None
     return f" Train with {plan.flags}." if chosen else ""
@@ -140,7 +140,7 @@ def _show_shares(console: Console, plan: Plan, found: ShareOutlook) -> None:
 
 
 def _show_streamed(console: Console, plan: Plan, found: StreamOutlook) -> None:
-    """Print the plan of a streamed base; the sentence about the base is the one that the run will print."""
+    """Print the plan of a streamed base; the sentence about the base is the same as in a run."""
     choice, seconds = plan.choice, found.forecast.seconds
     source = "read from its files" if choice.mapped else "streamed from host memory"
     console.print(
@@ -196,7 +196,7 @@ def _collapsed(names: Iterable[str], case: PlanCase) -> list[str]:
 
 
 def _device(case: PlanCase, number: int) -> str:
-    """Return the number and the name of a worker's device; several workers may share the last one."""
+    """Return the number and name of a worker's device; several workers may share the last device."""
     devices = case.cluster.devices
     return f"{number} {devices[min(number, len(devices) - 1)].name}"
 

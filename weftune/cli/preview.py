@@ -1,4 +1,4 @@
-"""`weftune preview`: the rows as the model sees them, before anything is trained."""
+"""`weftune preview`: show the rows as the model sees them, before training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BAR_WIDTH = 40
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Jobs that train on identical samples."""
+    """Jobs that train on identical samples, and these samples."""
 
     jobs: tuple[str, ...]
     prepared: Prepared
@@ -82,7 +82,7 @@ def chosen_jobs(run: RunSpec, name: str | None) -> tuple[JobSpec, ...]:
 
 
 def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[Shown]:
-    """Prepare every job's samples, identical data once; raise the mistakes of all jobs at once."""
+    """Prepare every job's samples, identical data only once; raise the mistakes of all jobs at once."""
     from weftune.core.files import cache_folder
     from weftune.data.prepare import SharedData
     from weftune.jobs.courses import cut_data
@@ -125,8 +125,8 @@ def warned(
 
 
 def _show_trials(console: Console, run: RunSpec, sweeps: Sequence[Sweep]) -> None:
-    """Print the sweeps' trials, with memory and time as `weftune plan` predicts them for this machine, if
-    they can be predicted."""
+    """Print the sweeps' trials, with memory and time as `weftune plan` predicts them for this machine, if a
+    prediction is possible."""
     from rich.table import Table
     from rich.text import Text
 
@@ -155,7 +155,7 @@ def _show_trials(console: Console, run: RunSpec, sweeps: Sequence[Sweep]) -> Non
 def drawing(
     shown: Shown, tokenizer: Any, rows: int, sweeps: Sequence[Sweep] = (), marked: bool = False
 ) -> list[RenderableType]:
-    """Draw one dataset, all words as `Text`, never markup; with `marked`, for output without colours."""
+    """Draw one dataset, with all text as `Text`, never markup; `marked` is for output without colours."""
     from rich.panel import Panel
     from rich.rule import Rule
     from rich.text import Text
@@ -177,7 +177,7 @@ def drawing(
 
 
 def coloured(samples: Samples, i: int, tokenizer: Any, marked: bool = False) -> Text:
-    """Return a sample's text, supervised parts in another colour; with `marked`, also between marks."""
+    """Return a sample's text, supervised parts in another colour; with `marked`, also between `MARKS`."""
     from rich.text import Text
 
     text = Text()

@@ -65,8 +65,8 @@ def _tokenizer(spec: BaseSpec) -> Any:
 
 
 def worker_bytes(spec: BaseSpec) -> tuple[int, int]:
-    """Return the bytes that the first of several workers and any other hold before loading anything; zeros if
-    none can be started. Workers are forked, so they are measured in a forked process."""
+    """Return the bytes that the first of several workers, and any other, use before loading anything; zeros
+    if none can be started. Workers are forked, so they are measured in a forked process."""
     from weftune.launch.supervise import Supervised, end, start
 
     process = start(Supervised("worker", partial(_tell_held, spec)), None, neighbours=2)
@@ -80,7 +80,7 @@ def worker_bytes(spec: BaseSpec) -> tuple[int, int]:
 
 
 def _tell_held(spec: BaseSpec, connection: Connection) -> None:
-    """Measure in the new process, and send the bytes of the first worker and of another."""
+    """Measure in the new process; send the bytes used by the first worker and by any other worker."""
     import torch
 
     from weftune.base.load import inspect
@@ -116,7 +116,7 @@ def _measured(
 
 
 def kinds_table(profile: Profile, shape: ModelShape) -> Table:
-    """Tabulate the milliseconds of a pass over 256 supervised tokens in four samples, with rank 8."""
+    """Return a table of milliseconds per pass over 256 supervised tokens in four samples, with rank 8."""
     rank, tokens, samples = 8, 256, 4
     widths = sum(site.widths for site in shape.sites if not site.experts)
     work = PassWork(

@@ -107,7 +107,7 @@ def train(
 
 
 def _read_run(jobs: Path, output: Path | None, options: Options) -> RunSpec:
-    """Read the jobs file, and report all mistakes that can be found without torch."""
+    """Read the jobs file, and raise all mistakes that can be found without importing torch."""
     from weftune.jobs.store.store import refuse_output
     from weftune.jobs.sweeps.read import refuse_shares
     from weftune.jobs.sweeps.record import proposed_trials
@@ -132,8 +132,8 @@ def _read_run(jobs: Path, output: Path | None, options: Options) -> RunSpec:
 def _train_here(
     run: RunSpec, options: Options, max_steps: int | None, first: Sequence[str], again: Sequence[str]
 ) -> None:
-    """Train on this machine, in the processes that were requested or that the planner chooses. `first` and
-    `again` are the command lines that start and restart them."""
+    """Train on this machine, in the requested number of processes or the number that the planner chooses.
+    `first` and `again` are the command lines that start and restart the processes."""
     from weftune.trainer.options import AUTO
 
     stages, shares = options.pipeline or 1, options.gpus
@@ -151,7 +151,7 @@ def _train_here(
 
 
 def _chosen(run: RunSpec, options: Options) -> StageCount:
-    """Return the planner's choice of stages or shares for this machine, and print the reason."""
+    """Return the number of stages or shares that the planner chooses for this machine; print the reason."""
     from rich.console import Console
 
     from weftune.base.load import device_named, inspect
@@ -186,7 +186,7 @@ def _launch(run: RunSpec, stages: int, workers: int, first: Sequence[str], again
 
 
 def _join(jobs: Path, output: Path | None, options: Options, max_steps: int | None) -> None:
-    """Run as one worker of a pipeline: the first one trains, the others follow its instructions."""
+    """Run as one worker of a pipeline: the first worker trains, the others follow its instructions."""
     from weftune.jobs.spec.read import read_run
     from weftune.launch.workers import joined
     from weftune.run.workers.groups import attempt, position_here
@@ -216,7 +216,7 @@ def _join(jobs: Path, output: Path | None, options: Options, max_steps: int | No
 
 
 def _train(run: RunSpec, options: Options, max_steps: int | None, devices: Sequence[str] = ()) -> None:
-    """Train in this process and its other workers, or a share of the jobs on each of `devices`."""
+    """Train in this process and its workers, or train one share of the jobs on each of `devices`."""
     with importing():
         from rich.console import Console
 
@@ -245,7 +245,7 @@ def _train(run: RunSpec, options: Options, max_steps: int | None, devices: Seque
 
 
 def _counted(run: RunSpec) -> str:
-    """Return text such as `4 jobs` or `1 job and 24 trials`; trials yet to be proposed by `tpe` count."""
+    """Return text such as `4 jobs` or `1 job and 24 trials`, counting trials that `tpe` proposes later."""
     from weftune.jobs.sweeps.halving import trial_count
     from weftune.report.words import plural
 
@@ -256,7 +256,7 @@ def _counted(run: RunSpec) -> str:
 
 
 def _named(worker: WorkerPosition) -> str:
-    """Return `2 stages`, `2 replicas` or `2 replicas of 2 stages`; `2 workers` if stages may take turns."""
+    """Return `2 stages`, `2 replicas` or `2 replicas of 2 stages`; `2 workers` with several stages each."""
     stages = f"{worker.stages} {'workers' if worker.ring else 'stages'}"
     replicas = f"{worker.replicas} replicas"
     if worker.replicas == 1:

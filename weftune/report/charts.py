@@ -31,19 +31,19 @@ _COLOURS = (
 )  # fmt: skip
 _DASHES = ("solid", "dash", "dot", "dashdot")
 MAX_CURVES = len(_COLOURS) * len(_DASHES)
-"""Number of jobs that have curves, one per pen: more could not be told apart, and a page with thousands of
-them does not open."""
+"""Maximum number of jobs with curves, one per pen: more curves could not be distinguished and would make the
+page slow."""
 
 _MAX_DROPPED = 200
-"""Number of trials dropped from a sweep that have a curve; all of them have the same pen."""
+"""Maximum number of trials dropped from a sweep that have a curve; all of them share one pen."""
 DROPPED_COLOUR = "#9aa3b2"
 GREY_WORDS = " Grey: trials that left their sweep early."
 DROPPED = "left"
-"""The group of these curves, which one button of the legend shows and hides."""
+"""Name of the group of dropped trials' curves, which one button of the legend shows and hides."""
 MAX_POINTS = 16_000
-"""Number of points of all curves of one chart together, about 200 kB."""
+"""Maximum number of points of all curves of one chart together, about 200 kB."""
 _MAX_LEVELS = 3
-"""Number of base losses that are drawn: jobs with other validation rows have another base loss."""
+"""Maximum number of base losses that are drawn: each set of validation rows has its own base loss."""
 
 _MIN_WINDOWS = 3
 _MEASURED, _PREDICTED = Pen("#3b7ddd"), Pen("#8a94a6", "dash")
@@ -66,8 +66,8 @@ def pen(index: int) -> Pen:
 def draw_charts(
     jobs: Sequence[JobRecord], windows: Sequence[WindowLine], dropped: Collection[str] = ()
 ) -> tuple[Chart, ...]:
-    """Draw all charts of the page that have something to show. `jobs` come in the order of the table, which
-    fixes their pens; `dropped` are the trials dropped from a sweep, which have no pens of their own."""
+    """Draw all charts of the page that have data. `jobs` are in the order of the table, which determines
+    their pens; `dropped` are the trials dropped from a sweep, which share one pen."""
     drawn = [job for job in jobs if job.name not in dropped][:MAX_CURVES]
     others = [job for job in jobs if job.name in dropped][:_MAX_DROPPED]
     charts = (
@@ -114,7 +114,7 @@ def _loss_chart(jobs: Sequence[JobRecord], dropped: Sequence[JobRecord]) -> Char
 def _evaluation_chart(
     jobs: Sequence[JobRecord], dropped: Sequence[JobRecord], *, accuracy: bool
 ) -> Chart | None:
-    """Draw validation losses, or token accuracies in percent, with the base as a dashed line."""
+    """Draw validation losses, or token accuracies in percent, with that of the base as a dashed line."""
 
     def curve(job: JobRecord) -> list[Point]:
         return [
@@ -149,7 +149,7 @@ def _percent(share: float | None) -> float | None:
 
 
 def _base_levels(bases: Sequence[tuple[JobRecord, float | None]], digits: int) -> list[ReferenceLine]:
-    """Return one line for each distinct loss of a base, named by its rows if there are several."""
+    """Return one line per distinct base loss; if there are several, each is labelled with its rows."""
     found: dict[str, tuple[JobRecord, float]] = {}
     for job, value in ((job, value) for job, value in bases if value is not None):
         found.setdefault(loss_text(value, digits), (job, value))
@@ -219,13 +219,13 @@ def _job_series(jobs: Sequence[JobRecord], index: int, points: Sequence[Point]) 
 
 
 def _dropped_series(job: JobRecord, points: Sequence[Point]) -> Series:
-    """Return the curve of a dropped trial: behind the others, and named by the pointer only."""
+    """Return the curve of a dropped trial, drawn behind the others; its name is shown only on hover."""
     grey = Pen(DROPPED_COLOUR)
     return Series(name=job.name, points=points, pen=grey, width=1.2, opacity=0.6, group=DROPPED)
 
 
 def _thinned(series: Sequence[Series]) -> list[Series]:
-    """Thin the curves so that the page opens at once; they share the limit on points."""
+    """Thin the curves so that the page opens quickly; all curves share the limit on points."""
     limit = max(40, MAX_POINTS // max(1, len(series)))
     return [replace(one, points=thin(one.points, min(800, limit))) for one in series]
 
@@ -239,12 +239,12 @@ def _known(curves: Sequence[Sequence[Point]]) -> list[float]:
 
 
 def _has_line(curves: Sequence[Sequence[Point]]) -> bool:
-    """Return whether a curve has two points or more: one point adds nothing to the table."""
+    """Return whether a curve has two points or more; a single point is in the table already."""
     return any(len(_known([curve])) > 1 for curve in curves)
 
 
 def _shown_values(jobs: Sequence[JobRecord], curves: Sequence[Sequence[Point]]) -> list[float]:
-    """Return the values that the axis has to show. A diverged loss of a failed job is drawn at the edge."""
+    """Return the values that the axis must show. A diverged loss of a failed job is drawn at the edge."""
     every = _known(curves)
     healthy = _known([curve for job, curve in zip(jobs, curves, strict=True) if job.state not in ENDED_BADLY])
     return healthy if healthy and max(every) > 2 * max(healthy) else every

@@ -13,9 +13,9 @@ from weftune.report.words import loss_text, plural
 
 ENDED_BADLY = ("failed", "cancelled")
 MIN_ROWS, MIN_TOKENS = 20, 500
-"""Least numbers of held-out rows and tokens at which one adapter is called better than another. The loss of a
-single token varies by about 1, so the mean of 500 tokens is known to about 0.05; and the tokens of one row
-vary together, so that a handful of rows would say more about these rows than about the adapter."""
+"""Minimum numbers of held-out rows and tokens for calling one adapter better than another. The loss of a
+single token varies by about 1, so the mean of 500 tokens is accurate to about 0.05; and the tokens of one row
+are correlated, so a handful of rows would say more about these rows than about the adapter."""
 
 
 def first_loss(job: JobRecord) -> float | None:
@@ -28,14 +28,14 @@ def first_validation(job: JobRecord) -> float | None:
 
 
 def base_validation(job: JobRecord) -> float | None:
-    """Return the validation loss of the base without an adapter. Runs that did not record it use step 0,
-    which is equal for adapters that start at zero."""
+    """Return the validation loss of the base without an adapter. For runs that did not record it, return that
+    of step 0, which is equal for adapters that start at zero."""
     return job.base_loss if job.base_loss is not None else first_validation(job)
 
 
 def base_accuracy(job: JobRecord) -> float | None:
-    """Return the token accuracy of the base, known only from an evaluation at step 0: None for an adapter
-    that does not start at zero."""
+    """Return the token accuracy of the base, which is known only from an evaluation at step 0; None for an
+    adapter that does not start at zero."""
     first = next((line for line in job.evaluations if line.step == 0), None)
     if first is None or first.loss is None or first.accuracy is None:
         return None
@@ -72,13 +72,13 @@ def held_out_tokens(job: JobRecord) -> int | None:
 
 
 def is_enough(job: JobRecord) -> bool:
-    """Return whether the job's held-out rows can tell a better adapter from a lucky one."""
+    """Return whether the job has enough held-out rows to distinguish a better adapter from a lucky one."""
     rows, tokens = held_out_rows(job), held_out_tokens(job)
     return (rows is None or rows >= MIN_ROWS) and (tokens is None or tokens >= MIN_TOKENS)
 
 
 def by_result(jobs: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
-    """Sort by validation loss, then jobs without validation by training loss, then failed jobs."""
+    """Sort jobs by validation loss, then those without validation by training loss, then failed jobs."""
 
     def rank(job: JobRecord) -> tuple[int, float]:
         validation, training = kept_validation(job), job.loss
@@ -92,7 +92,7 @@ def by_result(jobs: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
 
 
 def validation_groups(jobs: Sequence[JobRecord]) -> tuple[tuple[JobRecord, ...], ...]:
-    """Return the jobs that have a result on held-out rows, best first, in one group per set of rows, since
+    """Return the jobs that have a validation loss, best first, in one group per set of held-out rows, since
     losses on different rows cannot be compared."""
     groups: dict[str, list[JobRecord]] = {}
     for job in by_result(jobs):
@@ -102,8 +102,8 @@ def validation_groups(jobs: Sequence[JobRecord]) -> tuple[tuple[JobRecord, ...],
 
 
 def best_jobs(jobs: Sequence[JobRecord]) -> Mapping[str, str]:
-    """Return the best jobs: name → the rows it was measured on (empty if all share one set). A job is best
-    among at least two on the same rows, if these are enough to tell and it is better than the base."""
+    """Map the name of each best job to the rows it was measured on (empty if all jobs have the same rows). A
+    job is best among at least two on the same rows, if the rows are enough and it is better than the base."""
     groups = validation_groups(jobs)
     return {
         rivals[0].name: validation_rows(rivals[0]) if len(groups) > 1 else ""
@@ -119,7 +119,7 @@ def is_worse(job: JobRecord) -> bool:
 
 
 def validation_key(job: JobRecord) -> str:
-    """Return a key that is equal for jobs evaluated on the same rows, tokenised alike."""
+    """Return a key that is equal for jobs evaluated on the same rows with the same tokenisation."""
     held_out = {key: value for key, value in _section(job, "eval").items() if key != "every"}
     data = dict(_section(job, "data"))
     if held_out.get("path"):
@@ -167,12 +167,12 @@ def _section(job: JobRecord, key: str) -> Mapping[str, Any]:
 
 
 _MAX_GROUPS = 4
-"""Number of sets of held-out rows that have a verdict of their own: those with the most jobs."""
+"""Maximum number of sets of held-out rows with their own verdict; those with the most jobs are chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunVerdict:
-    """One sentence about a set of jobs that can be compared, in the parts that the page formats apart."""
+    """One sentence about jobs that can be compared, in the parts that the page formats differently."""
 
     lead: str
     change: str = ""

@@ -1,7 +1,7 @@
 """Time and memory of a run: predictions beside measurements, window by window, and the wall time by phase.
 
-Only windows whose jobs or lengths differ from the window before are counted: the others repeat it. Windows
-with the first pass of a kind, which may compile kernels or capture a graph, are counted separately.
+Only windows whose jobs or lengths differ from the window before are counted. Windows with the first pass of a
+kind, which may compile kernels or capture a graph, are counted separately.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COLUMNS = (
     "window", "jobs", "passes", "predicted", "measured", "off", "predicted peak", "peak", "off", "",
 )  # fmt: skip
 MIN_WINDOWS, MAX_ERROR = 4, 0.25
-"""Least number of windows and largest mean error for a headline about predictions."""
+"""Minimum number of windows and maximum mean error for a headline about predictions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Errors:
 
 
 def tally(windows: Sequence[WindowLine], *, unsettled: bool) -> Errors:
-    """Return the errors of the windows that changed: of those with something compiled, or of the others."""
+    """Return the errors of changed windows: those that compiled or captured something, or the others."""
     counted = [window for window in windows if window.changed and bool(window.unsettled) == unsettled]
     seconds = [abs(off) for window in counted if (off := seconds_off(window)) is not None]
     peaks = [abs(off) for window in counted if (off := peak_off(window)) is not None]
@@ -71,8 +71,8 @@ def rows(windows: Sequence[WindowLine]) -> list[tuple[str, ...]]:
 
 
 def headline(windows: Sequence[WindowLine]) -> str | None:
-    """Return one line about the errors; None unless enough windows were predicted well, which the time of a
-    window on a busy machine says nothing about."""
+    """Return one line about the errors; None if too few windows were predicted, or they were predicted badly,
+    which also happens on a busy machine."""
     found = tally(windows, unsettled=False)
     if found.windows < MIN_WINDOWS or found.seconds is None or found.seconds > MAX_ERROR:
         return None
@@ -128,7 +128,7 @@ COLOURS = (
     "#8a94a6", "#0e9db5", "#9456d6", "#d9a441", "#e8710a", "#a3673f",
     "#d9528f", "#3b7ddd", "#1e9e6a", "#8a8f1a", "#5b6f9d", "#c3c9d3",
 )  # fmt: skip
-"""One colour per phase, in their order."""
+"""Colours of the phases, in their order."""
 LEAST = 0.05
 """Seconds below which a phase is not shown."""
 
@@ -152,7 +152,7 @@ class WallBar:
 
 
 def wall_bar(wall: WallTime) -> WallBar:
-    """Return the phases in order. The run draws the page before it ends, so its last phase may be missing."""
+    """Return the phases in order. The page is drawn before the run ends, so the last phase may be missing."""
     drawn_early = "" if wall.phases[Phase.REPORT] else ", until this page was drawn"
     told = [phase for phase in Phase if wall.phases[phase] >= LEAST]
     whole = max(wall.seconds, sum(wall.phases[phase] for phase in told), 1e-9)

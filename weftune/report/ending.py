@@ -1,4 +1,4 @@
-"""The tables that `weftune train` and the quickstart end with: jobs, and the best trials of sweeps."""
+"""The tables printed at the end of `weftune train` and the quickstart: all jobs, and sweeps' best trials."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ Losses = tuple[float | None, float | None]
 
 
 def final_table(run: Run, width: int = 80) -> Group:
-    """Return all jobs, best result first, with why some failed and how to resume; of a sweep's trials only
-    the best. Paths that do not fit into `width` columns have lines of their own."""
+    """Return all jobs, best result first, with the reasons of failures and how to resume; of a sweep's trials
+    only the best. Paths that do not fit into `width` columns are on separate lines."""
     trials = run.trials
     jobs = tuple(job for job in by_result(run.jobs) if job.name not in trials)
     sweeps = [part for record in run.sweeps for part in sweep_ending(run, record, width)]
@@ -49,7 +49,7 @@ def final_table(run: Run, width: int = 80) -> Group:
 
 
 def print_ending(console: Console, run: Run) -> None:
-    """Print the table of all jobs and where the report is."""
+    """Print the table of all jobs and the path of the report."""
     console.print(final_table(run, console.width), crop=False)
     if (run.output / "report.html").exists():
         console.print(f"Report: {run.output / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
@@ -65,7 +65,7 @@ def _jobs(run: Run, jobs: tuple[JobRecord, ...], width: int) -> list[RenderableT
 
 
 def _reasons(run: Run, jobs: tuple[JobRecord, ...]) -> list[Text]:
-    """Return warnings about results, why jobs did not finish, and the command that helps with failed ones."""
+    """Return warnings about results, the reasons of unfinished jobs, and the command to retry failed jobs."""
     lines = [_long(f"{job.name}: {job.warning}", style="red") for job in jobs if job.warning]
     for job in jobs:
         if job.reason:
@@ -76,7 +76,7 @@ def _reasons(run: Run, jobs: tuple[JobRecord, ...]) -> list[Text]:
 
 
 def _long(text: str, style: str = "") -> Text:
-    """Return a line that only the terminal wraps: a command with line breaks cannot be pasted."""
+    """Return a line that only the terminal wraps: a command with line breaks could not be pasted."""
     return Text(printable(text), style=style, no_wrap=True, overflow="ignore")
 
 
@@ -128,7 +128,7 @@ def _change(losses: Losses, validation: Losses) -> Text:
 
 
 def _shown_path(folder: Path) -> str:
-    """Return a folder, relative to the current directory if it is inside."""
+    """Return the path of a folder, relative to the current directory if it is inside."""
     here = Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
@@ -138,7 +138,7 @@ _FAILURES = 3
 
 
 def sweep_ending(run: Run, record: SweepRecord, width: int) -> list[RenderableType]:
-    """Return a table of the best trials; the winners' folders are in it if `width` columns are enough."""
+    """Return a table of the best trials, with the winners' folders if `width` columns are enough."""
     best = winners(record) or leaders(record, _LEADERS)
     doubt = base_sentence(record)
     below = [Text(printable(doubt), style="red")] if doubt else []

@@ -1,8 +1,8 @@
 """A Program's timeline as a page, and the timelines of a pipeline's last window: a lane for every device and
 stream, drawn by the page's script.
 
-The script gets the actions as data and draws what can be seen: actions that are wide enough as bars, narrower
-ones together as columns that show the share of time of each kind. Zooming in turns columns into bars.
+The script gets the actions as data and draws the visible ones: wide actions as bars, narrower ones together
+as columns that show the share of time of each kind. Zooming in turns columns into bars.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from weftune.report.template import Tile, render
 from weftune.report.words import plural
 
 TICKS_PER_WINDOW = 1_000_000
-"""Ticks in the drawn time; starts and lengths are whole numbers of ticks."""
+"""Number of ticks in the drawn time; starts and lengths are whole numbers of ticks."""
 MAX_BYTES = 400_000
-"""Maximum bytes of a timeline's data; of a longer one the first actions are drawn. A page has at most two
-timelines."""
+"""Maximum bytes of a timeline's data; of a longer timeline, the first actions are drawn. A page has at most
+two timelines."""
 _MAX_TEXT = 160
 COLOURS = {
     "forward": "#3b7ddd",
@@ -55,13 +55,13 @@ class Bar:
 
     row: str
     kind: str
-    """One of `COLOURS`."""
+    """Kind of the action, a key of `COLOURS`."""
     start: float
     stop: float
     text: str
-    """Text that the pointer shows; not escaped."""
+    """Text shown when the pointer is on the bar; not escaped."""
     microbatch: int = -1
-    """Number of the microbatch; -1 if there is none or it is not known."""
+    """Number of the microbatch; -1 if there is none or it is unknown."""
 
 
 def gantt_page(timeline: Timeline, program: Program, title: str) -> str:
@@ -92,7 +92,7 @@ def gantt_page(timeline: Timeline, program: Program, title: str) -> str:
 
 
 def _device_rows(timeline: Timeline, kinds: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return for each device the share of time in which it computes, and that of each kind of action."""
+    """Return, for each device, the share of time in which it computes, and that of each kind of action."""
     seconds: dict[tuple[int, str], float] = {}
     for one in timeline.events:
         key = one.device, kind_of(one.action)
@@ -117,8 +117,8 @@ def _device_rows(timeline: Timeline, kinds: Sequence[str]) -> list[tuple[str, ..
 def timeline_data(
     bars: Sequence[Bar], lanes: Sequence[str], seconds: float, program: Program | None = None
 ) -> dict[str, Any]:
-    """Return the timeline's data for the script, small enough for a page. `seconds` is the drawn time; with a
-    `program`, bars show which jobs' tokens they hold."""
+    """Return the timeline's data for the page's script, limited in size. `seconds` is the drawn time; with a
+    `program`, bars show the jobs whose tokens they process."""
     ordered = sorted((bar for bar in bars if bar.stop > bar.start), key=lambda bar: bar.start)
     count = len(ordered)
     while True:
@@ -193,7 +193,7 @@ def _bars(timeline: Timeline, program: Program) -> list[Bar]:
 
 
 def headline(timeline: Timeline, title: str) -> str:
-    """Return the title with the seconds; bubbles are given only for several devices."""
+    """Return the title with the total seconds and, for several devices, the share of idle time."""
     text = f"{title}: {timeline.makespan:.3g} s"
     if timeline.devices == 1:
         return text
@@ -225,12 +225,12 @@ def row(device: int, lane: Lane) -> str:
 
 
 def kind_of(action: Action) -> str:
-    """Return the kind of an action, one of `COLOURS`."""
+    """Return the kind of an action, a key of `COLOURS`."""
     return _KIND_NAMES.get(type(action), "other")
 
 
 def about(action: Action, program: Program) -> str:
-    """Return the text that the pointer shows; names of jobs in it are user input."""
+    """Return the text shown when the pointer is on an action; names of jobs in it are user input."""
     if not isinstance(action, Forward | Backward | Evaluate | Send | Recv):
         return str(action)
     microbatch = program.microbatches[action.microbatch]
@@ -250,7 +250,7 @@ class Drawn:
 
     seconds: float
     bubbles: tuple[float, ...]
-    """Share of the window in which each worker does not compute."""
+    """Share of the window in which each worker is idle."""
     steady: tuple[float, ...]
     """Share of idle time of each worker, from when all workers have begun until one has no Forward left."""
     bars: tuple[Bar, ...]
@@ -263,7 +263,7 @@ class Timelines:
 
 
 def drawn(timeline: Timeline, program: Program) -> Drawn:
-    """Return the bars of the workers' computation; transfers run beside it and are in the trace only."""
+    """Return the workers' computation as bars; transfers, which run in parallel, are in the trace only."""
     computed = sorted(
         (one for one in timeline.events if one.lane is Lane.compute and one.stop > one.start),
         key=lambda one: one.start,
@@ -292,7 +292,7 @@ def write_timelines(output: Path, timelines: Timelines) -> None:
 
 
 def read_timelines(output: Path) -> Timelines | None:
-    """Read the timelines. Return None if there are none or they cannot be read: the page can do without."""
+    """Read the timelines. Return None if there are none or they cannot be read: the page is valid without."""
     try:
         found = json.loads((output / TIMELINES).read_text(encoding="utf-8"))
         return Timelines(foreseen=_read(found["foreseen"]), measured=_read(found["measured"]))
@@ -335,7 +335,7 @@ class TimelineChart:
 
 
 def timeline_charts(timelines: Timelines) -> tuple[TimelineChart, ...]:
-    """Return the predicted and the measured timeline, on one scale."""
+    """Return the predicted and the measured timeline, on the same time scale."""
     both = (timelines.foreseen, timelines.measured)
     longest = max(one.seconds for one in both)
     workers = len(timelines.measured.bubbles)

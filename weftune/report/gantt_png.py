@@ -1,4 +1,4 @@
-"""The Gantt chart as a PNG picture, drawn bar by bar: it needs Pillow and no browser."""
+"""The Gantt chart as a PNG picture, drawn bar by bar with Pillow, without a browser."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def require_pillow() -> None:
 
 
 def gantt_png(timeline: Timeline, program: Program, title: str) -> bytes:
-    """Draw one picture, without lanes that have no events. The foot of a pass shows its jobs."""
+    """Draw the lanes that have events. The lower part of each pass shows the jobs in it."""
     from PIL import Image, ImageDraw
 
     lanes = rows(timeline)
@@ -66,7 +66,7 @@ def gantt_png(timeline: Timeline, program: Program, title: str) -> bytes:
 
 
 def job_strips(timeline: Timeline, program: Program) -> Iterator[tuple[str, str, float, float]]:
-    """Divide every pass among the jobs in it, in proportion to their tokens: lane, job, start and stop."""
+    """Divide every pass among its jobs in proportion to their tokens; yield lane, job, start and stop."""
     for event in timeline.events:
         if not isinstance(event.action, Forward | Backward | Evaluate) or event.stop <= event.start:
             continue
@@ -90,7 +90,7 @@ def _title(pen: ImageDraw, timeline: Timeline, title: str) -> None:
 
 
 def _legend(jobs: Iterable[str]) -> list[tuple[str, int, int]]:
-    """Place the jobs below the picture, as many on a line as fit: job, line and distance from the left."""
+    """Lay out the jobs' names below the picture: job, line, and distance from the left in pixels."""
     entries, line, across = [], 0, LEFT
     for job in jobs:
         width = 40 + int(_font(14).getlength(f"job {job}"))
@@ -111,7 +111,7 @@ def _axis(pen: ImageDraw, makespan: float, height: int) -> None:
 
 
 def ticks(makespan: float) -> Iterator[float]:
-    """Yield round numbers from 0 on, 1, 2 or 5 times a power of ten apart."""
+    """Yield round numbers from 0 on, at distances of 1, 2 or 5 times a power of ten."""
     if makespan <= 0:
         return
     rough = makespan / TICKS

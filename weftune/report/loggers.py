@@ -33,7 +33,7 @@ class JobLogger(Protocol):
 
 
 class Loggers:
-    """All loggers of a run. One that fails is dropped with a note, and training continues without it."""
+    """All loggers of a run. A logger that fails is dropped with a note, and training continues without it."""
 
     def __init__(
         self, openers: Mapping[str, Callable[[str, Spec], JobLogger]], jobs: Mapping[str, Spec]
@@ -76,7 +76,7 @@ class Loggers:
 
 
 def open_loggers(names: Sequence[str], output: Path, jobs: Mapping[str, Spec]) -> Loggers:
-    """Open the loggers named in `report_to`. `jobs` maps job name → resolved spec."""
+    """Open the loggers named in `report_to`. `jobs` maps each job's name to its resolved spec."""
     check_trackers(names)
     openers: dict[str, Callable[[str, Spec], JobLogger]] = {}
     if "tensorboard" in names:
@@ -89,7 +89,7 @@ def open_loggers(names: Sequence[str], output: Path, jobs: Mapping[str, Spec]) -
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise for names in `report_to` whose trackers cannot be used, without writing anything."""
+    """Raise an error if a tracker named in `report_to` cannot be used, without writing anything."""
     for name in names:
         if name not in get_args(Tracker):
             raise SpecError(f"report_to: {name!r} is not known; write tensorboard, wandb or mlflow.")
@@ -100,7 +100,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class TensorboardLogger:
-    """A logger that writes event files with tensorboard's own writer, since torch's would import torch."""
+    """A logger that writes event files with tensorboard's own writer; torch's writer would import torch."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -136,7 +136,7 @@ def _log_in_to_wandb() -> None:
 
 
 class WandbLogger:
-    """A logger whose run id is derived from folder and job, so that a resumed job continues its run."""
+    """A logger whose run id is derived from folder and job, so that a resumed job continues its W&B run."""
 
     def __init__(self, output: Path, job: str, spec: Spec) -> None:
         import wandb
@@ -172,7 +172,7 @@ def _mlflow(output: Path) -> Callable[[str, Spec], JobLogger]:
 
 
 class MlflowLogger:
-    """A logger of runs in the experiment named after the output folder, by default in its mlflow.db."""
+    """A logger to the MLflow experiment named after the output folder, by default in its mlflow.db."""
 
     def __init__(self, client: MlflowClient, experiment: str, job: str, spec: Spec) -> None:
         self._client = client

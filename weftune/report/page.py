@@ -51,28 +51,28 @@ from weftune.report.words import (
 _MAX_VALUE_LETTERS = 72
 _MAX_WINDOWS = 200
 _MAX_ROWS = 500
-"""Number of jobs in the table; a page with more of them would not open at once."""
+"""Maximum number of jobs in the table; a page with more jobs would open slowly."""
 _MAX_DETAILS = 200
-"""Number of jobs whose commands are on the page: the first ones, and those that need action by the user."""
+"""Maximum number of jobs with commands on the page: the first jobs, and those that need the user's action."""
 _MAX_RUNS = 5
-"""Number of runs that are shown; of a folder that was resumed more often, the last ones."""
+"""Maximum number of runs that are shown; if a folder was resumed more often, only the last ones are."""
 _CURVES = ("loss", "validation", "accuracy")
-"""The charts about what was learned; the others are about time and memory."""
+"""The charts of losses and accuracy; all other charts show time and memory."""
 _NUMBERS = (
     ("validation", "validation loss"),
     ("change", "against the base"),
     ("accuracy", "token accuracy"),
     ("loss", "training loss"),
 )
-"""Attribute of `JobView` and heading of each column of numbers."""
+"""Pairs of an attribute of `JobView` and the heading of its column of numbers."""
 _STOPPED = ("failed", "cancelled", "paused", "interrupted")
 _MIN_SAVED = 0.05
-"""Least share of the run that counts as saved: a smaller one is within the error of the time model."""
+"""Minimum share of saved time that is reported: a smaller one is within the error of the time model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One cell of the table: shortened in the table, complete on hover."""
+    """One cell of the table: a short text, and the complete text that is shown on hover."""
 
     key: str
     text: str
@@ -81,7 +81,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number:
-    """One measured number of a job: its text, its value for sorting, and the detail below it."""
+    """One measured number of a job: its text, its value for sorting, and the details below the text."""
 
     text: str = ""
     value: float | None = None
@@ -106,9 +106,9 @@ class JobView:
     command: str
     remedies: tuple[Remedy, ...]
     trial: bool
-    """Whether it belongs to a sweep; then it is in the sweep's table."""
+    """Whether the job belongs to a sweep; then it is listed in the sweep's table."""
     dropped: bool
-    """Whether it was dropped from that sweep: there is no adapter to use, and nothing to do."""
+    """Whether the job was dropped from its sweep: it has no adapter, and the user need not act."""
 
     @property
     def pen(self) -> Pen:
@@ -126,17 +126,17 @@ class JobView:
 
     @property
     def stopped(self) -> bool:
-        """Whether it ended or waits without an adapter; such jobs are listed at the top of the page."""
+        """Whether the job ended or waits without an adapter; such jobs are listed at the top of the page."""
         return self.job.state in _STOPPED and not self.dropped
 
     @property
     def drawn(self) -> bool:
-        """Whether its curves are among the charts, with a pen of their own."""
+        """Whether the job's curves are in the charts, with a pen that no other job has."""
         return self.index < MAX_CURVES and not self.dropped
 
     @property
     def detailed(self) -> bool:
-        """Whether the page says how to use it, or how to resume it."""
+        """Whether the page says how to use the job's adapter, or how to resume the job."""
         if self.dropped or (self.trial and self.job.state == "failed"):
             # The sweep has decided without it, and does not admit it again.
             return False
@@ -144,7 +144,7 @@ class JobView:
 
 
 def write_report(output: Path, run: Run | None = None) -> Path:
-    """Write `report.html` of an output folder, whose content may be given as `run`, and return its path."""
+    """Write `report.html` of an output folder and return its path; `run` is the folder's content, if read."""
     run = run or read_run(output)
     target = output / "report.html"
     draft = output / "report.html.tmp"
@@ -204,7 +204,7 @@ def _in_order(run: Run) -> tuple[JobRecord, ...]:
 
 
 def _sections(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return anchor and title of the sections that the page has."""
+    """Return the anchor and title of each section that the page has."""
     others = (
         (values["table"], "jobs", "Jobs"),
         (values["curves"], "curves", "Curves"),
@@ -220,7 +220,7 @@ def _sections(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _facts(run: Run) -> list[str]:
-    """Return model, quantisation, dtype, device and start, as far as they are known."""
+    """Return model, quantisation, dtype, device and start time, if they are known."""
     bases = [base for job in run.jobs if job.base and (base := base_spec(job, run)) is not None]
     formats = sorted({base.quantize for base in bases if base.quantize})
     name = bases[0].published_name if bases else run.base
@@ -284,7 +284,7 @@ def _tiles(run: Run) -> list[Tile]:
 
 
 def _job_views(run: Run, jobs: Sequence[JobRecord]) -> list[JobView]:
-    """Return the views of `jobs`, which come in the order of the table."""
+    """Return the views of `jobs`, which are in the order of the table."""
     trials, dropped = run.trials, run.dropped
     plain = [job for job in jobs if job.name not in trials]
     best = best_jobs(plain)
@@ -315,8 +315,8 @@ def _job_views(run: Run, jobs: Sequence[JobRecord]) -> list[JobView]:
 
 
 def _validation_number(job: JobRecord) -> Number:
-    """Return the loss of the kept adapter with the step of the best one, if that is not the last; or the loss
-    of the base if only that was evaluated."""
+    """Return the loss of the kept adapter, with the step of the best one if that is not the last step; or the
+    loss of the base if nothing else was evaluated."""
     kept, base = kept_validation(job), base_validation(job)
     if kept is None:
         text = "" if base is None else f"base {loss_text(base)}"
@@ -350,7 +350,7 @@ def _accuracy_number(job: JobRecord) -> Number:
 
 
 def _setting_columns(jobs: Sequence[JobRecord]) -> list[list[Value]]:
-    """Return the values of all jobs for each key in which they differ, unless all values look the same."""
+    """Return, for each key in which jobs differ, the values of all jobs, unless all values look the same."""
     specs = [flat_spec(job) for job in jobs]
     columns = [_column(key, [spec.get(key) for spec in specs]) for key in differing_keys(jobs)]
     return [column for column in columns if len({one.whole for one in column}) > 1]

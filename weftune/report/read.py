@@ -1,4 +1,4 @@
-"""Reading the files of an output folder. Lines that a killed run left incomplete are skipped, never fatal."""
+"""The reader of an output folder's files. Lines that a killed run left incomplete are skipped."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class MetricLine:
     tokens: int = 0
     """Number of tokens that the loss is averaged over; 0 if the folder does not say."""
     accuracy: float | None = None
-    """Share of held-out tokens that the model itself would have chosen."""
+    """Share of held-out tokens for which the model's most likely token is correct."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowLine:
-    """One executed window, with measured and predicted values."""
+    """One executed window, with its measured and predicted values."""
 
     tokens: int
     microbatches: int
@@ -58,16 +58,16 @@ class WindowLine:
     predicted_peak_bytes: float | None
     jobs: int = 0
     changed: bool = True
-    """Whether its jobs or the lengths of its samples differ from the window before."""
+    """Whether the window's jobs or lengths of samples differ from those of the window before."""
     unsettled: int = 0
     """Number of passes in which kernels were compiled or a graph captured."""
     source: str = ""
-    """Source of the predicted time."""
+    """Phrase that says where the predicted time comes from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord(JobStatus):
-    """The status of a job with its name and, if it was read from an output folder, all that the folder says.
+    """The status of a job with its name and, if it was read from an output folder, the job's other records.
 
     Files of other versions may have states that `State` does not know; they are kept as text, and `unknown`
     is the state of a job without a status.
@@ -86,7 +86,7 @@ class JobRecord(JobStatus):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """An output folder as read."""
+    """The content of an output folder."""
 
     output: Path
     base: str
@@ -95,7 +95,7 @@ class Run:
     started: float | None
     seconds: float | None
     solo_seconds: float | None
-    """Predicted time of the same jobs one after another."""
+    """Predicted seconds if the same jobs were trained one after another."""
     peak_bytes: float | None
     notes: tuple[str, ...]
     jobs: tuple[JobRecord, ...]
@@ -120,7 +120,7 @@ class Run:
 
 
 def read_run(output: Path) -> Run:
-    """Read an output folder; one that holds neither metrics nor a status is a user's mistake."""
+    """Read an output folder; raise a user error if it has neither metrics nor a status."""
     metrics, status = output / METRICS, output / STATUS
     if not metrics.exists() and not status.exists():
         what = "holds no metrics.jsonl" if output.is_dir() else "is not a folder"
@@ -159,7 +159,7 @@ def read_run(output: Path) -> Run:
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
-    """Return the JSON objects of a file; incomplete lines other than the last are counted in `notes`."""
+    """Return the JSON objects of a file; add a note about incomplete lines other than the last to `notes`."""
     if not path.exists():
         return []
     texts = [text for text in path.read_text(encoding="utf-8", errors="replace").split("\n") if text.strip()]
@@ -182,7 +182,7 @@ def _read_lines(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
 
 
 def _metrics(output: Path, shares: Sequence[RunStatus], notes: list[str]) -> list[Mapping[str, Any]]:
-    """Return all lines of metrics; for a job that a share trains, only the share's, which are complete."""
+    """Return all lines of metrics; for a job of a share, only the share's lines, which are complete."""
     owned = frozenset(name for share in shares for name in share.jobs)
     own = [line for line in _read_lines(output / METRICS, notes) if str(line.get("job")) not in owned]
     return [
@@ -202,8 +202,8 @@ def _with_shares(output: Path, record: Mapping[str, Any], shares: Sequence[RunSt
 
 
 def _read_curves(lines: list[Mapping[str, Any]]) -> tuple[dict[str, Curve], dict[str, Curve]]:
-    """Return job → its steps and job → its evaluations, both in order. A resumed or restarted job writes its
-    lines again: those beyond that point are obsolete."""
+    """Return two mappings, from each job to its steps and to its evaluations, both in order. A resumed or
+    restarted job writes lines again: its earlier lines beyond that point are dropped."""
     losses: dict[str, Curve] = {}
     evaluations: dict[str, Curve] = {}
     for line in lines:
@@ -331,13 +331,13 @@ def _window(line: Mapping[str, Any]) -> WindowLine:
 
 
 def keep_wall_time(output: Path, wall: WallTime) -> None:
-    """Add a run to those that the output records; a run that is already recorded is replaced."""
+    """Add a run's wall time to the output's records, or replace it if that run is already recorded."""
     earlier = [one for one in read_wall_times(output) if one.started != wall.started]
     replace_json(output / WALL_TIME, {"format": FORMAT, "runs": [_plain(one) for one in (*earlier, wall)]})
 
 
 def read_wall_times(output: Path) -> list[WallTime]:
-    """Return the runs that wrote to the output, the earliest first; empty if the file cannot be read."""
+    """Return the wall times of the runs in the output, the earliest first; empty if they cannot be read."""
     try:
         runs: Any = json.loads((output / WALL_TIME).read_bytes())["runs"]
         return [_wall_time(run) for run in runs]
@@ -362,7 +362,7 @@ def _seconds(value: Any) -> float:
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number or None: `json` accepts NaN and 1e400."""
+    """Return the value if it is a finite number, else None: `json` accepts NaN and 1e400."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)

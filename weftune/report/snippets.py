@@ -1,4 +1,4 @@
-"""Code and commands to copy: how to use a finished adapter, and how to resume an unfinished one."""
+"""Code and commands to copy: how to use a finished adapter, and how to resume an unfinished job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weftune.report.read import JobRecord, Run
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A remedy for a job that has no finished adapter, and its command."""
+    """An action that may help a job without a finished adapter, and its command."""
 
     words: str
     command: str
@@ -67,8 +67,8 @@ def load_snippet(base: BaseSpec, folder: Path) -> str:
 
 
 def _quantisation_lines(base: BaseSpec, folder: Path) -> list[str]:
-    """Return lines for a quantised base: bitsandbytes makes the same nf4; for formats that transformers
-    cannot load, comments say what differs."""
+    """Return lines for a quantised base: bitsandbytes computes the same nf4; for formats that transformers
+    cannot load, comments describe the difference."""
     if base.quantize is None:
         return []
     if base.quantize == "nf4":
@@ -101,12 +101,12 @@ def _in_wrapper(folder: Path) -> bool:
 
 
 def generate_command(folder: Path) -> str:
-    """Return the shell command that shows the answers of base and adapter side by side."""
+    """Return the shell command that shows the answers of the base and the adapter side by side."""
     return f'weftune generate {shlex.quote(str(folder))} "your prompt" --against-base'
 
 
 def remedies(job: JobRecord, command: str | None = None) -> tuple[Remedy, ...]:
-    """Return the remedies for an unfinished job, best first. `command` is the one that the status records."""
+    """Return the remedies for an unfinished job, best first. `command` is that recorded in the status."""
     resumed, anew = resume_line(command), resume_line(command, restart=[job.name])
     if job.state == "succeeded":
         return ()

@@ -1,8 +1,8 @@
 """Charts as HTML and SVG that fit any width without a script.
 
 The plot is an SVG that is stretched to its box; its lines keep their width, and dots are lines of zero length
-with round ends. Ticks and labels are HTML beside it, placed in percent, so that text is never stretched. The
-page's script only adds what follows the pointer.
+with round ends. Ticks and labels are HTML beside the SVG, placed in percent, so that text is never stretched.
+The page's script only adds what follows the pointer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ POINTS = 800
 class Point:
     x: float
     y: float | None
-    """None is a gap."""
+    """Value of the point. None is a gap in the curve."""
 
 
 def smooth(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Smooth by exponential means over about a twentieth of the curve, from both sides to avoid a lag. Gaps
-    stay."""
+    """Smooth a curve by exponential means over about a twentieth of it, in both directions to avoid a lag.
+    Gaps are kept."""
     keep = 1 - 1 / max(3.0, len(points) / 20)
     forward = _running_mean([point.y for point in points], keep)
     backward = _running_mean([point.y for point in reversed(points)], keep)
@@ -50,7 +50,7 @@ def _running_mean(values: Sequence[float | None], keep: float) -> list[float]:
 
 
 def thin(points: Sequence[Point], limit: int = POINTS) -> tuple[Point, ...]:
-    """Return about `limit` points at most: the lowest and highest of each stretch, so no spike is lost."""
+    """Return at most about `limit` points: the lowest and highest of each part, so that spikes are kept."""
     if len(points) <= limit:
         return tuple(points)
     stretch = -(-2 * len(points) // limit)
@@ -67,8 +67,8 @@ def thin(points: Sequence[Point], limit: int = POINTS) -> tuple[Point, ...]:
 UNITS = 1000
 """Width and height of a plot in its own coordinates."""
 LOG_RATIO = 10
-"""An axis is logarithmic if the largest value is more than this multiple of the median: on a linear axis the
-other values would share a tenth of the height."""
+"""Ratio of the largest value to the median above which an axis is logarithmic: on a linear axis the other
+values would share a tenth of the height."""
 MAX_TICKS = 6
 DASHES = {"solid": "", "dash": "6 4", "dot": "2 3", "dashdot": "7 3 2 3"}
 
@@ -118,7 +118,7 @@ class Series:
     line: bool = True
     dots: bool = False
     group: str = ""
-    """Series of one group are shown and hidden together by a button of the legend."""
+    """Name of a group whose series are shown and hidden together by a button of the legend."""
     tips: Sequence[str] = ()
     """Text that the pointer shows at each point instead of its numbers."""
     silent: bool = False
@@ -140,7 +140,7 @@ class Figure:
     series: Sequence[Series]
     levels: Sequence[ReferenceLine] = ()
     legend: bool = False
-    """Whether the names of the series stand above the plot."""
+    """Whether the names of the series are shown above the plot."""
     height: int = 260
     unit: str = ""
     """Unit after a value that the pointer shows."""
@@ -148,8 +148,8 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Parallel coordinates: the points of a series have the number of the axis as x and the position on it,
-    from 0 to 1, as y. All axes go from 0 to 1."""
+    """Parallel coordinates: a point of a series has the number of an axis as x and the position on that axis,
+    from 0 to 1, as y."""
 
     axes: Sequence[Axis]
     series: Sequence[Series]
@@ -193,7 +193,7 @@ def count_axis(label: str, low: float, high: float) -> Axis:
 
 
 def round_ticks(low: float, high: float) -> list[float]:
-    """Return round numbers between both ends, 1, 2 or 5 times a power of ten apart."""
+    """Return round numbers between both ends, at distances of 1, 2 or 5 times a power of ten."""
     if not high > low:
         return [low]
     rough = (high - low) / (MAX_TICKS - 1)
@@ -246,7 +246,7 @@ def figure_html(figure: Figure | Parallel) -> Markup:
 
 
 def _ranges(figure: Figure) -> Markup:
-    """Return both axes for the script, which converts positions in the plot back to numbers."""
+    """Return both axes for the page's script, which converts positions in the plot back to numbers."""
     pairs = (("x", figure.x), ("y", figure.y))
     return Markup(" ").join(
         Markup('data-{0}="{1:.9g} {2:.9g} {3}" data-{0}-label="{4}"').format(
@@ -286,7 +286,7 @@ def _tick(axis: str, percent: float, text: str) -> Markup:
 
 
 def _level_name(height: float, name: str) -> Markup:
-    """Return the name of a line, below it if it is near the top; `height` is from 0 to 1."""
+    """Return the label of a horizontal line, below the line near the top; `height` is from 0 to 1."""
     below = " below" if height > 0.9 else ""
     return Markup('<span class="level-name{}" style="top: {:.2f}%">{}</span>').format(
         below, 100 - 100 * height, name
@@ -341,7 +341,7 @@ def _along(position: float) -> str:
 
 
 def _down(position: float) -> str:
-    """Return the vertical coordinate, 0 at the top. Two decimals keep four digits of a value read back."""
+    """Return the vertical coordinate, 0 at the top, with two decimals, so that values keep four digits."""
     return f"{UNITS * (1 - position):.2f}".rstrip("0").rstrip(".")
 
 

@@ -1,5 +1,5 @@
-"""Charts of a sweep: its trials as lines through the swept values and the results at the rungs, and the
-metric against each key."""
+"""Charts of a sweep: parallel coordinates of its trials, with the swept values and the results at the rungs,
+and the metric against each key."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ from weftune.report.svg import (
 from weftune.report.words import loss_text
 
 _MOST_KEYS = 6
-"""Number of keys that are drawn: those with the most values."""
+"""Maximum number of keys that are drawn; those with the most values are chosen."""
 _MOST_TICKS = 6
 _TICKS_APART = 0.15
-"""Least distance between two ticks, as a share of the axis."""
+"""Minimum distance between two ticks, as a share of the axis."""
 _LEAST_RATIO = 4
-"""Ratio of the largest to the smallest value below which the axis is linear."""
+"""Ratio of the largest to the smallest value below which an axis is linear."""
 _RUNG_COLOURS = ("#b3bac6", "#7c98cf", "#3b7ddd")
-"""Colours from the first rung to the last step."""
+"""Colours of the rungs, from the first rung to the last step."""
 _FURTHEST = 6
-"""Values further from the best than this multiple of the median's distance are drawn at the axis' end."""
+"""Multiple of the median's distance from the best beyond which values are drawn at the axis' end."""
 _FEWEST = 6
-"""Least number of values at which some may be outliers."""
+"""Minimum number of values for which outliers are determined."""
 
 Pens = Mapping[str, Pen]
 
 
 @dataclass(frozen=True, slots=True)
 class TrialAxis:
-    """One quantity of the trials: the position of each trial, from 0 to 1, and the labels of the ticks."""
+    """One axis of parallel coordinates: each trial's position, from 0 to 1, and the labels of the ticks."""
 
     name: str
     positions: Mapping[str, float]
@@ -63,8 +63,8 @@ class TrialAxis:
 
 
 def sweep_charts(record: SweepRecord, pens: Pens, base_loss: float | None = None) -> tuple[Chart, ...]:
-    """Return the parallel coordinates of all trials, and a chart per key; none if nothing is measured yet.
-    `pens` are those of the trials in the curves; trials without a pen are grey. `base_loss` is a dashed
+    """Return the parallel coordinates of all trials, and a chart per key; empty if nothing is measured yet.
+    `pens` are the trials' pens in the curves; trials without a pen are grey. `base_loss` is drawn as a dashed
     line."""
     keys = _drawn_keys(record)
     measured = [trial for trial in record.trials if trial.score is not None]
@@ -85,7 +85,7 @@ def _drawn_keys(record: SweepRecord) -> list[str]:
 
 
 def _go_together(values: Mapping[str, Sequence[str]], earlier: str, later: str) -> bool:
-    """Return whether each key determines the other, and not only because all trials differ in both."""
+    """Return whether each key determines the other, although several trials share a value."""
     names = list(values)
     pairs = set(zip(values[earlier], values[later], strict=True))
     kinds = {len(pairs), len(set(values[earlier])), len(set(values[later]))}
@@ -153,7 +153,7 @@ def _metric_axis(record: SweepRecord, rung: int) -> TrialAxis:
 
 
 def _worthy_range(record: SweepRecord, values: Sequence[float]) -> tuple[float, float]:
-    """Return the range from best to worst, without outliers that would compress the other values."""
+    """Return the range from best to worst value without outliers, which would compress the other values."""
     ordered = sorted(values, key=lambda value: worth(value, record.mode))
     best, worst, middle = ordered[0], ordered[-1], median(values)
     furthest = best + _FURTHEST * (middle - best)
@@ -167,7 +167,7 @@ def _rung_count(record: SweepRecord) -> int:
 
 
 def _value_at(trial: TrialRecord, rung: int, *, last: bool) -> float | None:
-    """Return a trial's value at a rung; at the last one, None unless the trial has finished."""
+    """Return a trial's value at a rung; if that is the last step, None unless the trial has finished."""
     if last:
         return trial.score if trial.state == "finished" else None
     return rung_value(trial, rung)
@@ -197,7 +197,7 @@ def _against(record: SweepRecord, key: str, base_loss: float | None) -> Chart:
 
 
 def _measured(record: SweepRecord, rung: int) -> dict[str, float]:
-    """Return trial → its value at a rung, for the trials that have one."""
+    """Return a mapping from each trial that was measured at a rung to its value there."""
     last = rung == _rung_count(record) - 1
     values = {trial.name: _value_at(trial, rung, last=last) for trial in record.trials}
     return {name: value for name, value in values.items() if value is not None}
@@ -211,7 +211,7 @@ def _metric_span(record: SweepRecord, count: int) -> tuple[float, float]:
 
 
 def _result_axis(label: str, span: tuple[float, float], *, may_be_log: bool) -> Axis:
-    """Return an axis, logarithmic if the best results are too small to be told apart on a linear one."""
+    """Return an axis; it is logarithmic if the best results could not be distinguished on a linear one."""
     low, high = span
     if not may_be_log or low <= 0 or high <= _LEAST_RATIO * low:
         margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
@@ -221,7 +221,7 @@ def _result_axis(label: str, span: tuple[float, float], *, may_be_log: bool) -> 
 
 
 def _rung_series(record: SweepRecord, key: str, rung: int, count: int, scale: Scale) -> Series | None:
-    """Return the trials measured at a rung; a value beyond the axis is drawn at its end."""
+    """Return the points of the trials measured at a rung; a value beyond the axis is drawn at its end."""
     is_last = rung == count - 1
     found = [
         (trial, flat_values(trial).get(key), value)
@@ -245,7 +245,7 @@ def _rung_series(record: SweepRecord, key: str, rung: int, count: int, scale: Sc
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Positions of the values of a key between its smallest and its largest."""
+    """The mapping of a key's values to positions between its smallest and its largest value."""
 
     values: tuple[Any, ...]
     """Distinct values; numbers are sorted, others keep their order."""
@@ -289,7 +289,7 @@ def _is_log(ordered: Sequence[float]) -> bool:
 
 
 def _apart(low: float, high: float, between: Iterable[float], log: bool) -> tuple[float, ...]:
-    """Return both ends, and the numbers between them that are not too close to the ends or to each other."""
+    """Return both ends, and the numbers of `between` that are not too close to the ends or to each other."""
     along = math.log if log else float
     least = _TICKS_APART * (along(high) - along(low))
     found = [low]

@@ -1,4 +1,4 @@
-"""A sweep on the page: records of finished text, still unescaped."""
+"""The section of the report about a sweep: records of formatted text, not yet escaped."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from weftune.report.page import JobView
 
 _OPEN_TRIALS = 10
-"""Number of trials that are shown; the others are collapsed if there are more than `_FEW_TRIALS`."""
+"""Number of trials that are always shown; the others are collapsed if there are more than `_FEW_TRIALS`."""
 _FEW_TRIALS = 14
 SEARCHES = {"grid": "grid", "random": "random search", "tpe": "TPE"}
 
@@ -58,7 +58,7 @@ class TrialView:
     name: str
     pen: Pen | None
     index: int | None
-    """Index of its commands at the end of the page. None if it has none."""
+    """Index of the trial's commands at the end of the page. None if it has no commands."""
     badge: str
     values: tuple[str, ...]
     score: str
@@ -79,7 +79,7 @@ class SweepView:
     """The best trials, which are not collapsed."""
     others: list[TrialView]
     rungs: list[tuple[str, ...]]
-    """Step, number of trials that came, percentage and number of those that continue, and the cut."""
+    """Rows of the table of rungs: step, trials that began, percentage and number that continue, the cut."""
     charts: tuple[Chart, ...]
     """Parallel coordinates of all trials, and the metric against each key; empty if nothing is measured."""
     winners: list[tuple[str, str, str]]

@@ -29,7 +29,7 @@ class Tile:
 
 
 def render(template: str, timelines: Mapping[str, Any], values: Mapping[str, Any]) -> str:
-    """Fill one of the templates beside this file; `timelines` are drawn by the page's script."""
+    """Fill one of the templates in this folder; `timelines` are drawn by the page's script."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
@@ -73,7 +73,7 @@ def _data_block(value: object) -> str:
 
 def _policy(script: str) -> str:
     """Return a content security policy: nothing may be fetched, and only the page's own script runs. Inline
-    styles, which place the labels of charts, cannot send data out then."""
+    styles, which place the labels of charts, can then send no data."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "

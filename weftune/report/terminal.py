@@ -45,14 +45,14 @@ TRIAL_STYLES = {"waiting": "dim", "resting": "yellow", "dropped": "dim", "finish
 """Styles of the states that only trials of a sweep have."""
 
 _REMEMBERED_SECONDS = 60.0
-"""Seconds over which a pace is measured: long enough to span windows, short enough to follow changes."""
+"""Seconds over which speeds are measured: long enough to span windows, short enough to follow changes."""
 _APART_SECONDS = 0.25
 _REDRAW_SECONDS = 0.1
 _DRAW_SHARE = 0.05
-"""Share of the time that may be spent drawing: a frame with many rows takes longer than a small job."""
+"""Maximum share of the time that is spent on drawing: a frame with many rows takes long to draw."""
 _MANY = 64
-"""Number of jobs above which, without a terminal, lines are about all jobs together; single lines would fill
-a log and slow down training."""
+"""Number of jobs above which output without a terminal has lines about all jobs together; lines about single
+jobs would fill a log and slow down training."""
 _TOGETHER_SECONDS = 10.0
 """Seconds between two lines about all jobs."""
 _STOPPED = ("failed", "paused", "cancelled")
@@ -61,7 +61,7 @@ _FRAME_LINES = _REASONS + 4
 """Number of lines of the live view that are not rows of jobs."""
 _LEADERS = 3
 _SWEEP_LINES = 3
-"""Number of lines about each sweep."""
+"""Maximum number of lines shown for each sweep."""
 
 
 class Pace:
@@ -69,9 +69,9 @@ class Pace:
 
     def __init__(self) -> None:
         self._moments: deque[tuple[float, int, int]] = deque()
-        """Time, steps and tokens at the end of each burst of reports."""
+        """Time, total steps and total tokens at the end of each burst of reports."""
         self._burst = float("-inf")
-        """Start of the burst that ends with the last moment."""
+        """Start time of the burst that ends with the last entry of `_moments`."""
 
     def add(self, now: float, step: int, tokens: int) -> None:
         # Jobs report in bursts, which say nothing about speed: only the end of each is kept.
@@ -109,7 +109,7 @@ class LiveView:
         self._rows = {row.name: row for row in jobs}
         self._sweeps: dict[str, SweepRecord] = {}
         self._trials: dict[str, str] = {}
-        """Trial → its state in its sweep."""
+        """Maps each trial to its state in its sweep."""
         self._started = clock()
         self._next_draw = self._started + _REDRAW_SECONDS
         self._next_line = self._started + _TOGETHER_SECONDS
@@ -117,9 +117,9 @@ class LiveView:
         self._overall = Pace()
         self._steps = sum(row.step for row in jobs)
         self._tokens = sum(row.trained_tokens for row in jobs)
-        """Steps and tokens of all jobs, as running sums, since thousands of jobs may report."""
+        """Running totals of the steps and tokens of all jobs, since thousands of jobs may report."""
         self._lock = RLock()
-        """Lock of the rows: the trainer changes them, and rich's thread draws them to update the clock."""
+        """Lock of the rows: the trainer changes them while rich's thread draws them."""
         self._live = (
             Live(console=console, get_renderable=self._frame, refresh_per_second=1)
             if _can_redraw(console)
@@ -143,7 +143,7 @@ class LiveView:
             self._live.stop()
 
     def update(self, row: JobRecord) -> None:
-        """Show the new progress of a job; a job that is not known yet is added."""
+        """Show the new progress of a job; a job that is not in the table yet is added."""
         with self._lock:
             # Progress from before the job joined does not count as speed.
             before = self._rows.get(row.name) or JobRecord(
@@ -174,7 +174,7 @@ class LiveView:
             self._draw()
 
     def _tell(self, before: JobRecord, row: JobRecord, pace: Pace) -> None:
-        """Print a line about the job if it is worth one; with many jobs, one about all at intervals."""
+        """Print a line about an important change of the job; with many jobs, print totals at intervals."""
         if len(self._rows) <= _MANY and row.name not in self._trials:
             if _worth_a_line(before, row):
                 self.note(_line(row, pace))
@@ -218,7 +218,7 @@ class LiveView:
             return Group(*lines, *table, *more, *_reasons([*others, *failed]), self._overall_line(rows))
 
     def _as_seated(self, record: SweepRecord) -> SweepRecord:
-        """Return the record with trials as running that were admitted since it was recorded."""
+        """Return the record with trials marked as running that were admitted after it was written."""
         trials = tuple(
             replace(trial, state="running")
             if trial.state == "waiting"
@@ -230,7 +230,7 @@ class LiveView:
         return replace(record, trials=trials)
 
     def _with_trial_state(self, row: JobRecord) -> JobRecord:
-        """Return the row with a trial's state in its sweep, if that says more."""
+        """Return the row with a trial's state in its sweep, if that is more specific than the job's state."""
         state = trial_state_text(self._trials.get(row.name, ""))
         if state in TRIAL_STYLES and row.state in ("queued", "cancelled", "succeeded"):
             return replace(row, state=cast("State", state))
@@ -257,7 +257,7 @@ class LiveView:
 
 
 def _can_redraw(console: Console) -> bool:
-    """Return whether a live view works: in a terminal, or a notebook with the widgets that rich needs."""
+    """Return whether a live view works: in a terminal, or in a notebook with the widgets that rich needs."""
     if console.is_jupyter:
         return find_spec("ipywidgets") is not None
     return console.is_terminal and not console.is_dumb_terminal
@@ -267,7 +267,7 @@ def _most_telling(
     rows: Sequence[JobRecord], room: int, trials: Collection[str] = (), leading: Collection[str] = ()
 ) -> list[JobRecord]:
     """Return the rows that fit, running jobs before queued and ended ones, in the order of the jobs file. If
-    not all fit, only the leading and running trials of a sweep are shown: the rest is summarised above."""
+    not all fit, only the leading and running trials of a sweep are shown: lines above summarise the rest."""
     if len(rows) <= max(room, 3):
         return list(rows)
     importance = {"running": 0, "failed": 1, "paused": 1, "queued": 2}
@@ -321,7 +321,7 @@ def _sweep_lines(record: SweepRecord) -> list[str]:
 
 
 def _reasons(rows: Sequence[JobRecord]) -> list[Text]:
-    """Return a line per job that failed, stopped or waits; those that will not resume unaided come first."""
+    """Return a line per job that failed, stopped or waits; jobs that need the user's action come first."""
     stopped = ("failed", "paused")
     told = sorted((row for row in rows if row.reason), key=lambda row: row.state not in stopped)[:_REASONS]
     return [
@@ -351,7 +351,7 @@ def _line(row: JobRecord, pace: Pace) -> str:
 
 
 class _SafeOutput:
-    """A wrapper that passes everything to a stream; after a write that fails, output is discarded."""
+    """A wrapper that passes all output to a stream; after a failed write, output is discarded."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -386,5 +386,5 @@ class _SafeOutput:
 
 
 def safe_output() -> IO[str]:
-    """Return standard output that cannot end a run: an error is reported once, then output is discarded."""
+    """Return a standard output whose errors do not end a run: one is reported, then output is discarded."""
     return cast("IO[str]", _SafeOutput(sys.stdout))

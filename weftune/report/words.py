@@ -59,7 +59,7 @@ def rate_text(tokens_per_second: float | None) -> str:
 
 
 def link_to(*parts: str) -> str:
-    """Return a relative link to a file or folder below the page; quoted names cannot leave it."""
+    """Return a relative link to a file or folder below the page; quoted names cannot lead outside it."""
     return "/".join((".", *(quote(part, safe="") for part in parts)))
 
 
@@ -78,7 +78,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def short_paths(paths: Sequence[str]) -> Mapping[str, str]:
-    """Return path → its shortest tail of parts that distinguishes it from the others."""
+    """Map each path to its shortest tail of parts that distinguishes it from the other paths."""
     parts = {path: PurePath(path).parts for path in paths}
     for count in range(1, max(map(len, parts.values()), default=0) + 1):
         tails = {path: "/".join(some[-count:]) for path, some in parts.items()}
@@ -88,6 +88,6 @@ def short_paths(paths: Sequence[str]) -> Mapping[str, str]:
 
 
 def breakable(text: str) -> tuple[str, ...]:
-    """Split a text into pieces between which a line may break: behind slashes, underscores and hyphens of
-    paths and names; in a list of names the spaces are enough."""
+    """Split a text into pieces between which a line may break: after slashes, underscores and hyphens of
+    paths and names; a list of names breaks at its spaces only."""
     return (text,) if " " in text else tuple(re.split(r"(?<=[/_-])(?=[^/_-])(?!\d)", text))
