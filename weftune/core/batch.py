@@ -1,6 +1,6 @@
-"""A microbatch as tensors: packed samples, rows of one job contiguous.
+"""A microbatch as tensors: samples packed end to end, with the rows of each job contiguous.
 
-Shapes: T rows (tokens of all samples, end to end), S samples.
+Shapes: T rows (tokens of all samples), S samples.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 IGNORED = -100
-"""The label of a row that is not supervised, as torch and transformers write it."""
+"""Label of a row that is not supervised, as in torch and transformers."""
 
 
 OWN = ""
-"""Placeholder for a job's name: the adapter of the rows' own job."""
+"""Placeholder for the name of the job that the rows belong to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class Segment:
     start: int
     stop: int
     adapter: str | None = OWN
-    """The job whose adapter scores the rows, if not their own job's. None selects the base alone."""
+    """Job whose adapter the rows pass through, by default their own. None selects the base alone."""
     before: int = 0
-    """Number of rows that the adapter puts before samples. They are not tokens of the job's data."""
+    """Number of rows, not tokens of the data, that the adapter inserts before samples."""
 
     @property
     def through(self) -> str | None:
-        """The job whose adapter the rows pass through, or None."""
+        """Job whose adapter the rows pass through, or None for the base alone."""
         return self.job if self.adapter == OWN else self.adapter
 
     @property
@@ -50,11 +50,11 @@ class Segment:
 class Microbatch:
     tokens_T: Tensor
     positions_T: Tensor
-    """Positions, which restart with every sample: at 0, or after the keys that its adapter puts before it."""
+    """Positions, which restart with every sample: at 0, or after the keys that an adapter inserts."""
     targets_T: Tensor
-    """Token that each row must predict: the next token of its sample if that is supervised, else IGNORED."""
+    """Target of each row: the next token of its sample if that token is supervised, else IGNORED."""
     token_index_T: Tensor
-    """Index of the row in its job's global batch before packing, used as the dropout counter."""
+    """Index of the row in its job's global batch, regardless of packing; the counter for dropout."""
     sample_lengths: tuple[int, ...]
     segments: tuple[Segment, ...]
 
@@ -75,12 +75,12 @@ class Microbatch:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device, pinned first for a GPU, so that the host does not wait."""
+    """Copy a tensor to a device. For a GPU it is pinned first, so that the host does not wait."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def copy_to(into: Tensor, host: Tensor) -> None:
-    """Copy a host tensor into one on any device, without waiting for the device."""
+    """Copy a host tensor into a tensor on any device, without waiting for the device."""
     into.copy_(host.pin_memory() if into.is_cuda else host, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The range of a number that users write, as an annotation of its field, with the message for a wrong one."""
+"""Allowed ranges of numbers in job files, as annotations of their fields, and the error messages."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_COUNT = 10**12
-"""Upper bound of steps and tokens: far more than anyone trains, and still exact in a float."""
+"""Maximum number of steps or tokens: far more than anyone trains, and still exact in a float."""
 MAX_SHOWN = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """The allowed range of a number: `rank: Annotated[int, Bound(at_least=1)]`. The annotated type says
-    whether it is whole and whether None is allowed as well."""
+    """The allowed range of a number: `rank: Annotated[int, Bound(at_least=1)]`. The annotated type determines
+    whether the number must be an integer and whether None is allowed."""
 
     at_least: float = -math.inf
     above: float = -math.inf
     below: float = math.inf
     at_most: float = math.inf
     share: bool = False
-    """Whether a value below 1 is a share of the run and any other a whole number of steps."""
+    """Whether a value below 1 is a fraction of the run and any other value a number of steps."""
     meaning: str = ""
-    """Meaning of the number for error messages; empty if its key says it."""
+    """Meaning of the number for error messages; empty if the key is clear by itself."""
     whole: bool = False
     none: bool = False
 
@@ -67,7 +67,7 @@ def _is_finite(value: float) -> bool:
 
 
 def show(value: Any) -> str:
-    """Return a value as messages quote it: short, and written as in YAML."""
+    """Return a value for an error message: shortened, and written as in YAML."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):

@@ -1,13 +1,12 @@
 """The wall time of a run, divided among its phases.
 
-A second belongs to the innermost phase that is open, so phases exclude one another and their sum is the wall
-time. A clock counts for the thread that started it, since that is the one the user waits for: concurrent work
-of other threads is not counted, and a thread that is waited for is counted by the thread that waits. One
-exception: threads that Python did not start, such as those in which autograd runs a backward, work while the
-owner waits for them, so their phases count.
+Each second belongs to the innermost open phase, so phases exclude one another and their sum is the wall time.
+A clock measures the thread that started it, since the user waits for that one: concurrent work of other
+threads is not counted, but waiting for them is. One exception: threads that Python did not start, such as
+those in which autograd runs a backward, work while the owner waits for them, so their phases count.
 
-Phases are entered in every layer, from kernels to the command line, so the clock is found by its thread
-instead of being handed through all of them. Without a clock a phase costs nothing and records nothing.
+Phases are entered in every layer, from kernels to the command line, so the clock is looked up by thread
+instead of being passed as an argument. Without a clock, a phase does nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from enum import StrEnum
 from pathlib import Path
 
 COMMAND_STARTED = "WEFTUNE_COMMAND_STARTED"
-"""Environment variable with the start of the command, in seconds since 1970, for processes it starts."""
+"""Environment variable with the start time of the command, in seconds since 1970, for subprocesses."""
 LONGEST_START = 3600.0
-"""A process that has existed for longer before its first line ran is a misread clock of the system."""
+"""Maximum plausible seconds from the start of a process to its first line; more is a misread clock."""
 
 
 class Phase(StrEnum):
@@ -57,7 +56,7 @@ class WallTime:
 
 class PhaseClock:
     def __init__(self, age: float = 0.0, now: Callable[[], float] = time.monotonic) -> None:
-        """Start a clock as of `age` seconds ago; those seconds belong to `OTHER` until they are claimed."""
+        """Start a clock `age` seconds in the past. Those seconds count as `OTHER` until they are claimed."""
         self.started = time.time() - age
         self._now = now
         self._lock = threading.Lock()
@@ -76,7 +75,7 @@ class PhaseClock:
             self._open.pop()
 
     def claim(self, phase: Phase, seconds: float) -> None:
-        """Give `phase` the last `seconds` of the phase that is open, where they are known only afterwards."""
+        """Move the last `seconds` of the open phase to `phase`, for times that are known only afterwards."""
         with self._lock:
             self._charge()
             self._seconds[self._open[-1]] -= seconds
@@ -99,7 +98,7 @@ _CLOCKS: dict[int, PhaseClock] = {}
 
 @contextmanager
 def running(clock: PhaseClock) -> Iterator[PhaseClock]:
-    """Count the phases of this thread with `clock` inside the context."""
+    """Measure this thread's phases with `clock` inside the context."""
     owner = threading.get_ident()
     before = _CLOCKS.get(owner)
     _CLOCKS[owner] = clock
@@ -113,7 +112,7 @@ def running(clock: PhaseClock) -> Iterator[PhaseClock]:
 
 
 def current() -> PhaseClock | None:
-    """Return the clock that counts this thread's work, or None."""
+    """Return the clock that measures this thread, or None."""
     own = _CLOCKS.get(threading.get_ident())
     if own is not None or not _CLOCKS:
         return own
@@ -142,9 +141,8 @@ def phase(name: Phase) -> Iterator[None]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Count imports of many modules as a phase and disable garbage collection meanwhile, which would
-    repeatedly traverse all their definitions. None of these ever become garbage, so later collections skip
-    them."""
+    """Count the context as imports, with garbage collection disabled, which would repeatedly traverse all
+    imported definitions. These never become garbage, so later collections skip them."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -164,7 +162,7 @@ def claim(name: Phase, seconds: float) -> None:
 
 
 def process_clock() -> PhaseClock:
-    """Return a clock that runs since the command was started. The age of this process counts as imports."""
+    """Return a clock that started with the command. The age of this process counts as imports."""
     age = process_seconds()
     clock = PhaseClock(max(age, command_seconds()))
     clock.claim(Phase.IMPORTS, age)
@@ -172,7 +170,7 @@ def process_clock() -> PhaseClock:
 
 
 def command_seconds() -> float:
-    """Return the seconds since the command was started, or 0 in a process that no command has started."""
+    """Return the seconds since the command was started, or 0 if no command started this process."""
     try:
         return time.time() - float(os.environ[COMMAND_STARTED])
     except (KeyError, ValueError):
@@ -180,7 +178,7 @@ def command_seconds() -> float:
 
 
 def process_seconds() -> float:
-    """Return the age of this process in seconds, or else its processor time."""
+    """Return the age of this process in seconds or, if unknown, its processor time."""
     try:
         # The name of the process, in parentheses, may hold spaces.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

@@ -1,8 +1,8 @@
 """Torch's deterministic kernels for the duration of a run.
 
-In this mode the backward of flash attention (varlen_attn, and scaled_dot_product_attention where it takes
-that) sums dq in a fixed order instead of by atomics, the memory-efficient backward splits no keys, and
-cuDNN's attention is not used. Torch refuses an operation that has no deterministic form.
+In this mode the backward of flash attention (varlen_attn, or scaled_dot_product_attention with that backend)
+sums dq in a fixed order instead of by atomics, the memory-efficient backward splits no keys, and cuDNN's
+attention is not used. Torch raises an error for an operation that has no deterministic implementation.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch.utils.deterministic
 from weftune.errors import UserError
 
 WORKSPACE, WORKSPACE_SIZE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-"""One of the two values with which cuBLAS promises the same bits. Torch reads it at the first product on a
-GPU, and refuses all products of a process that began without it."""
+"""One of the two values with which cuBLAS guarantees the same bits. Torch reads it at the first matrix
+product on a GPU, and without it raises an error at every product."""
 REFUSED = re.compile(r"^(\S+) does not have a deterministic implementation")
 
 
 @contextmanager
 def deterministic_kernels(enabled: bool = True) -> Iterator[None]:
-    """Make torch compute the same bits each time inside the context, if `enabled`; restore its settings
+    """Make torch compute the same bits in every run inside the context, if `enabled`; restore its settings
     afterwards.
 
-    An operation that torch refuses ends in a UserError that names it.
+    An operation without a deterministic implementation raises a UserError that names it.
     """
     if not enabled:
         yield
@@ -62,7 +62,7 @@ def set_workspace() -> None:
 
 
 def _sentence(refusal: str) -> str | None:
-    """Return what to do about torch's refusal, or None if the error is of another kind."""
+    """Return advice about torch's error message, or None if the error is of another kind."""
     if found := REFUSED.match(refusal):
         return (
             f"torch {torch.__version__} has no deterministic form of {found[1]}, which this run needs; leave "

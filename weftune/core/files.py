@@ -1,5 +1,4 @@
-"""Files of Weftune: replaced whole or not at all, JSON lines that are complete or gone, YAML, format versions
-and the cache folder."""
+"""Helpers for files: atomic replacement, JSON lines, YAML, format versions and the cache folder."""
 
 from __future__ import annotations
 
@@ -17,22 +16,22 @@ from typing import Any
 from weftune.errors import OutputError
 
 MOST_UNWRITTEN = 50_000
-"""Maximum number of lines kept in memory while the disk accepts none; beyond it the oldest are dropped."""
+"""Maximum number of lines kept in memory while writing fails; beyond it the oldest are dropped."""
 FORMAT = 1
-"""Current format version of job.yaml, checkpoints and status.json. Raise it whenever one of them changes so
-that an older Weftune would misread it."""
+"""Current format version of job.yaml, checkpoints and status.json. Raise it whenever a change of one of them
+would be misread by an older Weftune."""
 BEFORE = 0
-"""Version of files without a format field: they were written before there was one, and are still read."""
+"""Version of files without a format field, which early versions wrote and which are still read."""
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
-"""End of the text of an I/O error from safetensors and tokenizers, which write from Rust."""
+"""Pattern of the end of an I/O error's message from safetensors and tokenizers, which use Rust."""
 LONGEST_YAML = 1 << 16
 MOST_BRACKETS = 200
 NESTED = re.compile(r"^[ \t?:-]{100}", re.MULTILINE)
-"""Beginning of a deeply indented line."""
+"""Pattern of the beginning of a deeply indented line of YAML."""
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """Return valid JSON: a number that is not finite is written as null."""
+    """Return valid JSON. Numbers that are not finite become null."""
     return json.dumps(_clean(value), ensure_ascii=False, indent=indent)
 
 
@@ -58,12 +57,12 @@ def _clean(value: Any) -> Any:
 
 
 def temporary(path: Path) -> Path:
-    """Return the path to which the next version of `path` is written before it is renamed."""
+    """Return the temporary path that is written and then renamed to `path`."""
     return path.with_name(f".{path.name}.new")
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file so that a reader, or a restart, sees the old content or the new and nothing between."""
+    """Replace a file atomically: readers, also after a crash, see either the old or the new content."""
     fresh = temporary(path)
     try:
         with fresh.open("wb") as file:
@@ -84,7 +83,7 @@ def replace_json(path: Path, value: Any) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename durable. Windows cannot sync folders, so there this does nothing."""
+    """Sync a folder, so that renames in it are durable. On Windows this does nothing."""
     if os.name == "nt":
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -95,13 +94,13 @@ def sync_folder(folder: Path) -> None:
 
 
 class LineFile:
-    """A file of JSON lines that is appended to. A line that cannot be written now waits for the next one."""
+    """A file of JSON lines that is appended to. A line that cannot be written is kept and retried later."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._handle: int | None = None
         self._size = 0
-        """Size of the file in bytes while it is open; there is no other writer."""
+        """Size of the file in bytes while it is open; nobody else writes to it."""
         self._unwritten: deque[bytes] = deque(maxlen=MOST_UNWRITTEN)
 
     def append(self, line: Mapping[str, Any]) -> None:
@@ -131,7 +130,7 @@ class LineFile:
         self._unwritten.clear()
 
     def keep(self, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Drop every line that is torn or not kept, replacing the file only if that changes it."""
+        """Remove lines that are incomplete or for which `is_kept` is false; rewrite only if any are."""
         self.close()
         if not self.path.exists():
             return
@@ -154,7 +153,7 @@ class LineFile:
 
 
 def kept_lines(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> bytes:
-    """Return the complete lines of a file that are kept; empty if there is no file."""
+    """Return the complete lines of a file for which `is_kept` is true; empty if there is no file."""
     if not path.exists():
         return b""
     kept = []
@@ -200,7 +199,7 @@ def disk_errors() -> Iterator[None]:
 
 
 def ordinary_modes(folder: Path) -> None:
-    """Give all files below `folder` the mode of the user's umask: some libraries create private files."""
+    """Set the modes of all files below `folder` by the umask, since some libraries create private files."""
     probe = folder / ".mode"
     probe.touch()
     mode = probe.stat().st_mode & 0o777
@@ -226,9 +225,9 @@ def refuse_unknown_format(found: Any, path: Path) -> None:
 
 
 def load_yaml(text: str) -> Any:
-    """Return the plain values of a file that Weftune wrote, read by libyaml if it is installed: with
-    thousands of jobs, the reader in Python takes longer than their training. Deeply nested text is left to
-    Python's reader, which raises RecursionError: code that walks through the values would fail later."""
+    """Parse YAML that Weftune wrote, with libyaml if it is installed: with thousands of jobs, the Python
+    parser takes longer than their training. Deeply nested text is left to the Python parser, which raises
+    RecursionError early; libyaml would accept it and later code would fail."""
     import yaml
 
     brackets = text.count("[") + text.count("{")
@@ -237,7 +236,7 @@ def load_yaml(text: str) -> Any:
 
 
 def dump_yaml(values: Any) -> bytes:
-    """Return plain values as YAML, with keys in their own order, written by libyaml if it is installed."""
+    """Return plain values as YAML with keys in their given order, written by libyaml if it is installed."""
     import yaml
 
     dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)

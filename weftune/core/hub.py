@@ -1,4 +1,4 @@
-"""A single, early check whether the Hub has a repository, before any library retries the same request."""
+"""A single, early check whether a repository exists on the Hugging Face Hub, before libraries retry."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 TIMEOUT_SECONDS = 5.0
 NAMES = {"model": "folder", "dataset": "file or folder"}
-"""Maps each kind of repository to the local thing that its name could also mean."""
+"""Maps each kind of repository to what the same name could denote on the local disk."""
 
 
 def why_absent(name: str, kind: Literal["model", "dataset"], revision: str | None = None) -> str | None:
@@ -44,7 +44,7 @@ def why_absent(name: str, kind: Literal["model", "dataset"], revision: str | Non
 
 
 def _was_fetched(name: str, kind: str, revision: str | None) -> bool:
-    """Return whether the Hub's cache has it, so that it is found without the network."""
+    """Return whether the repository is in the local cache of the Hub, so that no network is needed."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if kind == "model":

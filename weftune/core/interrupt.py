@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM: the first asks to finish the step and save, the second stops at once.
+"""Ctrl-C and SIGTERM: the first signal requests to finish the step and save, the second stops at once.
 
-A step that takes long is not waited for: the sender may kill the process after 30 seconds.
+A step that takes too long is abandoned, since the sender may kill the process after 30 seconds.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from contextlib import contextmanager
 from types import FrameType
 
 FINISHING = 10.0
-"""Seconds that steps have to finish after a stop is requested; then open global batches are dropped."""
+"""Seconds allowed for steps to finish after a stop request; then open global batches are dropped."""
 
 
 class StopRequest:
-    """A request to stop, as seen by the code that runs a window."""
+    """A request to stop, checked while a window runs."""
 
     def __init__(self, stop: Callable[[], bool]) -> None:
         self._stop = stop
         self._since: float | None = None
 
     def is_pending(self) -> bool:
-        """Return whether to stop at the next point where no job is inside a step."""
+        """Return whether to stop at the next point where no global batch is incomplete."""
         if self._since is None and self._stop():
             self._since = time.monotonic()
         return self._since is not None
 
     def is_overdue(self) -> bool:
-        """Return whether to stop at once, wherever the window is."""
+        """Return whether to stop at once, even within a global batch."""
         return self.is_pending() and time.monotonic() - (self._since or 0.0) > FINISHING
 
 
 @contextmanager
 def interrupts(on_first: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether a stop was requested. Threads other than the main one cannot
-    receive signals; there it always returns False."""
+    """Yield a function that returns whether a stop was requested. Outside the main thread, which alone can
+    receive signals, it always returns False."""
     requested, reported = threading.Event(), threading.Event()
 
     def handle(_: int, __: FrameType | None) -> None:

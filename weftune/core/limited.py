@@ -1,14 +1,14 @@
 """Untrusted work in a separate process with limits on time and memory.
 
 An untrusted chat template, regular expression or compressed file can loop or grow without end, often inside
-one call of a C library, where Python can neither count nor interrupt. A signal works in the main thread only,
-and no thread can reclaim memory. So such work runs in a small process without torch: the system ends it when
-its processor time is up, and refuses it memory beyond the limit. It is started once, at the first call, and
-reused; a batch of rows is one call, so the overhead for ordinary data is small.
+one call of a C library, where Python can neither count nor interrupt. Signals work in the main thread only,
+and memory of a thread cannot be reclaimed. So such work runs in a small process without torch, whose
+processor time and memory the operating system limits. The process is started at the first call and reused; a
+batch of rows is one call, so the overhead is small.
 
-Arguments are pickled, since they are trusted. Results are JSON, which cannot execute code here.
+Arguments are pickled, since they are trusted. Results are JSON, which cannot execute code in the caller.
 
-Regular expressions are tried there before they are used: Python's `re` backtracks, and `(.*.*)*x` takes
+Regular expressions are first tried in that process: Python's `re` backtracks, and `(.*.*)*x` takes
 practically forever on a name of thirty letters. The cost of a pattern on a name is the same every time, so it
 is tried once on all the names that it will be matched against, and used without a limit if it passes.
 """
@@ -36,16 +36,16 @@ from weftune.errors import Mistake, UserError
 
 MAX_BYTES = 256 * 2**20
 SECONDS = 2.0
-"""Limit of processor time per call, in seconds, whatever the load; ordinary calls take milliseconds."""
+"""Maximum processor time per call, in seconds. Ordinary calls take milliseconds."""
 WALL_SECONDS = 60.0
-"""Limit of wall time per call, in seconds, on systems that cannot count processor time (Windows)."""
+"""Maximum wall time per call, in seconds, where processor time cannot be limited (Windows)."""
 LENGTH_BYTES = 8
 QUIET = {"OMP_NUM_THREADS": "1", "ARROW_IO_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
-"""Environment variables that keep threads and allocators from reserving memory, which would use up the limit
-before any work is done."""
+"""Environment variables that keep libraries from reserving memory for threads and allocators, which would
+count towards the limit."""
 LONGEST_PATTERN = 10_000
 PATTERN_SECONDS = 0.5
-"""Limit for all names together, in seconds; ordinary patterns take less than a thousandth of it."""
+"""Maximum seconds for all names together; ordinary patterns take less than a thousandth of it."""
 REPEATS = re.compile(r"[*+?{]")
 TYPICAL = tuple(
     f"{stem}.{layer}.{part}"
@@ -53,13 +53,13 @@ TYPICAL = tuple(
     for layer in (0, 17)
     for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj", "mlp.gate_up_proj", "attn.c_attn")
 )
-"""Typical module paths, used while the base is not known."""
+"""Typical module paths, on which patterns are tried while the base is not known."""
 
 Reason = Literal["time", "memory", "crash"]
 
 
 class Stopped(Exception):
-    """The call was ended at a limit, or its process died."""
+    """Raised if a call exceeded a limit or its process died."""
 
     def __init__(self, reason: Reason, seconds: float) -> None:
         self.reason = reason
@@ -111,7 +111,7 @@ class _LimitedProcess:
         return reply["value"]
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """Return the process; start one if it has ended, or belongs to the parent of this fork."""
+        """Return the process; start one if there is none, it has ended, or it belongs to a forking parent."""
         if self._running is None or self._owner != os.getpid() or self._running.poll() is not None:
             self._running, self._owner = start_server(__name__, QUIET), os.getpid()
         return self._running
@@ -126,7 +126,7 @@ class _LimitedProcess:
 def _reply_of(
     process: subprocess.Popen[bytes], stdin: IO[bytes], stdout: IO[bytes], payload: bytes
 ) -> dict[str, Any] | None:
-    """Return the reply, or None if the process died."""
+    """Send a request and return the reply, or None if the process died."""
     watch = None if hasattr(signal, "setitimer") else threading.Timer(WALL_SECONDS, process.kill)
     try:
         if watch is not None:
@@ -167,7 +167,7 @@ def receive_bytes(stream: IO[bytes]) -> bytes | None:
 
 
 def serve() -> None:
-    """Answer calls inside the limited process until the caller is gone."""
+    """Answer calls inside the limited process until the caller closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both, and the parent decides
     with suppress(ImportError):
         import resource
@@ -198,18 +198,18 @@ def _answer(payload: bytes) -> bytes:
 
 
 def allow_seconds(seconds: float) -> None:
-    """Allow that much processor time from now on; then the system ends the process."""
+    """Limit the processor time of this process to `seconds` more; then the system kills it."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def ending(pattern: str) -> str:
-    """Return the expression that matches module paths ending in a pattern, as PEFT completes it."""
+    """Return a regular expression for module paths that end in `pattern`, as PEFT matches them."""
     return rf"(.*\.)?({pattern})"
 
 
 def slow_sentence(expressions: Iterable[str], names: Sequence[str] = TYPICAL) -> str | None:
-    """Return why the expressions must not be matched against `names`, or None if they may. Expressions that
+    """Return a sentence if the expressions are too slow to match against `names`, or None. Expressions that
     do not compile are ignored."""
     return next(filter(None, (_tried(expression, tuple(names)) for expression in expressions)), None)
 
@@ -232,7 +232,7 @@ def _tried(expression: str, names: tuple[str, ...]) -> str | None:
 
 
 def match_all(expression: str, names: Sequence[str]) -> list[bool]:
-    """Return for each name whether it matches as a whole; empty if the expression does not compile."""
+    """Return for each name whether the expression matches all of it; empty if it does not compile."""
     try:
         compiled = re.compile(expression)
     except (re.error, RecursionError, OverflowError):

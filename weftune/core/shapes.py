@@ -1,4 +1,4 @@
-"""Records of sizes, shared by the packages that plan and the packages that compute."""
+"""Sizes of bases and jobs, for the packages that plan and those that compute."""
 
 from __future__ import annotations
 
@@ -8,46 +8,46 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
-"""Names of the linears of a layer's experts, in the order of their module. Each is one parameter."""
+"""Parameter names of the linears of a layer's experts, in order. Each parameter holds all experts."""
 TEXT_TOWER = "model.language_model"
-"""The module path of the text tower in a model that sees images too."""
+"""Module path of the text tower in a multimodal model."""
 EMBED_SCALE = "embed_scale"
-"""Name, below the path of an embedding, of the factor that its rows are multiplied by when read."""
+"""Attribute of an embedding with the factor that its outputs are multiplied by."""
 LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""Bytes of logits at a time: few enough for the caches of a CPU, or enough rows to fill a GPU."""
+"""Bytes of logits computed at a time: few enough for the caches of a CPU, or enough to fill a GPU."""
 
 
 def logit_rows(device: str, vocabulary: int) -> int:
-    """Return the number of supervised rows that go through the head at a time, with float32 logits."""
+    """Return the number of supervised rows whose float32 logits are computed at a time."""
     return max(1, LOGIT_BYTES.get(device, LOGIT_BYTES["cpu"]) // (4 * vocabulary))
 
 
 @dataclass(frozen=True, slots=True)
 class SiteShape:
-    """A linear of the base where an adapter can attach, or the linears of all experts of a layer, stored as
-    one parameter. `name` is its path in the base."""
+    """A site: a linear of the base that an adapter can change, or the linears of all experts of a layer,
+    stored as one parameter. `name` is its module path."""
 
     name: str
     in_features: int
     out_features: int
     fan_in_fan_out: bool = False
-    """True where the weight is stored [in, out] (GPT-2's Conv1D)."""
+    """Whether the weight is stored as [in, out] (GPT-2's Conv1D)."""
     experts: int = 0
-    """Number of matrices that a router chooses from; 0 for a single matrix that every token passes."""
+    """Number of experts that a router chooses from; 0 for a single matrix that every token uses."""
     active: int = 1
-    """Number of matrices that a token passes."""
+    """Number of matrices that each token uses."""
 
     @property
     def weights(self) -> int:
         return max(1, self.experts) * self.in_features * self.out_features
 
     def resting(self, parameters: int) -> int:
-        """Return how many of `parameters`, spread over all matrices, a token does not pass."""
+        """Return how many of `parameters`, spread evenly over all experts, a token does not use."""
         return parameters * (self.experts - self.active) // self.experts if self.experts else 0
 
     @property
     def active_weights(self) -> int:
-        """Number of weights that a token is multiplied by."""
+        """Number of weights that each token is multiplied by."""
         return self.active * self.in_features * self.out_features
 
     @property
@@ -57,13 +57,13 @@ class SiteShape:
 
 
 def layer_of(site: str) -> int | None:
-    """Return the layer number in a site's name, or None for a site outside the layers."""
+    """Return the layer number in a site's module path, or None for a site outside the layers."""
     found = re.search(r"\.(\d+)\.", site)
     return None if found is None else int(found[1])
 
 
 def in_wrapper(name: str) -> bool:
-    """Return whether the name belongs to the text tower of a model that sees images too."""
+    """Return whether the name belongs to the text tower of a multimodal model."""
     return name.startswith(f"{TEXT_TOWER}.")
 
 
@@ -79,28 +79,28 @@ class ModelShape:
     """Bytes per value of activations, adapters and, unless `site_bytes_per_value` is set, weights."""
     sites: tuple[SiteShape, ...]
     context: int
-    """The longest sample that the base has positions for."""
+    """Maximum number of tokens per sample that the base has positions for."""
     site_bytes_per_value: float | None = None
-    """Bytes per value of the sites' weights, if they are stored in another format than passes compute in."""
+    """Bytes per value of the sites' weights, if their format differs from the compute dtype."""
     multiplied_as_stored: bool = False
-    """Whether products read that format directly, so that no matrix is computed for them."""
+    """Whether matrix products read the stored format directly, without a dequantised copy."""
     extra_values: int = 0
-    """Values per token that a fused layer keeps for its backward beyond those that follow from the widths of
-    its linears: some families have more norms, or one linear where others have three."""
+    """Values per token that a fused layer keeps for its backward in addition to those computed from the
+    widths of its linears: some families have more norms, or one linear where others have three."""
 
     @property
     def mixes(self) -> bool:
-        """Whether it is a mixture of experts: its layers run as transformers runs them, on every device."""
+        """Whether the base is a mixture of experts, whose layers run as in transformers on every device."""
         return any(site.experts for site in self.sites)
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters that a token passes; in a mixture of experts, not those of all experts."""
+        """Number of parameters that each token uses; in a mixture of experts, not those of all experts."""
         return self.parameters - sum(site.weights - site.active_weights for site in self.sites)
 
     @property
     def weight_bytes_per_value(self) -> float:
-        """Bytes per value of the sites' weights, unlike those of adapters, activations and head."""
+        """Bytes per value of the sites' weights; adapters, activations and head may have another size."""
         return self.bytes_per_value if self.site_bytes_per_value is None else self.site_bytes_per_value
 
     @property
@@ -112,15 +112,15 @@ class ModelShape:
 
     @property
     def matrix_bytes(self) -> int:
-        """Bytes of the largest matrix computed for a product; 0 if weights are multiplied as stored."""
+        """Bytes of the largest dequantised matrix; 0 if weights are multiplied as stored."""
         if self.site_bytes_per_value is None or self.multiplied_as_stored:
             return 0
         return self.bytes_per_value * max(site.in_features * site.out_features for site in self.sites)
 
     @property
     def code_bytes(self) -> int:
-        """Bytes per token of values rounded to 8 bits for one product, if products use 8-bit numbers: two of
-        the widest sites may be fused into one."""
+        """Bytes per token of the activations rounded to 8 bits for one product, if products use 8-bit
+        numbers; two of the widest sites may be fused into one."""
         if not self.multiplied_as_stored:
             return 0
         return 2 * max(max(site.in_features, site.out_features) for site in self.sites)
@@ -153,25 +153,25 @@ class JobShape:
     name: str
     priority: int
     order: int
-    """Its position in the jobs file; earlier goes first among equals."""
+    """Position in the jobs file; among jobs of equal priority, the earlier one goes first."""
     trainable: int
-    """Adapter parameters."""
+    """Number of adapter parameters."""
     longest: int
-    """Tokens in its longest sample."""
+    """Number of tokens in the longest sample."""
     batch_tokens: int = 0
-    """Tokens in its largest global batch, at most."""
+    """Upper bound on the tokens in the largest global batch."""
     by_layer: tuple[int, ...] = ()
-    """Adapter parameters in each layer of the base. Empty means that every layer has equally many."""
+    """Number of adapter parameters in each layer of the base. Empty means equally many in every layer."""
     resting: int = 0
-    """Adapter parameters that a token does not pass: those at experts that it is not routed to."""
+    """Number of adapter parameters that a token does not use: those of experts it is not routed to."""
     starts_from: str = ""
-    """The job of the same run whose adapter it waits for."""
+    """Name of the job of the same run whose trained adapter this job starts from."""
     scaled: int = 0
-    """Base outputs per token, in all layers, that kernels keep for every token of a microbatch while the job
-    is attached, since it scales them or some beside them."""
+    """Number of base outputs per token, over all layers, that kernels keep for every token of a microbatch
+    while the job is attached, because its adapter scales outputs."""
     means: int = 0
-    """Vectors as large as its master weights that it keeps beside them: 1 for a trial whose rungs evaluate
-    the mean of its weights."""
+    """Number of additional vectors as large as the master weights: 1 for a trial whose rungs evaluate the
+    mean of its weights."""
 
     @property
     def met(self) -> int:
@@ -179,18 +179,18 @@ class JobShape:
         return self.trainable - self.resting
 
     def averaged_in(self, held: LayerRange) -> int:
-        """Return the number of values of its weight mean in a stage."""
+        """Return the number of values of the job's weight mean in a stage."""
         return self.means * self.trainable_in(held)
 
     def trainable_in(self, held: LayerRange) -> int:
-        """Return the adapter parameters in a stage; those outside the layers count for every stage."""
+        """Return the adapter parameters in a stage; those outside the layers count in every stage."""
         if not self.by_layer:
             return math.ceil(self.trainable * (held.stop - held.start) / held.of)
         return self.trainable - sum(self.by_layer) + sum(self.by_layer[held.start : held.stop])
 
 
 def layer_sums(parameters: Iterable[tuple[str, int]], layers: int) -> tuple[int, ...]:
-    """Return the sum of the sites' parameters per layer; sites outside the layers are ignored."""
+    """Return the number of parameters in each layer; sites outside the layers are ignored."""
     sums = [0] * layers
     for site, count in parameters:
         if (layer := layer_of(site)) is not None:

@@ -1,5 +1,5 @@
-"""Safetensors files, written piece by piece directly from the tensors' memory. Nothing large is copied, and
-other threads run while a piece is hashed or written."""
+"""Writing of safetensors files directly from the tensors' memory. Nothing large is copied, and other threads
+run while a piece is hashed or written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor
 Piece = bytes | memoryview
 PIECE_BYTES = 8 << 20
 LARGE_BYTES = 1 << 20
-"""Size from which a piece is written without being copied."""
+"""Minimum size in bytes of a piece that is written without being copied."""
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -33,7 +33,7 @@ DTYPES = {
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write and sync a file of contiguous tensors on the host, byte for byte as safetensors would."""
+    """Write and sync a file of contiguous host tensors, with the same bytes that safetensors would write."""
     _write(path, _pieces(tensors, metadata))
 
 
@@ -64,8 +64,8 @@ def _write_all(file: io.FileIO, piece: Piece) -> None:
 
 
 def _together(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Join small pieces: a thread releases the interpreter lock at every write and waits to get it back,
-    which takes longer than copying a matrix of an adapter."""
+    """Join small pieces, since a thread releases the interpreter lock at every write, and waiting for it
+    again takes longer than copying a matrix of an adapter."""
     small: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -90,8 +90,8 @@ def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor. Uses numpy where possible: calls into torch let other threads run, and an
-    adapter has hundreds of tensors."""
+    """Return the bytes of a tensor, by numpy where possible: calls into torch release the interpreter lock,
+    and an adapter has hundreds of tensors."""
     plain = tensor.detach() if tensor.requires_grad else tensor
     array = (plain.view(torch.int16) if plain.dtype is torch.bfloat16 else plain).numpy()
     return array.reshape(-1).view(np.uint8).data
@@ -109,7 +109,7 @@ def _header(ordered: list[tuple[str, Tensor]], metadata: Mapping[str, str] | Non
 def _header_of(
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...], metadata: tuple[tuple[str, str], ...]
 ) -> bytes:
-    """Return a cached header, which adapters of many jobs share."""
+    """Return the header, cached because adapters of many jobs have the same."""
     listed: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
     for name, dtype, shape in tensors:

@@ -1,15 +1,15 @@
 """Frozen weights of the base that are not plain matrices, their products, and the output layer.
 
-A linear of the base whose weight is not a plain matrix, for example because it is stored in fewer bits,
-returns it from its method `frozen_weight`.
+A linear of the base whose weight is not a plain matrix, for example because it is quantised, returns the
+weight from its method `frozen_weight`.
 
-A coded weight is multiplied as it is stored: products of 8-bit floats (e4m3), as fp8 tensor cores compute
-them. Both operands have a scale per row, so that a row's codes and products depend on that row alone: a NaN
-stays where it is, and no row depends on its neighbours. Gradients are e4m3, too: a scale per row gives them
-the range that e5m2 would pay for with half of the digits.
+A coded weight is multiplied as stored: as 8-bit floats (e4m3) on fp8 tensor cores. Both operands have a scale
+per row, so that a row's codes and products depend on that row alone, and a NaN does not reach other rows.
+Gradients are e4m3, too: with a scale per row they do not need the larger range of e5m2, which has half as
+many digits.
 
 Shapes: T rows, M columns that are summed over, L rows of the frozen operand, K inputs, N outputs; for the
-head S rows, D hidden width, V vocabulary, n tokens with rows of a job's own.
+head S rows, D hidden width, V vocabulary, n tokens whose rows a job replaces.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ CODES = torch.float8_e4m3fn
 LARGEST = 448.0
 """Largest finite value of e4m3."""
 LEAST_SCALE = torch.finfo(torch.float32).tiny
-"""A row with a smaller scale is zero: the inverse would be infinite."""
+"""Smallest scale; a row with a smaller one counts as zero, since the inverse would be infinite."""
 CODED_PARAMETERS = {"weight": 0, "scale": 0, "turned": 1}
-"""Maps each parameter of a linear with a coded weight to the dimension of the outputs in it."""
+"""Maps each parameter of a linear with a coded weight to its output dimension."""
 
 MultiplyCodes = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, torch.dtype], Tensor]
 """(left_TM, codes_LM, scale_M, scale_L, dtype): ((left ⊙ scale_M) · codesᵀ) ⊙ scale_L, where the left operand
@@ -37,10 +37,10 @@ is rounded to codes; summed in at least float32 and rounded to the dtype once.""
 
 @runtime_checkable
 class CodedWeight(Protocol):
-    """A frozen weight W = codes · scale per output, which passes multiply by as it is stored.
+    """A frozen weight W = codes · scale per output, multiplied as stored.
 
-    The scales are outside the sum of xWᵀ but inside the sum of dyW, where they are multiplied into dy. The
-    tensor cores read both operands along the sum, so the codes are held in both orders.
+    In xWᵀ the scales are applied after the sum; in dyW they are multiplied into dy before it. The tensor
+    cores read both operands along the summed dimension, so the codes are stored in both orders.
     """
 
     def codes(self) -> Tensor:
@@ -106,7 +106,7 @@ def row_codes(x_TM: Tensor, scale_M: Tensor | None = None) -> tuple[Tensor, Tens
 def multiply_codes(
     left_TM: Tensor, codes_LM: Tensor, scale_M: Tensor | None, scale_L: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Implement `MultiplyCodes` on any device, with exactly the values that the tensor cores multiply."""
+    """Implement `MultiplyCodes` on any device, with exactly the products of fp8 tensor cores."""
     left_TM, scale_T = row_codes(left_TM, scale_M)
     sum_TL = left_TM.to(scale_T.dtype) @ codes_LM.to(scale_T.dtype).T
     sum_TL *= scale_T[:, None]
@@ -118,9 +118,8 @@ def multiply_codes(
 def multiply_unrounded(
     left_TM: Tensor, codes_LM: Tensor, scale_M: Tensor | None, scale_L: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Implement `MultiplyCodes` without rounding the left operand. Rounding to few digits turns a difference
-    in the last of many digits into one in the last of few, which hinders comparing two ways to the same
-    result."""
+    """Implement `MultiplyCodes` without rounding the left operand. Rounding would magnify tiny differences,
+    which hinders comparing two computations of the same result."""
     left_TM = left_TM.to(wide(left_TM.dtype))
     left_TM = left_TM if scale_M is None else left_TM * scale_M
     sum_TL = left_TM @ codes_LM.to(left_TM.dtype).T
@@ -163,13 +162,13 @@ class FrozenWeight(Protocol):
         """An empty tensor [0, K] of the matrix's dtype, on its device."""
 
     def matrix(self) -> Tensor:
-        """Return the matrix [N, K], computed at every call and kept no longer than a product."""
+        """Compute the matrix [N, K], which callers keep only for one product."""
 
     def write(self, out_NK: Tensor) -> None:
         """Write the matrix to `out_NK`."""
 
     def part(self, low: int, high: int) -> FrozenWeight:
-        """Return the weight of the outputs `low` to `high`."""
+        """Return the weight of outputs `low` to `high`."""
 
 
 Weight = Tensor | FrozenWeight
@@ -184,10 +183,10 @@ class HoldsWeight(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StackedWeight:
-    """The weights of several linears, one below the other; only whole ones can be taken apart again."""
+    """The weights of several linears, stacked along the outputs. Only whole linears can be selected."""
 
     parts: tuple[tuple[int, int, Weight], ...]
-    """(low, high, weight)."""
+    """First output, end of the outputs, and weight of each linear."""
 
     @classmethod
     def of(cls, weights: Sequence[Weight], outputs: Sequence[int]) -> StackedWeight:
@@ -223,8 +222,8 @@ class StackedWeight:
 
 @dataclass(frozen=True, slots=True)
 class CodedStack(StackedWeight):
-    """A stack of weights that products read as they are stored. The stack is a view if their codes are
-    adjacent in memory, otherwise a copy for one product."""
+    """A stack of coded weights. It is a view if their codes are adjacent in memory, otherwise a copy for one
+    product."""
 
     @property
     def coded(self) -> list[CodedWeight]:
@@ -291,7 +290,7 @@ def frozen_product_by(
 
 
 class _Product(torch.autograd.Function):
-    """A matrix that was computed from the frozen weight is recomputed in the backward."""
+    """The product with a frozen weight. A dequantised matrix is recomputed in the backward."""
 
     @staticmethod
     def forward(
@@ -320,7 +319,7 @@ def held_bytes(weight: Weight) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """logits = softcap · tanh((hWᵀ + b) · multiplier / softcap), each part optional."""
+    """The output layer: logits = softcap · tanh((hWᵀ + b) · multiplier / softcap), each part optional."""
 
     weight_VD: Tensor
     bias_V: Tensor | None = None
@@ -344,7 +343,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """Rows with which one job replaces some of the head's."""
+    """Rows of the head that one job replaces by its own."""
 
     ids_n: Tensor
     rows_nD: Tensor

@@ -1,4 +1,4 @@
-"""Build one store from one table: find the format, check every row, then tokenise into the cache."""
+"""Building of a store from a table: detect the format, check every row, then tokenise into the cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REASONS_KEPT = 5
 ROWS_AT_ONCE = 128
 CHARACTERS_AT_ONCE = 1_000_000
 CHUNKS_HERE = 4
-"""Chunks that are tokenised before worker processes are started; a small table is finished by then."""
+"""Number of chunks tokenised in this process before workers start; small tables need no workers."""
 
 
 def store_key(table: Table, format: Format, rules: Rules) -> str:
@@ -52,7 +52,7 @@ def store_key(table: Table, format: Format, rules: Rules) -> str:
 
 
 def build(table: Table, rules: Rules, cache: Path, progress: Callable[[int], None] | None) -> SampleStore:
-    """Return the table's store, from the cache if it is there and complete."""
+    """Return the table's store, from the cache if the cache holds it completely."""
     format = find_format(table, rules.spec)
     key = store_key(table, format, rules)
     store = open_store(cache / key)
@@ -72,7 +72,7 @@ def build(table: Table, rules: Rules, cache: Path, progress: Callable[[int], Non
 
 
 def find_format(table: Table, spec: DataSpec) -> Format:
-    """Return the format given in the spec, or that of the first row that has the columns of any format."""
+    """Return the format that the spec names, or the first format whose columns are found in a row."""
     if spec.format != "auto":
         refuse_untrainable(spec.format, table.label)
         return spec.format
@@ -97,7 +97,7 @@ def find_format(table: Table, spec: DataSpec) -> Format:
 
 
 def check(table: Table, format: Format, spec: DataSpec) -> None:
-    """Find every invalid row before any is tokenised, since reading is fast."""
+    """Check every row before any is tokenised. Raise DataError if there are invalid rows."""
     bad = _BadRows()
     for row in _limited(table, spec):
         try:
@@ -118,7 +118,7 @@ def _content(row: Row, format: Format, spec: DataSpec) -> Content:
 
 
 class _Alike:
-    """Rows that are bad for the same reason: the first of them, and their number."""
+    """Rows that are invalid for the same reason: the first of them, and their number."""
 
     def __init__(self, problem: BadRow) -> None:
         self._first = problem
@@ -144,7 +144,7 @@ class _Alike:
 
 
 class _BadRows:
-    """The first bad rows, one entry for all that share a common reason, and a count of the rest."""
+    """The first invalid rows, with one entry for all rows of a common reason, and the number of the rest."""
 
     def __init__(self) -> None:
         self._found: list[_Alike] = []
@@ -169,7 +169,7 @@ class _BadRows:
         alike.add(location, problem)
 
     def refuse(self, rest: str = "") -> None:
-        """Raise DataError if there are bad rows."""
+        """Raise DataError if there are invalid rows."""
         if not self._found:
             return
         rest = f"and {self.more} more" if self.more else rest
@@ -177,7 +177,7 @@ class _BadRows:
         raise DataError([*mistakes, *([Mistake("", rest)] if rest else [])])
 
     def reasons(self, count: int) -> tuple[list[str], int]:
-        """Return the first sentences and the number of rows that they cover."""
+        """Return up to `count` sentences and the number of rows that they cover."""
         first = self._found[:count]
         return [str(alike.mistake(with_remedy=False)) for alike in first], sum(a.count for a in first)
 
@@ -207,7 +207,7 @@ def _write(
 def _tokenised(
     chunks: Iterator[list[Row]], format: Format, rules: Rules
 ) -> Iterator[tuple[list[Row], TokenisedChunk]]:
-    """Yield every chunk in order, tokenised in this process until the workers have started, then by them."""
+    """Yield each chunk with its result, in order; workers tokenise once they have started."""
     # Rows from Python can be many, and a worker is sent its own.
     shared = replace(rules, spec=replace(rules.spec, rows=None)), format
     count = worker_count()
@@ -221,7 +221,7 @@ def _tokenised(
 
 
 def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """Yield chunks that are bounded in rows and, roughly, in characters, so that memory stays small."""
+    """Yield chunks of limited rows and, roughly, characters, so that little memory is needed."""
     chunk: list[Row] = []
     size = 0
     for row in rows:
@@ -246,7 +246,7 @@ def _size(value: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TokenisedChunk:
-    """The samples of some rows in the layout of a store, and the outcome of the rows."""
+    """The samples of a chunk of rows, in the layout of a store, and the counts and problems of the rows."""
 
     arrays: dict[str, NDArray[Any]]
     bad: list[tuple[int, dict[str, Any]]]
@@ -255,7 +255,7 @@ class TokenisedChunk:
 
 
 def tokenise_chunk(shared: tuple[Rules, Format], rows: list[Row]) -> TokenisedChunk:
-    """Tokenise one chunk, in this process or in a worker."""
+    """Tokenise one chunk of rows; called in this process or in a worker."""
     rules, format = shared
     tally = Tally(rows=len(rows))
     good: list[tuple[int, Content]] = []

@@ -1,7 +1,7 @@
-"""Tokenised samples on disk: written as a stream, checked by checksum, read as memory maps.
+"""Stores of tokenised samples on disk: written as a stream, verified by checksum, read as memory maps.
 
-A store is a folder that appears under its final name only when it is complete, so several processes may build
-the same one at once: the first to finish wins and the others use its result.
+A store is a folder that gets its final name only when it is complete, so several processes may build the same
+one at once: the first to finish wins and the others use its result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weftune.core.files import sync_folder
 from weftune.errors import OutputError
 
 ARRAYS = {"tokens": "<i4", "mask": "|b1", "lengths": "<i4", "supervised": "<i4", "rows": "<u8"}
-"""Maps each file to its dtype: tokens and mask end to end, the others one value per sample."""
+"""Maps each file to its dtype. Tokens and mask are concatenated; the others have one value per sample."""
 META = "store.json"
 PIECE = 2**20
 FORGOTTEN_AFTER = 24 * 3600
@@ -34,7 +34,7 @@ FORGOTTEN_AFTER = 24 * 3600
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of what happened to the rows of one table on their way to samples."""
+    """Counts of the rows of one table by outcome, such as skipped or truncated."""
 
     rows: int = 0
     skipped: int = 0
@@ -46,18 +46,18 @@ class Tally:
     control: int = 0
     untold: int = 0
     reasons: list[str] = field(default_factory=list)
-    """Places and sentences of the first skipped rows."""
+    """Locations and reasons of the first skipped rows."""
     explained: int = 0
-    """Number of skipped rows that the reasons cover."""
+    """Number of skipped rows that `reasons` covers."""
 
     def add(self, other: Tally) -> None:
-        """Add the counts of other rows; the caller handles the reasons."""
+        """Add the counts of `other`; the caller merges the reasons."""
         for one in fields(self):
             if one.type == "int":
                 setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
     def notes(self, label: str | None, longest: int) -> list[str]:
-        """Return a sentence for the report about each count above 0; `label` names one of several tables."""
+        """Return a sentence about each count above 0. `label` names the table if there are several."""
         count = f"of {self.rows} rows" + (f" of {label}" if label is not None else "")
         notes = []
         if self.skipped:
@@ -101,7 +101,7 @@ class SampleStore:
     rows: NDArray[np.uint64]
     tally: Tally
     key: str = ""
-    """Hash of everything that determines the samples; the name of the folder."""
+    """Hash of everything that determines the samples, used as the name of the folder."""
 
 
 def open_store(folder: Path) -> SampleStore | None:
@@ -139,7 +139,7 @@ def _checksum(path: Path) -> int:
 
 
 class StoreWriter:
-    """Append samples to a folder with a temporary name; `commit` renames it to its final name."""
+    """Appends samples to files in a temporary folder; `commit` renames it to its final name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,12 +1,12 @@
-"""Chats rendered by a template: the supervised characters, the forms that stricter templates require, and a
-check that all parts of a row are printed.
+"""Rendering of chats by a template: which characters are supervised, the forms of a chat that strict
+templates require, and a check that the template prints all parts of a row.
 
 Supervised characters are found by rendering the prefixes of a chat. The text that the template prints for the
 messages before a turn, with the generation prompt, is the model's input at inference; the text that it adds
 for the turn is the output that the model must learn.
 
-A template may trim, escape or move a text, so looking for it would raise false alarms. Instead one part of a
-message is changed and rendered again: if not a character differs, the template does not print that part.
+A template may trim, escape or move a text, so searching for the text would raise false alarms. Instead, one
+part of a message is changed and the chat rendered again: if the result is equal, the part is not printed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weftune.data.formats import Chat, Message
 from weftune.data.row import BadRow, CommonBadRow
 
 PROBE = "zq"
-"""Text that is added to a part to change it; any letters would do."""
+"""Text that is inserted into a part to change it; any letters would do."""
 THINKING_END = "</think>"
 MOST_SHAPES = 10_000
 REMEDY = (
@@ -36,13 +36,13 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A sample of a chat as text. A row has several if each of its turns became its own sample."""
+    """The text of one sample of a chat. A row has several if each of its turns becomes a separate sample."""
 
     text: str
     spans: tuple[tuple[int, int], ...] | None
-    """Supervised characters, as [start, stop) spans. None means all of them."""
+    """Supervised characters as [start, stop) spans. None means all characters."""
     parted: bool = False
-    """Whether the generation prompt differs from what the template prints before an assistant's turn."""
+    """Whether the generation prompt differs from the template's text before an assistant's turn."""
     endless: bool = False
     """Whether a turn ends without an end-of-turn token."""
 
@@ -57,8 +57,8 @@ def render_everything(chat: Chat, template: Renderer) -> tuple[Rendered, ...]:
 
 
 def render_turns(chat: Chat, template: Renderer, ends: Collection[str]) -> tuple[Rendered, ...]:
-    """Render a chat and find its supervised turns: all of them in one text, or each in its own if the
-    template prints one of them differently there. `ends` are the texts of the tokens at which a turn can end.
+    """Render a chat and find its supervised turns. All turns are in one text, unless the template prints a
+    turn differently in the whole chat; then each turn has its own text. `ends` are the end-of-turn tokens.
 
     The one text is that of the whole chat, unless the messages after the last turn change how a turn is
     printed.
@@ -77,7 +77,7 @@ def render_turns(chat: Chat, template: Renderer, ends: Collection[str]) -> tuple
 
 
 def _render_turn(chat: Chat, at: int, template: Renderer, ends: Collection[str]) -> Rendered:
-    """Return the chat up to and including a turn, which alone is supervised."""
+    """Render the chat up to and including message `at`, the only supervised turn."""
     text = template.render(chat.messages[: at + 1], chat.tools, prompt=False)
     given = template.render(chat.messages[:at], chat.tools, prompt=True)
     start = len(given)
@@ -97,7 +97,7 @@ def _render_turn(chat: Chat, at: int, template: Renderer, ends: Collection[str])
 
 
 def _span_within(text: str, turn: Rendered, ends: Collection[str]) -> tuple[int, int] | None:
-    """Return the span of a turn in a longer chat, or None if the template prints it differently there."""
+    """Return the span of a turn in the text of a longer chat, or None if it is printed differently there."""
     assert turn.spans is not None
     ((start, stop),) = turn.spans
     if text.startswith(turn.text):
@@ -112,7 +112,7 @@ def _span_within(text: str, turn: Rendered, ends: Collection[str]) -> tuple[int,
 
 
 def forms(chat: Chat) -> Iterator[Chat]:
-    """Yield the forms of a chat, first the unchanged one, which `apply_chat_template` prints at inference."""
+    """Yield equivalent forms of a chat, first the unchanged one, which is used at inference."""
     yield chat
     useful = [
         change
@@ -132,7 +132,7 @@ def _system_for_developer(message: Message) -> Message:
 
 
 def _empty_for_null(message: Message) -> Message:
-    """Replace null content, allowed beside tool calls: many templates cannot concatenate null."""
+    """Replace null content, as beside tool calls, by an empty text, which more templates can print."""
     return message if message.get("content") is not None else {**message, "content": ""}
 
 
@@ -151,19 +151,19 @@ def _text_for_arguments(message: Message) -> Message:
 
 
 class PrintCheck:
-    """A check that refuses rows if the template drops a part of them.
+    """Refuses rows of which the template drops a part.
 
-    Templates depend on roles and fields, hardly ever on words. So the parts of a chat are tried one by one
-    only if no chat of its shape was tried before, or if a text is not found verbatim.
+    Templates depend on roles and fields, rarely on words. So the parts of a chat are tested one by one only
+    if no chat with the same roles and fields was tested before, or if a text is not printed verbatim.
     """
 
     def __init__(self, template: Renderer) -> None:
         self._template = template
         self._sound: set[tuple[object, ...]] = set()
-        """Shapes of chats whose parts are all printed."""
+        """Shapes (roles and fields) of chats whose parts are all printed."""
 
     def refuse_dropped(self, chat: Chat, text: str) -> None:
-        """Raise CommonBadRow if the template drops a part of the chat, for which it printed `text`."""
+        """Raise CommonBadRow if the template drops a part of the chat, which it rendered as `text`."""
         start = 0
         # Chats are tried up to each assistant message and as a whole: many templates refuse another end.
         stops = {at + 1 for at, message in enumerate(chat.messages) if message["role"] == "assistant"}
@@ -177,7 +177,7 @@ class PrintCheck:
             start = stop
 
     def _try(self, chat: Chat, start: int, stop: int) -> None:
-        """Try each part of the messages from `start` to `stop`, in the chat that ends with them.
+        """Test each part of the messages from `start` to `stop`, in the chat that ends with them.
 
         Parts that a template drops once the chat continues, such as old thinking, are dropped on purpose.
         """
@@ -218,7 +218,7 @@ def _found(message: Message, text: str) -> bool:
 
 
 def _changes(message: Message, supervised: bool) -> Iterator[tuple[str, Message]]:
-    """Yield each part of a message and the message with that part changed."""
+    """Yield the name of each part of a message, and the message with that part changed."""
     thinking, spoken = _thinking_and_spoken(message)
     content = message.get("content")
     if spoken:
@@ -233,7 +233,7 @@ def _changes(message: Message, supervised: bool) -> Iterator[tuple[str, Message]
 
 
 def _changed_calls(call: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the call with another name, and with other arguments if it has some."""
+    """Yield the tool call with another name and, if it has arguments, with other arguments."""
     body = _body(call)
     changes: list[dict[str, Any]] = [{"name": f"{body.get('name')}{PROBE}"}]
     arguments = body.get("arguments")

@@ -1,4 +1,4 @@
-"""Samples laid out as one microbatch: end to end, the rows of a job together, nothing padded.
+"""Concatenation of samples into one microbatch: the rows of a job are contiguous, and nothing is padded.
 
 Shapes: T rows (tokens of all samples).
 """
@@ -27,14 +27,14 @@ class Part:
     samples: Samples
     index: int
     offset: int
-    """Number of tokens of the job's global batch before this sample, before packing."""
+    """Number of tokens before this sample in the job's global batch, regardless of packing."""
     before: int = 0
-    """Rows without tokens that its adapter puts before it; the last predicts the first token."""
+    """Number of rows that the adapter inserts before the sample; the last one predicts the first token."""
     first_position: int = 0
 
 
 def collate(parts: Sequence[Part]) -> Microbatch:
-    """Return the samples as one microbatch, vectorised, since there may be a thousand of them."""
+    """Concatenate the samples into one microbatch."""
     assert parts, "a microbatch holds at least one sample"
     found = [part.samples.tokens_and_mask(part.index) for part in parts]
     tokens = [_behind(part.before, own) for part, (own, _) in zip(parts, found, strict=True)]
@@ -54,7 +54,7 @@ def collate(parts: Sequence[Part]) -> Microbatch:
 
 
 def _behind(rows: int, values: NDArray[Any]) -> NDArray[Any]:
-    """Return the values with `rows` zeros before them."""
+    """Return the values with `rows` zeros in front."""
     return np.pad(values, (rows, 0)) if rows else values
 
 

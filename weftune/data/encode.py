@@ -1,6 +1,6 @@
-"""Text to tokens through the base's own tokenizer, where control tokens in a user's text stay text.
+"""Tokenisation by the base's tokenizer, where control tokens in a user's text stay plain text.
 
-Special tokens are parsed only in what a chat template prints; a text that a user wrote is tokenised with
+Special tokens are parsed only in the text that a chat template prints; a user's text is tokenised with
 special-token parsing off.
 """
 
@@ -28,7 +28,7 @@ PRIVATE = range(0xE000, 0xF900)
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Tokens, and the characters that each came from: [start, stop)."""
+    """Tokens, and the [start, stop) span of characters that each token covers."""
 
     tokens: NDArray[np.int32]
     starts: NDArray[np.int64]
@@ -40,13 +40,13 @@ class Encoder:
         if not getattr(tokenizer, "is_fast", False):
             raise DataError("the base's tokenizer gives no character offsets; Weftune needs a fast tokenizer")
         self.tokenizer = tokenizer
-        """None in a process without transformers."""
+        """The transformers tokenizer; None in a worker process."""
         self._backend = tokenizer.backend_tokenizer
         self.size = len(tokenizer)
         self.eos: int | None = tokenizer.eos_token_id
         self.bos: int | None = tokenizer.bos_token_id
         self.lead = self._find_lead()
-        """Tokens that the tokenizer itself puts before a text: usually BOS, for some bases none."""
+        """Tokens that the tokenizer inserts before a text: usually BOS, with some tokenizers none."""
         self._prefixes = self._adds_prefix()
         added = tokenizer.added_tokens_decoder.values()
         self.added = frozenset(str(token) for token in added)
@@ -56,7 +56,7 @@ class Encoder:
         """Pattern that matches the text of any control token."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return a state for a process without transformers, with the tokenizer as its serialised text."""
+        """Return a state for a process without transformers: the tokenizer is serialised as text."""
         return {**self.__dict__, "tokenizer": None, "_backend": self._backend.to_str()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ class Encoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the tokenizer, computed once, since a large vocabulary takes a good part of a second."""
+        """Hash of the tokenizer, cached, since hashing a large vocabulary is slow."""
         state = json.loads(self._backend.to_str())
         # Truncation and padding depend on the last call of the tokenizer and are not part of its identity.
         state["truncation"] = state["padding"] = None
@@ -74,13 +74,13 @@ class Encoder:
         return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def texts(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """Return the tokens of users' texts, each tokenised as the beginning of a text."""
+        """Return the tokens of users' texts, each tokenised from the beginning of a sample."""
         # Without offsets, which would take longer than the tokens.
         parts = self._prepared(parse=False).encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(part.ids, dtype=np.int32) for part in parts]
 
     def continuations(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """Return the tokens of users' texts as continuations: without a leading space that is added."""
+        """Return the tokens of users' texts that continue another text, without an added leading space."""
         if not self._prefixes:
             return self.texts(texts)
         return [part.tokens for part in self._continue(texts, parse=False)]
@@ -92,8 +92,8 @@ class Encoder:
     def pieces(self, text: str, stand_ins: Mapping[str, str]) -> Encoded:
         """Return the tokens of a text that a template printed, split at every stand-in.
 
-        A stand-in is a private-use character that replaces a control token in a user's text; it becomes the
-        tokens of that text.
+        A stand-in is a private-use character that replaces a control token in a user's text. It is tokenised
+        as the plain text of that control token.
         """
         if not text:
             return _encoded([], [])
@@ -116,7 +116,7 @@ class Encoder:
         return Encoded(np.concatenate(tokens), np.concatenate(starts), np.concatenate(stops))
 
     def begins_inside(self, encoded: Encoded, cut: int) -> bool:
-        """Return whether a token holds characters from both sides of the cut."""
+        """Return whether a token covers characters on both sides of the position `cut`."""
         after = int(np.searchsorted(encoded.starts, cut, side="left"))
         stop_before = encoded.stops[after - 1] if after > 0 else cut
         if stop_before > cut:
@@ -134,7 +134,7 @@ class Encoder:
         return [_encoded(part.ids, part.offsets) for part in parts]
 
     def _prepared(self, parse: bool) -> Any:
-        """Return the backend, called directly: it keeps the settings of whoever called it last."""
+        """Return the Rust tokenizer with its settings reset, since they persist between calls."""
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = not parse
@@ -177,7 +177,7 @@ def _encoded(tokens: list[int], offsets: list[tuple[int, int]]) -> Encoded:
 
 
 def hide_control(value: Any, control: re.Pattern[str]) -> tuple[Any, dict[str, str]]:
-    """Return the value with control tokens replaced by private-use characters, and character → token."""
+    """Replace control tokens by private-use characters. Return the value and each character's token."""
     used = set(json.dumps(value, ensure_ascii=False, default=str))
     free = (chr(code) for code in PRIVATE if chr(code) not in used)
     stand_ins: dict[str, str] = {}

@@ -1,5 +1,5 @@
-"""The format of rows, detected from their columns, and each row checked and converted to its content: a chat,
-a text, or tokens."""
+"""Detection of the format of rows from their columns, and conversion of a row to a chat, a text, or
+tokens."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ NEEDED: dict[Format, tuple[tuple[str, ...], ...]] = {
     "alpaca": (("instruction", "output"),),
     "text": (("text",),),
 }
-"""Maps each format to its alternative sets of required columns, in the order of detection. The original
-Alpaca file also has a `text` column, so `text` comes last."""
+"""Maps each format to its alternative sets of required columns, in the order of detection. `text` is last,
+since the original Alpaca file also has a `text` column."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
     "human": "user",
@@ -66,7 +66,7 @@ class Chat:
     messages: tuple[Message, ...]
     tools: list[Any] | None
     turns: tuple[int, ...]
-    """Indices of the assistant's messages that are trained on; ignored with `train_on: all`."""
+    """Indices of the assistant messages that are supervised; ignored with `train_on: all`."""
     stand_ins: Mapping[str, str] = field(default_factory=dict)
     """Maps each private-use character in the chat to the control token that it replaces."""
 
@@ -100,7 +100,7 @@ def check_columns(columns: Mapping[str, str]) -> None:
 
 
 def renamed(value: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the row with its columns renamed; a renamed column is no longer found under its old name."""
+    """Return the row with its columns renamed; the old name of a renamed column is removed."""
     if not columns:
         return value
     taken = set(columns.values())
@@ -129,7 +129,7 @@ def refuse_untrainable(format: Format, label: str) -> None:
 
 
 def normalise(value: Mapping[str, Any], format: Format, spec: DataSpec) -> Content:
-    """Return the row's content. Raise BadRow if it cannot be used."""
+    """Check a row and convert it to its content. Raise BadRow if it is invalid."""
     row = renamed(value, spec.columns)
     choices = NEEDED[format]
     if not _has_any(row, choices):
@@ -207,7 +207,7 @@ def _integers(value: object, name: str) -> NDArray[np.int64]:
 
 
 def _tokens(row: Mapping[str, Any]) -> Sample:
-    """Return tokens and mask. Labels are not kept, since a supervised token's label is the token itself."""
+    """Return tokens and mask. Labels are dropped: that of a supervised token is the token itself."""
     tokens = _integers(row["input_ids"], "input_ids")
     labels = _integers(row["labels"], "labels") if row.get("labels") is not None else tokens
     shown = row.get("attention_mask")
@@ -237,7 +237,7 @@ def text_of(value: object, name: str) -> str:
 
 
 def list_of(value: object, name: str) -> Sequence[Any]:
-    """Return a list, which a CSV or Parquet column may hold as JSON text."""
+    """Return `value` as a list; in a CSV or Parquet column it may be JSON text."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         text = value
         try:
@@ -286,7 +286,7 @@ def clean_tools(value: object) -> list[Any] | None:
 
 
 def check_values(value: object, name: str) -> None:
-    """Raise BadRow unless every text inside is encodable and every number is finite."""
+    """Raise BadRow unless every text in `value` is valid Unicode and every number is finite."""
     if isinstance(value, str):
         text_of(value, name)
     elif isinstance(value, float) and not math.isfinite(value):
@@ -341,7 +341,7 @@ def _clean(message: object, name: str, content: str = "content") -> Message:
 
 
 def _clean_content(message: Message, name: str) -> str | None:
-    """Return the text, or None if the message has tool calls only."""
+    """Return the text of a message, or None if it has only tool calls."""
     content = message.get("content")
     if isinstance(content, list | tuple):
         content = "".join(_part(part, f"{name}[{at}]") for at, part in enumerate(content))
@@ -364,7 +364,7 @@ def _part(part: object, name: str) -> str:
 
 
 def _clean_call(call: object, name: str) -> Mapping[str, Any]:
-    """Return the call with its arguments parsed, since chat templates print an object."""
+    """Return the tool call with its arguments parsed, since chat templates expect an object."""
     if not isinstance(call, Mapping):
         raise BadRow(f"`{name}` must be an object, not {kind_name(call)}")
     function = call.get("function")

@@ -1,6 +1,6 @@
-"""Rows from JSON, strictly: JSON Lines, and one large array read piece by piece.
+"""Strict reading of rows from JSON: JSON Lines, or one large array read piece by piece.
 
-`json.loads` alone would accept NaN, 1e400 and duplicate keys; a training set should not hold them.
+`json.loads` alone would accept NaN, 1e400 and duplicate keys, which do not belong in training data.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from weftune.data.row import TOO_DEEP, Row, as_row, is_deep_json
 from weftune.errors import DataError, Mistake
 
 LONGEST_ROW = 16 * 2**20
-"""Maximum size of a row in bytes or characters; reading a row takes many times its size."""
+"""Maximum size of a row in bytes or characters, since parsing needs many times this memory."""
 PIECE = 2**20
 SPACE = " \t\r\n"
 LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s,:\[\]{}"]+')
-"""Pattern of a quoted text, or of a number or name between the punctuation of JSON."""
+"""Pattern of a JSON string, or of a number or name between punctuation."""
 
 
 class _Unfit(ValueError):
-    """A literal that the decoder would accept; the decoder does not report its position."""
+    """Raised for a literal that `json` accepts but Weftune refuses; its position is not known."""
 
     def __init__(self, sentence: str, literal: str) -> None:
         super().__init__(sentence)
@@ -87,7 +87,7 @@ def _parse_line(line: bytes, location: str, first: bool) -> Row:
 
 
 def explain(problem: Exception, line: str = "") -> str:
-    """Return the sentence for the user, with the column if the line is given."""
+    """Return an error message for the user, with the column if the line is given."""
     if isinstance(problem, json.JSONDecodeError):
         return f"not valid JSON: {_reason(problem)} at column {problem.colno}"
     if isinstance(problem, RecursionError):
@@ -101,7 +101,7 @@ def explain(problem: Exception, line: str = "") -> str:
 
 
 def _reason(problem: json.JSONDecodeError) -> str:
-    """Return the decoder's message without the `at` with which some end."""
+    """Return the decoder's message without the trailing `at` that some messages have."""
     return problem.msg.lower().removesuffix(" at")
 
 
@@ -132,7 +132,7 @@ def read_array(path: Path, label: str) -> Iterator[Row]:
 
 
 class _TextWindow:
-    """The part of a large JSON text that is in memory: never more than a few rows."""
+    """The part of a large JSON text that is in memory, at most a few rows."""
 
     def __init__(self, file: TextIO, label: str) -> None:
         self._file = file
@@ -140,14 +140,14 @@ class _TextWindow:
         self._text = ""
         self._at = 0
         self._line_start = 0
-        """Offset of the line's beginning from the start of the text in memory; often negative."""
+        """Offset of the current line's beginning from the start of the text in memory; often negative."""
         self.line = 1
 
     def fail(self, sentence: str) -> NoReturn:
         raise DataError(Mistake(f"{self._label}:{self.line}", sentence))
 
     def _fail_at(self, position: int, sentence: str) -> NoReturn:
-        """Raise DataError with the line and column of a position in the text in memory."""
+        """Raise DataError with the line and column of `position` in the text in memory."""
         self._move(position)
         self.fail(f"not valid JSON: {sentence} at column {position - self._line_start + 1}")
 
@@ -166,7 +166,7 @@ class _TextWindow:
         self._at = stop
 
     def peek(self) -> str:
-        """Return the next character that is not a space, or an empty text at the end."""
+        """Return the next character that is not whitespace; empty at the end of the text."""
         while True:
             stop = self._at
             while stop < len(self._text) and self._text[stop] in SPACE:

@@ -1,7 +1,7 @@
-"""Parquet files, checked before they are read: a few bytes can expand to gigabytes.
+"""Checks of Parquet files before they are read, since a few bytes can expand to gigabytes.
 
-One long text in the dictionary of a column and a count of its repeats is enough. The sizes that a file states
-bound its content, if they are true and small. Where they are not small, the file is read once in a limited
+One long text in the dictionary of a column with a repeat count is enough for that. The sizes that a file
+states bound its content if they are true and small. If they are large, the file is read once in a limited
 process, which counts the resulting bytes and keeps nothing.
 """
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE = 256
 HARMLESS_BYTES = 64 * 2**20
 MOST_TIMES = 500
-"""Maximum expansion factor: about 10 is ordinary, 100 if every row has the same prompt."""
+"""Maximum factor of expansion: about 10 is ordinary, 100 if every row has the same prompt."""
 SECONDS = 4.0
 SECONDS_PER_BYTE = 1e-7
 VALUE_BYTES = 16
 
 
 def batches(path: Path, mapped: bool = False) -> Iterator[pyarrow.RecordBatch]:
-    """Yield batches of few rows each, and fewer if the file states that its values can be long."""
+    """Yield batches of few rows each; of fewer rows if the file states that its values can be long."""
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path, memory_map=mapped) as file:
@@ -45,7 +45,7 @@ def refuse_swelling(path: Path, label: str) -> None:
 
 @lru_cache(maxsize=64)
 def _look(path: Path, label: str, size: int, _changed_ns: int) -> None:
-    """Check a file once for as long as it is unchanged, since rows are read several times."""
+    """Check a file, cached until it changes, since rows are read several times."""
     try:
         if _bound(path) <= HARMLESS_BYTES:
             return
@@ -61,7 +61,7 @@ def _look(path: Path, label: str, size: int, _changed_ns: int) -> None:
 
 
 def count_bytes(path: str, max_bytes: int) -> int:
-    """Return the bytes of everything in the file after unpacking. Raise DataError beyond `max_bytes`."""
+    """Return the uncompressed bytes of the whole file. Raise DataError beyond `max_bytes`."""
     import pyarrow
 
     total = 0
@@ -83,7 +83,7 @@ def count_bytes(path: str, max_bytes: int) -> int:
 
 
 def _bound(path: Path) -> int:
-    """Return an upper bound of the unpacked bytes: each value as long as its column is stated to be."""
+    """Return an upper bound on the uncompressed bytes, as if each value were as long as its whole column."""
     import pyarrow
     import pyarrow.parquet
 
@@ -96,7 +96,7 @@ def _bound(path: Path) -> int:
 
 
 def _columns(metadata: Any) -> Iterator[tuple[int, int]]:
-    """Yield the number of values and the bytes of every column in every row group."""
+    """Yield the number of values and the uncompressed bytes of every column in every row group."""
     for group in range(metadata.num_row_groups):
         row_group = metadata.row_group(group)
         for at in range(row_group.num_columns):

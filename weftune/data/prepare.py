@@ -48,7 +48,7 @@ class Prepared:
     """Whether every evaluation row is also a training row."""
 
     def behind(self, rows: int, keys: int) -> Prepared:
-        """Return the samples, each preceded by `rows` rows or `keys` keys of an adapter."""
+        """Return the samples, each preceded by `rows` rows or `keys` keys of the adapter."""
         held_out = None if self.evaluation is None else self.evaluation.behind(rows, keys)
         return replace(self, train=self.train.behind(rows, keys), evaluation=held_out)
 
@@ -56,23 +56,23 @@ class Prepared:
 class SharedData:
     """The data of many jobs. Data that several jobs share is tokenised, read and held once.
 
-    The tokenizer's fingerprint and the chat templates are computed once for all of them.
+    The tokenizer's fingerprint and the chat templates are computed once for all jobs.
     """
 
     def __init__(self, tokenizer: Any, cache: Path, context: int | None = None) -> None:
-        """`tokenizer` may be an `Encoder` around one."""
+        """`tokenizer` is a transformers tokenizer or an `Encoder`."""
         self._encoder = tokenizer if isinstance(tokenizer, Encoder) else Encoder(tokenizer)
         self._cache, self._context = cache, context
         self._templates: dict[str | None, tuple[Template | None, Template | None]] = {}
         """Maps `data.chat_template` to the template for plain rows and the one for rows with tools."""
         self._known: dict[Hashable, tuple[DataSpec, Prepared | DataError]] = {}
-        """Maps `data_identity` to the spec and its result. The spec is held to keep rows from Python alive,
-        which are identified by their address."""
+        """Maps `data_identity` to the spec and its result. The spec is kept because it keeps rows from Python
+        alive, which are identified by their address."""
 
     def prepare(
         self, data: DataSpec, evaluation: EvalSpec | None, progress: Progress | None = None
     ) -> Prepared:
-        """Return a job's samples. They are also cached on disk, so that a later run reads them."""
+        """Return a job's samples, and cache them on disk for later runs."""
         key = data_identity(data, evaluation)
         if key not in self._known:
             try:
@@ -85,7 +85,7 @@ class SharedData:
         return found
 
     def is_prepared(self, data: DataSpec, evaluation: EvalSpec | None) -> bool:
-        """Return whether everything is in the cache."""
+        """Return whether all samples of a job are in the cache."""
         _check(data, evaluation)
         rules = self.rules(data)
         tables = [*_open_training(data), *_open_evaluation(data, evaluation)]
@@ -141,7 +141,7 @@ def prepare(
 
 
 def check_rows(data: DataSpec, evaluation: EvalSpec | None, max_bytes: int) -> None:
-    """Check the rows of local files of at most `max_bytes` as far as possible without a tokenizer."""
+    """Check the rows of local files of at most `max_bytes`, as far as possible without a tokenizer."""
     _check(data, evaluation)
     paths = [] if data.rows is not None else [Path(source.path) for source in data.sources]
     paths += [] if evaluation is None or evaluation.path is None else [Path(evaluation.path)]
@@ -189,7 +189,7 @@ def _check(data: DataSpec, evaluation: EvalSpec | None) -> None:
 
 
 def data_identity(data: DataSpec, evaluation: EvalSpec | None) -> Hashable:
-    """Return a key that is equal for jobs for which `prepare` gives the same result."""
+    """Return a key. Jobs with equal keys get the same result from `prepare`."""
     plain = [getattr(data, item.name) for item in fields(DataSpec) if item.name not in ("rows", "columns")]
     held_out = None if evaluation is None else (evaluation.path, evaluation.fraction)
     rows = None if data.rows is None else id(data.rows)
@@ -224,7 +224,7 @@ def _open_evaluation(data: DataSpec, evaluation: EvalSpec | None) -> list[Table]
 def _build_all(
     tables: Sequence[Table], rules: Rules, cache: Path, progress: Progress | None
 ) -> list[SampleStore]:
-    """Build every table, or raise the mistakes of all of them together."""
+    """Build the store of every table, or raise one error with the problems of all tables."""
     stores: list[SampleStore] = []
     mistakes: list[Mistake] = []
     for table in tables:
@@ -254,7 +254,7 @@ def _everything(stores: Sequence[SampleStore], weights: Sequence[float]) -> Samp
 def _split(
     stores: Sequence[SampleStore], weights: Sequence[float], fraction: float
 ) -> tuple[Samples, Samples]:
-    """Split by the hash of the row: every job on a file holds out the same rows, whatever its seed."""
+    """Split by the hash of the row: jobs with the same file hold out the same rows, whatever the seed."""
     border = _border(np.concatenate([store.rows for store in stores]), fraction)
     identity = [[store.key for store in stores], list(weights), fraction]
 
@@ -269,7 +269,7 @@ def _split(
 
 
 def _border(rows: NDArray[np.uint64], fraction: float) -> np.uint64:
-    """Return the largest hash of held-out rows: at least one row is held out, and never all of them."""
+    """Return the largest hash of a held-out row, so that at least one row is held out but never all."""
     distinct = np.unique(rows)
     if len(distinct) < 2:
         raise DataError(

@@ -1,4 +1,4 @@
-"""One row as it was read, and what makes a row unusable."""
+"""Rows as they were read, and exceptions for unusable rows."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 
 
 class BadRow(Exception):
-    """This row cannot be used; the text is a sentence for the user, without the location."""
+    """Raised for an unusable row. The message is a sentence for the user, without the location."""
 
     def plain(self) -> dict[str, Any]:
-        """Return the error as JSON values, for `bad_row` in another process."""
+        """Return the error as JSON values, from which `bad_row` restores it in another process."""
         return {"bad": str(self)}
 
 
 class CommonBadRow(BadRow):
-    """A row is unusable for a reason that many rows tend to share; they are reported once."""
+    """Raised for a row that is unusable for a reason that many rows share; they are reported together."""
 
     def __init__(self, sentence: str, *, kind: str, remedy: str, needed_tokens: int = 0) -> None:
         super().__init__(sentence)
         self.kind = kind
         """Kind of problem. Rows of one kind are reported together."""
         self.remedy = remedy
-        """Advice for the user; `{needed_tokens}` stands for the maximum that any row of the kind needs."""
+        """Advice for the user, in which `{needed_tokens}` is replaced by the maximum over the rows."""
         self.needed_tokens = needed_tokens
 
     def plain(self) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def bad_row(plain: Mapping[str, Any]) -> BadRow:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row and its location (`file.jsonl:LINE`); `problem` says why it could not even be read."""
+    """A row and its location (`file.jsonl:LINE`); `problem` is the reason if it could not be read."""
 
     location: str
     value: Mapping[str, Any]
@@ -49,13 +49,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows that can be read from the start as often as needed, and the hash of their content."""
+    """Rows that can be iterated repeatedly, and the hash of their content."""
 
     label: str
     digest: str
     rows: Callable[[], Iterator[Row]]
     weight: float = 1.0
-    """Number of times that an epoch shows each of its samples."""
+    """Number of times that each sample is shown per epoch."""
 
 
 MAX_DEPTH = 64
@@ -64,7 +64,7 @@ TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 
 
 def is_deep(value: object, levels: int = MAX_DEPTH) -> bool:
-    """Return whether the value has more than `levels` levels. The check never recurses deeper itself."""
+    """Return whether the value is nested more than `levels` deep, without recursing any deeper."""
     if isinstance(value, Mapping):
         inner: Collection[object] = value.values()
     elif isinstance(value, list | tuple):
@@ -76,7 +76,7 @@ def is_deep(value: object, levels: int = MAX_DEPTH) -> bool:
 
 
 def is_deep_json(text: str, value: object) -> bool:
-    """Return whether a value parsed from `text` is too deep; few texts have enough brackets to be."""
+    """Return whether a value parsed from `text` is nested too deeply; texts with few brackets are skipped."""
     return text.count("[") + text.count("{") > MAX_DEPTH and is_deep(value)
 
 
@@ -89,7 +89,7 @@ def canonical(value: Mapping[str, Any]) -> bytes:
 
 
 def row_hash(value: Mapping[str, Any]) -> int:
-    """Return 64 bits that depend on the row alone; they decide on which side of a split it falls."""
+    """Return a 64-bit hash of the row, which decides whether the row is held out."""
     return int.from_bytes(hashlib.blake2b(canonical(value), digest_size=8).digest(), "little")
 
 
@@ -102,7 +102,7 @@ def as_row(location: str, value: object) -> Row:
 
 
 def kind_name(value: object) -> str:
-    """Return the type of a JSON value in a user's words."""
+    """Return the type of a JSON value in words for the user."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,5 +1,4 @@
-"""The tokenised samples of a job behind one index, memory-mapped, and the order in which the job sees
-them."""
+"""The tokenised samples of a job, memory-mapped, and the order in which the job trains on them."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from weftune.data.cache import SampleStore
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The selected samples of one store, and the number of times an epoch shows them."""
+    """The selected samples of one store, and how often each is shown per epoch."""
 
     store: SampleStore
     chosen: NDArray[np.int64]
@@ -25,14 +24,14 @@ class Share:
 
 
 class Samples:
-    """The samples of one job's training or evaluation; several stores where the data is a mixture."""
+    """The training or evaluation samples of one job, from several stores if the data is a mixture."""
 
     def __init__(self, shares: Sequence[Share], fingerprint: str) -> None:
         self.fingerprint = fingerprint
         self.before = 0
-        """Number of adapter rows before every sample; they count towards the lengths and have no tokens."""
+        """Number of adapter rows before every sample, which count towards its length and have no tokens."""
         self.first_position = 0
-        """First position of every sample; the positions before it belong to keys and values of an adapter."""
+        """First position of every sample; earlier positions belong to the keys and values of an adapter."""
         self.lengths = np.concatenate([share.store.lengths[share.chosen] for share in shares])
         self.supervised = np.concatenate([share.store.supervised[share.chosen] for share in shares])
         self.weights: NDArray[np.float64] | None = None
@@ -64,7 +63,7 @@ class Samples:
         return moved
 
     def largest_batch(self, size: int) -> int:
-        """Return the number of tokens of the largest possible batch of `size` samples."""
+        """Return the maximum number of tokens that a batch of `size` samples can have."""
         lengths = np.sort(self.lengths)[::-1]
         return int(size * lengths[0]) if self.weights is not None else int(lengths[:size].sum())
 
@@ -72,11 +71,11 @@ class Samples:
         return self.tokens_and_mask(i)[0]
 
     def mask(self, i: int) -> NDArray[np.bool_]:
-        """Return the mask of supervised tokens."""
+        """Return the mask of supervised tokens of sample `i`."""
         return self.tokens_and_mask(i)[1]
 
     def tokens_and_mask(self, i: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return tokens and mask with a single lookup."""
+        """Return the tokens and the mask of sample `i` with a single lookup."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         share = bisect_right(self._firsts, i) - 1
@@ -87,12 +86,11 @@ class Samples:
 
 
 class SampleOrder:
-    """A job's global batches, a pure function of its seed and the epoch. Every epoch has its own permutation;
+    """A job's global batches, a pure function of its seed and the epoch. Every epoch has a new permutation;
     its last batch may be smaller.
 
     A weight of 2 shows a sample twice per epoch. With a weight of 0.5, one half of the samples is shown in
-    one epoch and the other half in the next: the fractional share moves around a seeded circle of those
-    samples.
+    one epoch and the other half in the next: each epoch continues in a fixed, seeded cycle of those samples.
     """
 
     def __init__(
@@ -121,7 +119,7 @@ class SampleOrder:
         return self._shown(epoch)[start : start + self._batch_size]
 
     def epoch(self, step: int) -> float:
-        """Return the number of epochs completed after that step."""
+        """Return the number of epochs completed after step `step`, a fraction within an epoch."""
         assert step >= 0
         whole, within = divmod(step, self.steps_per_epoch)
         return whole + within * self._batch_size / self._per_epoch
@@ -139,7 +137,7 @@ class SampleOrder:
 
 
 def _circles(weights: NDArray[np.floating], seed: int) -> tuple[tuple[NDArray[np.int64], int], ...]:
-    """Return a seeded circle of samples and their number per epoch for each fractional weight."""
+    """Return, for each fractional weight, a seeded cycle of its samples and how many are shown per epoch."""
     circles = []
     for number, weight in enumerate(np.unique(weights)):
         part = float(weight) - float(np.floor(weight))
@@ -151,5 +149,5 @@ def _circles(weights: NDArray[np.floating], seed: int) -> tuple[tuple[NDArray[np
 
 
 def _permutation(count: int, *key: int) -> NDArray[np.int64]:
-    """Return a permutation from sorted raw bits, which are the same in every version of numpy."""
+    """Return a random permutation, made from raw bits so that it is the same in every version of numpy."""
     return np.argsort(np.random.PCG64(list(key)).random_raw(count), kind="stable")

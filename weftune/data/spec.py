@@ -1,4 +1,4 @@
-"""The data keys of a job. This module imports no tokenizer and no torch, since `jobs` builds on it."""
+"""The records of a job's keys `data` and `eval`. This module imports neither tokenizers nor torch."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class DataSpec:
     """Rows given from Python instead of `path`: a sequence of dicts or a `datasets.Dataset`."""
     format: Format = "auto"
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Our column name → the file's: `{prompt: question}`."""
+    """Maps Weftune's column names to those of the file: `{prompt: question}`."""
     split: str | None = None
     limit: Annotated[int | None, Bound(at_least=1)] = None
     max_length: Annotated[int, Bound(at_least=2, at_most=MAX_COUNT)] = 2048
     train_on: TrainOn = "assistant"
     chat_template: str | None = None
-    """`chatml` or a Jinja file. None selects the tokenizer's own template."""
+    """`chatml` or the path of a Jinja file. None selects the tokenizer's template."""
     skip_bad_rows: bool = False
 
     @property
@@ -52,12 +52,12 @@ class DataSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSpec:
-    """Held-out rows: a file of their own, or a share of the training file chosen by the hash of each row."""
+    """Held-out rows: a separate file, or a share of the training file chosen by the hash of each row."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     path: str | None = None
     fraction: Annotated[float | None, Bound(above=0, below=1)] = None
     every: Annotated[float | None, RUN_SHARE] = None
-    """Interval between evaluations: below 1 a share of the run, otherwise steps. None evaluates only at step
-    0 and at the end."""
+    """Interval between evaluations: below 1 a fraction of the run, otherwise a number of steps. None
+    evaluates only at step 0 and at the end."""

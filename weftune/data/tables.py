@@ -1,5 +1,4 @@
-"""Tables of rows: a path, a Hub id or rows from Python opened as a `Table`, and CSV and Parquet read row by
-row."""
+"""Opening of a path, a Hub id or rows from Python as a `Table`, and reading of CSV and Parquet files."""
 
 from __future__ import annotations
 
@@ -103,7 +102,7 @@ def read_given(rows: Iterable[Any], label: str) -> Iterator[Row]:
 
 
 def _batched(rows: Any) -> Iterator[Any]:
-    """Yield the rows. A `datasets.Dataset` is read in batches: row by row it is ten times slower."""
+    """Yield the rows. A `datasets.Dataset` is read in batches, which is ten times faster."""
     if not hasattr(rows, "with_format"):
         yield from rows
         return
@@ -114,7 +113,7 @@ def _batched(rows: Any) -> Iterator[Any]:
 
 
 def _present(location: str, value: object) -> Row:
-    """Return the row without missing columns, which tables write as null and pandas as NaN."""
+    """Return a row without missing values, which are null in tables and NaN in pandas."""
     if isinstance(value, Mapping):
         value = {
             name: cell
@@ -136,7 +135,7 @@ KNOWN = ", ".join(READERS)
 
 
 def open_path(path: str, split: str | None, label: str) -> Table:
-    """Open a local file or folder if there is one of that name, else a dataset of the Hub."""
+    """Open a local file or folder if it exists, else a dataset on the Hub."""
     local = Path(path)
     if local.is_dir():
         return _open_files(_files_of(local, split, label), label)
@@ -178,7 +177,7 @@ def _open_files(files: list[Path], label: str) -> Table:
 
 
 def _files_of(folder: Path, split: str | None, label: str) -> list[Path]:
-    """Return the data files of a folder; with a split, those named after it (`train-00000.parquet`)."""
+    """Return the data files of a folder or, with a split, those named after it (`train-00000.parquet`)."""
     files = sorted(file for file in folder.iterdir() if file.suffix.lower() in READERS)
     if split is not None:
         files = [file for file in files if re.split(r"[-_.]", file.name)[0] == split]

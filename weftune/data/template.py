@@ -1,7 +1,7 @@
-"""Lookup of chat templates, and their rendering in Jinja's sandbox inside a process that can be stopped.
+"""Lookup of chat templates, and rendering in Jinja's sandbox inside a limited process.
 
-The sandbox keeps a template from reaching out; the limited process (`weftune.core.limited`) keeps it from
-running or growing without end. The functions called there are at the end of this module.
+The sandbox prevents access to Python objects; the limited process (`weftune.core.limited`) bounds time and
+memory. The functions that run in that process are at the end of this module.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from weftune.errors import DataError, Mistake
 
 CHATML = "chatml"
 LONGEST_PRINT = 16_000_000
-"""Maximum number of characters: a row that long is not a usable sample."""
+"""Maximum number of characters that a template may print for a row."""
 TODAY = datetime(2024, 7, 26)
-"""Date that templates print, so that samples are the same every day; also the default of Llama's."""
+"""Date that templates print, fixed so that samples are the same every day; Llama's default."""
 KEY = "data.chat_template"
 
 
 def template_source(tokenizer: Any, chosen: str | None, *, tools: bool = False) -> str | None:
-    """Return the Jinja text of the built-in `chatml`, a file or the tokenizer; None if there is none."""
+    """Return the Jinja source of `chatml`, of a file or of the tokenizer; None if there is no template."""
     if chosen == CHATML:
         return _chatml(tokenizer)
     if chosen is not None:
@@ -62,7 +62,7 @@ def _chatml(tokenizer: Any) -> str:
 
 
 class Template:
-    """A template with the tokenizer's special tokens."""
+    """A template with the tokenizer's special tokens, rendered in the limited process."""
 
     def __init__(self, source: str, special: Mapping[str, Any]) -> None:
         self.source = source
@@ -82,7 +82,7 @@ class Template:
     def renderings(
         self, chats: Sequence[Chat], ends: Collection[str] | None
     ) -> list[tuple[Rendered, ...] | BadRow]:
-        """Return the renderings of whole rows; without `ends`, everything is supervised."""
+        """Render each chat to its samples, or return a BadRow. Without `ends`, all text is supervised."""
         rows = _run(render_rows, self.source, self._special, list(chats), ends) if chats else []
         return [
             bad_row(row) if isinstance(row, dict) else tuple(map(Rendered.from_json, row)) for row in rows
@@ -90,7 +90,7 @@ class Template:
 
 
 _STOPPED: dict[str, str] = {}
-"""Maps each template that reached a limit to the reason, so that it is waited for only once."""
+"""Maps each template that exceeded a limit to the reason, so that it is not tried again."""
 
 
 @lru_cache(maxsize=8)
@@ -110,7 +110,7 @@ def _run(function: Callable[..., Any], source: str, *arguments: Any) -> Any:
 
 
 class SandboxedTemplate:
-    """A compiled template with the tokenizer's special tokens."""
+    """A compiled template with the tokenizer's special tokens, inside the limited process."""
 
     def __init__(self, source: str, special: Mapping[str, Any]) -> None:
         environment = _Sandbox(
@@ -175,7 +175,7 @@ class _PrintsTooMuch(Exception):
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """A sandbox that also stops a product or sum before it is computed if it would be too long."""
+    """A sandbox that also refuses products and sums whose result would be too long."""
 
     intercepted_binops = frozenset(["*", "+"])
 
@@ -230,14 +230,14 @@ def compiled(source: str, special: str) -> SandboxedTemplate:
 
 
 def facts(source: str, special: str) -> dict[str, bool]:
-    """Return the properties of a template that are needed before any row is rendered."""
+    """Return the properties of a template that are needed before rendering any row."""
     return {"prints_tools": compiled(source, special).prints_tools}
 
 
 def render_one(
     source: str, special: str, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool, now: bool
 ) -> dict[str, Any]:
-    """Return the text of some messages, or the reason for a failure under `bad`."""
+    """Return a dict with the rendered text or, on failure, with the reason under the key `bad`."""
     try:
         return {"text": compiled(source, special).render(messages, tools, prompt=prompt, now=now)}
     except BadRow as problem:
@@ -247,7 +247,7 @@ def render_one(
 def render_rows(
     source: str, special: str, chats: Sequence[Chat], ends: Collection[str] | None
 ) -> list[list[dict[str, Any]] | dict[str, Any]]:
-    """Return the renderings of each row, or the reason under `bad`; without `ends` all is supervised."""
+    """Return the samples of each chat, or a dict with the reason of a failure as `bad`. See `renderings`."""
     template, check = compiled(source, special), print_check(source, special)
     replies: list[list[dict[str, Any]] | dict[str, Any]] = []
     for chat in chats:

@@ -1,4 +1,4 @@
-"""Conversion of the contents of rows to samples: tokens and the mask of supervised ones."""
+"""Conversion of chats and texts to samples: tokens and the mask of supervised tokens."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SKIP = "leave such rows out with `data.skip_bad_rows: true`"
 RAISE_OR_SKIP = f"raise `data.max_length` to {{needed_tokens}} or more, or {SKIP}"
 SHORTEN_OR_SKIP = f"`data.max_length` cannot be raised beyond that; shorten such rows, or {SKIP}"
 Outcome = tuple[Sample, ...] | BadRow
-"""Samples of one row, or the reason why it has none."""
+"""Samples of one row, or the reason why the row is unusable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Everything besides the rows that determines the samples."""
+    """Everything, except the rows, that determines the samples."""
 
     spec: DataSpec
     encoder: Encoder
@@ -40,7 +40,7 @@ class Rules:
     """Template for rows with tools, if the tokenizer has a separate one for them."""
     longest: int
     context: int | None
-    """Maximum number of tokens that the base reads, if known; `longest` never exceeds it."""
+    """Maximum number of tokens that the base supports, if known; `longest` never exceeds it."""
 
 
 class Tokeniser:
@@ -49,7 +49,7 @@ class Tokeniser:
         self._supervises_all = rules.spec.train_on == "all"
 
     def outcomes(self, contents: Sequence[Content]) -> Iterator[Outcome]:
-        """Yield one outcome for each row, in order; all rows have one form, or are chats and pairs mixed."""
+        """Yield the outcome of each row, in order."""
         chats = iter(self._chats([content for content in contents if isinstance(content, Chat)]))
         texts = self._texts([content for content in contents if isinstance(content, Text)])
         for content in contents:
@@ -72,7 +72,7 @@ class Tokeniser:
         return kept
 
     def _unsupervised(self, samples: Sequence[Sample]) -> BadRow:
-        """Return why a row has nothing to train on: it is cut too early, or has no supervised token."""
+        """Return why a row has nothing to train on: it was truncated too early, or no token is supervised."""
         reached = [int(sample.mask[1:].argmax()) + 2 for sample in samples if sample.mask[1:].any()]
         if not reached:
             return BadRow("the row has no supervised token")
@@ -98,8 +98,8 @@ class Tokeniser:
         return (Sample(tokens.astype(np.int32), content.mask),)
 
     def _texts(self, contents: Sequence[Text]) -> Iterator[Sample]:
-        """Yield the samples of texts. A prompt is tokenised by itself, exactly as at inference, and its
-        completion as a continuation, so that the border between them never depends on the text around it."""
+        """Yield the samples of texts. A prompt is tokenised separately, exactly as at inference, and its
+        completion as a continuation, so that tokens never span the border between them."""
         encoder = self._encoder
         if contents and encoder.eos is None:
             raise DataError(
@@ -121,8 +121,8 @@ class Tokeniser:
             yield Sample(tokens, np.arange(len(tokens)) >= unsupervised)
 
     def _chats(self, chats: Sequence[Chat]) -> list[Outcome]:
-        """Return the samples of each chat. All are rendered in one call, since that happens in another
-        process, and so are those without control tokens tokenised."""
+        """Return the samples of each chat. All chats are rendered by one call to the limited process, and
+        those without control tokens are tokenised in one call."""
         hidden = [self._hidden(chat) for chat in chats]
         shown = [chat for chat in hidden if isinstance(chat, Chat)]
         plain = self._rendered(self._rules.template, [chat for chat in shown if chat.tools is None])
@@ -164,7 +164,7 @@ class Tokeniser:
 
     def _samples(self, chat: Chat, row: Sequence[Rendered], simple: Iterator[Encoded]) -> tuple[Sample, ...]:
         """Return samples with exactly the tokens of `apply_chat_template`; BOS only if the template prints
-        it. `simple` has the tokens of chats without control tokens."""
+        it. `simple` yields the tokens of texts without control tokens."""
         encoder, tally, template = self._encoder, self._tally, self._rules.tool_template
         encoded = [
             encoder.pieces(one.text, chat.stand_ins) if chat.stand_ins else next(simple) for one in row

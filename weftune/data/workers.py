@@ -1,9 +1,9 @@
-"""Tokenisation by several processes, if there are enough rows and cores.
+"""Tokenisation in several processes, if there are enough rows and cores.
 
-Most of the work holds the interpreter's lock (rows checked, offsets turned into masks), so threads would not
-help. A worker process imports no torch: it gets the tokenizer as its serialised text, and its chat templates
-run in a limited process of its own. A chunk that a worker could not tokenise is tokenised here, so errors in
-rows are reported in the same words.
+Most of the work holds the interpreter lock (checking rows, computing masks), so threads would not help. A
+worker process imports no torch: it gets the tokenizer serialised as text, and renders chat templates in its
+own limited process. A chunk that a worker could not tokenise is tokenised by the caller, so that errors in
+rows have the same messages.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from weftune.core.limited import receive_bytes, send_bytes, start_server
 FEWEST_CORES = 4
 MOST_WORKERS = 8
 ALONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-"""Environment variables that limit each worker to one core, since its libraries would use all."""
+"""Environment variables that limit the libraries of each worker to one core."""
 
 Work = Callable[[Any, Any], Any]
-"""A module-level function of (the values that all items share, one item)."""
+"""A module-level function with two arguments: the values shared by all items, and one item."""
 
 
 def worker_count() -> int:
-    """Return the number of workers that this machine has cores for; 0 if they would not be faster."""
+    """Return the number of workers for this machine's cores; 0 if workers would not be faster."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(MOST_WORKERS, cores) if cores >= FEWEST_CORES else 0
 
@@ -45,7 +45,7 @@ class Workers:
         """Create `count` workers. Their processes are started by `start`, or when they are needed."""
         self._count = count
         self.answers = False
-        """Whether a worker has answered; they take a moment to start."""
+        """Whether any worker has answered yet, since starting takes a moment."""
         self._is_started = False
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="tokeniser")
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -54,7 +54,7 @@ class Workers:
             self._idle.put(worker)
 
     def start(self, work: Work, shared: Any) -> None:
-        """Start all workers once, with the values shared by this work, without waiting for them."""
+        """Start all workers, once, with the shared values, without waiting for them."""
         if not self._is_started:
             self._is_started = True
             known = _pickled((work.__module__, work.__qualname__, shared))
@@ -63,7 +63,7 @@ class Workers:
                 self._threads.submit(self._ask, known, None)
 
     def each(self, work: Work, shared: Any, items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        """Yield every item, in order, with its result of `work`, computed here if a worker failed."""
+        """Yield each item with its result, in order; if a worker fails, `work` runs in this process."""
         known = _pickled((work.__module__, work.__qualname__, shared))
         waiting: deque[tuple[Any, Future[Any]]] = deque()
         try:
@@ -96,7 +96,7 @@ class Workers:
 
 
 def _pickled(value: Any) -> bytes:
-    """Return the pickled value; empty if it cannot be pickled, since rows from Python can hold anything."""
+    """Return the pickled value; empty if it cannot be pickled, as some rows from Python."""
     try:
         return pickle.dumps(value)
     except Exception:
@@ -142,11 +142,11 @@ class _Worker:
 
 _LOCK = threading.Lock()
 _WORKERS: dict[int, Workers] = {}
-"""Maps a process id to its workers, so that a forked process does not use its parent's."""
+"""Maps a process id to its workers, so that a forked process does not use its parent's workers."""
 
 
 def workers_here(count: int) -> Workers:
-    """Return this process's workers, which are created once and used for all tables until `end_workers`."""
+    """Return this process's workers, created once and reused for all tables until `end_workers`."""
     with _LOCK:
         if os.getpid() not in _WORKERS:
             _WORKERS[os.getpid()] = Workers(count)
@@ -170,7 +170,7 @@ atexit.register(end_workers)
 
 
 def serve() -> None:
-    """Answer requests inside a worker until the caller is gone; the reply is empty if an item fails."""
+    """Answer requests in a worker until the caller closes the pipe; the reply is empty if an item fails."""
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both, and the parent decides
