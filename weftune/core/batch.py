@@ -20,7 +20,7 @@ OWN = ""
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows `start` to `stop` of a microbatch belong to `job`, in its global batch `step` (counted from 1)."""
+    """Rows `start` to `stop` of a microbatch, all of global batch `step` (counted from 1) of `job`."""
 
     job: str
     step: int

@@ -108,7 +108,7 @@ class LineFile:
         self.flush()
 
     def flush(self) -> None:
-        """Write the pending lines to the operating system."""
+        """Write the pending lines to the file, without syncing it."""
         content = b"".join(self._unwritten)
         if not content:
             return
@@ -139,7 +139,7 @@ class LineFile:
             replace_file(self.path, kept)
 
     def sync(self) -> None:
-        """Sync everything that was flushed to the disk. Lines may be appended meanwhile."""
+        """Sync all flushed lines to the disk; other threads may append lines meanwhile."""
         if self._handle is not None:
             try:
                 os.fsync(self._handle)
@@ -210,7 +210,7 @@ def ordinary_modes(folder: Path) -> None:
 
 
 class UnknownFormat(OutputError):
-    """A file was written by a later version of Weftune."""
+    """Raised for a file that was written by a later version of Weftune."""
 
 
 def refuse_unknown_format(found: Any, path: Path) -> None:

@@ -11,7 +11,7 @@ NAMES = {"model": "folder", "dataset": "file or folder"}
 
 
 def why_absent(name: str, kind: Literal["model", "dataset"], revision: str | None = None) -> str | None:
-    """Return why `name` is not available from the Hub, or None if it is or was fetched before."""
+    """Return why `name` is not available from the Hub, or None if it is available or in the local cache."""
     if _was_fetched(name, kind, revision):
         return None
     from huggingface_hub import HfApi, errors

@@ -31,8 +31,8 @@ CODED_PARAMETERS = {"weight": 0, "scale": 0, "turned": 1}
 """Maps each parameter of a linear with a coded weight to its output dimension."""
 
 MultiplyCodes = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, torch.dtype], Tensor]
-"""(left_TM, codes_LM, scale_M, scale_L, dtype): ((left ⊙ scale_M) · codesᵀ) ⊙ scale_L, where the left operand
-is rounded to codes; summed in at least float32 and rounded to the dtype once."""
+"""Computes ((left_TM ⊙ scale_M) · codes_LMᵀ) ⊙ scale_L, where the left operand is rounded to codes, the sum
+is at least float32, and the result is rounded once to the dtype."""
 
 
 @runtime_checkable
@@ -262,7 +262,7 @@ def coded_product(x_TK: Tensor, weight: CodedWeight, dtype: torch.dtype) -> Tens
     """Return xWᵀ rounded to the dtype. Forward and backward multiply codes; the weight gets no gradient."""
     product: Tensor
     if x_TK.ndim == 2:
-        # Never a view: others add to it in place.
+        # Never a view, since callers add to the result in place.
         product = _CodedProduct.apply(x_TK, weight, dtype)
     else:
         product = _CodedProduct.apply(x_TK.flatten(0, -2), weight, dtype).view(*x_TK.shape[:-1], -1)
@@ -284,7 +284,7 @@ class _CodedProduct(torch.autograd.Function):
 def frozen_product_by(
     make: Callable[..., Tensor], x_TK: Tensor, weight: Weight, bias_N: Tensor | None
 ) -> Tensor:
-    """Return xWᵀ + b, computed by `make`; the weight gets no gradient."""
+    """Return xWᵀ + b, computed by the function `make`; the weight gets no gradient."""
     product: Tensor = _Product.apply(x_TK, weight, bias_N, make)
     return product
 

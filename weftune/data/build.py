@@ -208,7 +208,7 @@ def _tokenised(
     chunks: Iterator[list[Row]], format: Format, rules: Rules
 ) -> Iterator[tuple[list[Row], TokenisedChunk]]:
     """Yield each chunk with its result, in order; workers tokenise once they have started."""
-    # Rows from Python can be many, and a worker is sent its own.
+    # Workers get the rows of each chunk, so all rows from Python need not be sent.
     shared = replace(rules, spec=replace(rules.spec, rows=None)), format
     count = worker_count()
     for at, rows in enumerate(chunks):

@@ -165,7 +165,7 @@ class PrintCheck:
     def refuse_dropped(self, chat: Chat, text: str) -> None:
         """Raise CommonBadRow if the template drops a part of the chat, which it rendered as `text`."""
         start = 0
-        # Chats are tried up to each assistant message and as a whole: many templates refuse another end.
+        # Chats are tested up to each assistant message and as a whole: many templates refuse other ends.
         stops = {at + 1 for at, message in enumerate(chat.messages) if message["role"] == "assistant"}
         for stop in sorted({*stops, len(chat.messages)}):
             shape = (bool(chat.tools), *map(_shape, chat.messages[:stop]))

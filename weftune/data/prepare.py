@@ -6,7 +6,7 @@ How a row becomes a sample:
 3. `formats` checks a row and converts it to its content: a chat, a text, or tokens.
 4. `template` renders a chat in a limited process; `chats` finds the characters that are supervised.
 5. `tokenise` turns content into tokens and a mask, through the base's tokenizer (`encode`).
-6. `cache` stores the samples; `samples` gives a job its own and their order; `collate` makes microbatches.
+6. `cache` stores the samples; `samples` selects those of a job and orders them; `collate` makes microbatches.
 """
 
 from __future__ import annotations

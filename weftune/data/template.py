@@ -72,8 +72,8 @@ class Template:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool, now: bool = False
     ) -> str:
-        """Return the text of these messages; with `prompt`, up to where the assistant begins to speak. A date
-        in it is `TODAY`, or the current date with `now`."""
+        """Return the messages as text, with `prompt` followed by the generation prompt. The template sees the
+        date `TODAY` or, with `now`, the current date."""
         reply = _run(render_one, self.source, self._special, messages, tools, prompt, now)
         if "bad" in reply:
             raise bad_row(reply)
@@ -137,8 +137,8 @@ class SandboxedTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool, now: bool = False
     ) -> str:
-        """Return the text of these messages; with `prompt`, up to where the assistant begins to speak. A date
-        in it is `TODAY`, or the current date with `now`."""
+        """Return the messages as text, with `prompt` followed by the generation prompt. The template sees the
+        date `TODAY` or, with `now`, the current date."""
         allow_seconds(SECONDS)
         pieces: list[str] = []
         printed = 0

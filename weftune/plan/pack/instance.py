@@ -89,7 +89,7 @@ def pack_padded(case: Instance) -> Bins:
         for number, load in enumerate(loads):
             held = rows[number].get(job, 0)
             after = load + padded(held + length, case.multiple) - padded(held, case.multiple)
-            # Take the fullest afterwards; among equals the one that grows least, which uses up padding.
+            # Choose the bin that ends up fullest; among equals the one that grows least: it uses up padding.
             if after <= case.capacity and (after, load) > best_key:
                 best, best_key = number, (after, load)
         if best == len(bins):
@@ -104,7 +104,7 @@ def pack_padded(case: Instance) -> Bins:
 
 def bound_of(case: Instance) -> int:
     """Return a lower bound on the number of microbatches."""
-    # Padding joins samples of one job, so a sample's own length may not be rounded up, only a job's sum.
+    # Samples of one job share padding, so only a job's sum may be rounded up, not each sample's length.
     by_rows = -(-case.rows // case.capacity) if case.lengths else 0
     return max(by_rows, _l2(case.lengths, case.capacity))
 

@@ -246,7 +246,7 @@ def head_tail(jobs: Sequence[JobLengths], count: int) -> tuple[tuple[JobLengths,
     groups: list[list[JobLengths]] = [[] for _ in range(count)]
     turn = 0
     while ordered:
-        # With more groups left than pairs, a job goes alone, so that no group stays empty.
+        # If more groups are empty than pairs remain, a group gets a single job, so that none stays empty.
         alone = len(ordered) == 1 or len(ordered) <= sum(not group for group in groups)
         pair = [ordered.pop()] if alone else [ordered.pop(0), ordered.pop()]
         groups[turn % count] += pair

@@ -49,7 +49,7 @@ def emptiest_bin(case: Instance, bins: Bins, nodes: int) -> tuple[Bins, bool]:
     model = _Model(case, len(bins), named)
     for number in range(named):
         model.row(-np.inf, float(case.capacity), model.rows_in(number))
-    # At most what it holds already, so that it never becomes fuller.
+    # The last bin never becomes fuller than it is now.
     model.row(-np.inf, float(loads[emptiest]), model.rows_in(named))
     for column, rows in model.rows_in(named):
         model.cost[column] = rows

@@ -57,7 +57,7 @@ def in_groups(samples: Sequence[PlacedSample], size: int) -> tuple[PlacedSample,
 
 
 def kept_together(samples: Iterable[PlacedSample]) -> list[tuple[PlacedSample, ...]]:
-    """Return the samples in runs that must share a microbatch; most runs hold one sample."""
+    """Split the samples into runs that must share a microbatch; most runs have one sample."""
     runs: list[list[PlacedSample]] = []
     for placed in samples:
         if runs and placed.group is not None and placed.group == runs[-1][-1].group:

@@ -426,7 +426,7 @@ def _lanes(actions: tuple[Action, ...]) -> _Lanes:
             case Send():
                 lanes.sends.append(action)
             case Recv():
-                pass  # it happens when its Send does
+                pass  # handled with its Send
             case Load(stage):
                 lanes.loads.append((action, len(lanes.compute)))
                 brought[stage] = len(lanes.loads)

@@ -100,7 +100,7 @@ class Dispatch:
         self._start(range(len(self.devices)), now)
         while self._ends:
             now = self._ends[0][0]
-            # A device that could begin nothing still cannot, unless it or a neighbour has ended something.
+            # An idle device can begin a pass only after it or a neighbour has ended one.
             touched: set[int] = set()
             while self._ends and self._ends[0][0] == now:
                 _, _, device, end = heapq.heappop(self._ends)

@@ -93,7 +93,7 @@ def plan_pipeline(windows: Sequence[JobWindow], rules: PipelineRules) -> Program
     step = {window.job: window.step for window in windows}
     beginners = [window for window in windows if window.begins]
     evaluating = [window for window in beginners if window.evaluates_at(window.step)]
-    # A job that evaluates as it begins needs the outcome before its first batch; no job trains meanwhile.
+    # A job that evaluates at its start needs the result before its first batch; no job trains meanwhile.
     batches = [] if evaluating else _batches(windows)
     if batches:
         program = _trained(batches, windows, rules)
@@ -130,7 +130,7 @@ def _trained(batches: Sequence[GlobalBatch], windows: Sequence[JobWindow], rules
     """Return the program that is fastest in the simulator, among several sizes of microbatches and several
     orders."""
     longest = max(_tokens(together) for batch in batches for together in kept_together(batch.samples))
-    # Among equals the first is taken: with spare microbatches it waits less for links and slow passes.
+    # Among equals the first is chosen: with spare microbatches it waits less for links and slow passes.
     orders = [PipelineOrder.multi_job, PipelineOrder.alternating] if rules.order is None else [rules.order]
     best: Program | None = None
     best_seconds = math.inf

@@ -115,7 +115,7 @@ class _Meeting:
     def _forward(self, device: int, action: Forward) -> None:
         for segment in self.microbatches[action.microbatch].segments:
             if action.stage == 0:
-                # Replicas that train nothing of this batch make the last Step once the others have begun.
+                # Replicas without samples of this batch execute the previous Step once the others have begun.
                 for other in range(len(self.lists)):
                     if (segment.job, segment.step) not in self.shares[other // self.stages]:
                         self._step(other, segment.job)

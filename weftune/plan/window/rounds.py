@@ -130,7 +130,7 @@ def even_groups(tokens: Mapping[str, int], count: int) -> list[frozenset[str]]:
     groups: list[set[str]] = [set() for _ in range(max(1, min(count, len(tokens))))]
     sums = [0] * len(groups)
     for job in sorted(tokens, key=lambda job: -tokens[job]):
-        # Among equals the one with fewer jobs.
+        # Among equal groups, choose the one with fewer jobs.
         at = min(range(len(groups)), key=lambda one: (sums[one], len(groups[one])))
         groups[at].add(job)
         sums[at] += tokens[job]
