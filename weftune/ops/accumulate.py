@@ -1,4 +1,4 @@
-"""A trained weight for autograd whose gradient is accumulated in a given vector."""
+"""A trained weight whose gradient autograd adds to a given tensor instead of `.grad`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def accumulated(weight: Tensor, total: Tensor, anchor: Tensor) -> Tensor:
-    """Return the weight for a computation; its gradient is added to `total` instead of `.grad`.
+    """Return a copy of the weight for use in a forward. Its gradient is added to `total` instead of `.grad`.
 
-    `anchor` is a scalar that requires a gradient and gets none: it makes autograd record the computation.
+    `anchor` is a scalar with `requires_grad` that never gets a gradient: it makes autograd record the graph.
     """
     return _Accumulated.apply(anchor, weight, total)
 

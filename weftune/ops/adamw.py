@@ -1,7 +1,7 @@
 """AdamW for many jobs at once, each with its own learning rate, decay, betas, eps, step and clipping.
 
-All of a job's parameters are one flat vector. On a GPU one launch updates every job: moments, master weights,
-the copy that passes read, and a zero for the next gradient.
+All parameters of a job are one flat vector. On a GPU one launch updates every job: moments, master weights
+and the copy of the weights that the model uses; it also zeroes the gradient.
 
 Shapes: J jobs, B blocks.
 """
@@ -21,13 +21,13 @@ from weftune.ops import triton as kernels
 from weftune.ops.triton import kernels_available
 
 BETAS, EPS = (0.9, 0.999), 1e-8
-"""Torch's defaults."""
+"""Defaults of `torch.optim.AdamW`."""
 BLOCK = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class AdamState:
-    """A job's flat vectors: fp32 (or float64), except the weights, which have the base's dtype."""
+    """A job's flat vectors: float32 (or float64), except `weights`, which have the base model's dtype."""
 
     master: Tensor
     exp_avg: Tensor
@@ -53,7 +53,7 @@ class AdamState:
 
 @dataclass(frozen=True, slots=True)
 class RateRun:
-    """Parameters `start` to `stop` of a job learn at `rate` times the job's learning rate."""
+    """A multiplier of the job's learning rate, `rate`, for the job's parameters `start` to `stop`."""
 
     start: int
     stop: int
@@ -62,7 +62,7 @@ class RateRun:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One step of a job."""
+    """One optimizer step of a job."""
 
     state: AdamState
     step: int
@@ -70,21 +70,21 @@ class Update:
     learning_rate: float
     weight_decay: float
     factor: float
-    """Factor of the gradient, below 1 if it is clipped."""
+    """Factor by which the gradient is multiplied; below 1 if it is clipped."""
     betas: tuple[float, float] = BETAS
     eps: float = EPS
     rates: tuple[RateRun, ...] = ()
-    """Runs that cover all parameters in order. Empty if all learn at the job's own rate."""
+    """Ranges that cover all parameters in order. Empty if all parameters have the job's learning rate."""
 
     def on(self, state: AdamState, start: int) -> Update:
-        """Return this step for the parameters in `state`, which begin at parameter `start`."""
+        """Return this step for `state`, which holds a slice of the parameters that begins at `start`."""
         stop = start + state.master.numel()
         cut = (RateRun(max(start, run.start), min(stop, run.stop), run.rate) for run in self.rates)
         runs = (RateRun(run.start - start, run.stop - start, run.rate) for run in cut if run.start < run.stop)
         return replace(self, state=state, rates=tuple(runs))
 
     def runs(self) -> list[Update]:
-        """Return the step as one update per run of parameters that learn at the same rate."""
+        """Split the step into one update per range of parameters with the same learning rate."""
         if not self.rates:
             return [self]
         assert self.rates[-1].stop == self.state.master.numel(), "the rates are those of another vector"
@@ -100,14 +100,14 @@ class Update:
 
 
 def gradient_norms(states: Sequence[AdamState]) -> Tensor:
-    """Return the norm of each job's gradient, in float64 [J]."""
+    """Return the L2 norm of each job's gradient, float64 [J]."""
     if not kernels_available(states[0].gradient):
         return torch.stack([state.gradient.norm().double() for state in states])
     return square_sums([state.gradient for state in states]).sqrt()
 
 
 def square_sums(vectors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares of each vector, in float64 [J], so that sums over parts stay precise."""
+    """Return the sum of squares of each vector, float64 [J], so that partial sums can be added precisely."""
     device, blocks = vectors[0].device, max(-(-vector.numel() // BLOCK) for vector in vectors)
     squares_JB = torch.zeros(len(vectors), blocks, dtype=torch.float64, device=device)
     with torch.cuda.device_of(squares_JB):
@@ -124,8 +124,8 @@ def square_sums(vectors: Sequence[Tensor]) -> Tensor:
 def update(updates: Sequence[Update], factor_J: Tensor | None = None) -> Tensor:
     """Apply every step and return whether each job's weights are finite afterwards, bool [J].
 
-    On a GPU the factors may stay on the device: `factor_J` replaces those of the updates, and a job whose
-    factor is below 0 makes no step; only its gradient is zeroed.
+    On a GPU, `factor_J` may replace `Update.factor` by values on the device. A job whose factor is negative
+    makes no step; only its gradient is zeroed.
     """
     if any(one.rates for one in updates):
         return _update_runs(updates, factor_J)
@@ -156,7 +156,7 @@ def update(updates: Sequence[Update], factor_J: Tensor | None = None) -> Tensor:
 
 
 def _update_runs(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor:
-    """Apply steps of jobs with several learning rates: each of their runs is updated like a job."""
+    """Apply steps of jobs with several learning rates: each range of parameters is updated like a job."""
     runs = [one.runs() for one in updates]
     counts = torch.tensor([len(each) for each in runs])
     flat = [run for each in runs for run in each]
@@ -165,7 +165,7 @@ def _update_runs(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor:
     if not kernels_available(flat[0].state.gradient):
         finite = update(flat, factor_J)
     else:
-        # Kernels need vectors aligned to 16 bytes; a run after one of an odd size is not.
+        # Kernels need vectors aligned to 16 bytes; ranges that begin at odd offsets are copied.
         aligned = [
             run
             if all(vector.data_ptr() % 16 == 0 for vector in run.state.vectors)
@@ -207,8 +207,8 @@ def _update_by_torch(one: Update) -> Tensor:
 
 
 def _numbers(one: Update) -> tuple[float, ...]:
-    """Return the numbers in the order of the kernel's table. 1 − β is computed here: from β = 0.999 in
-    float32 it would be off by 5e-5."""
+    """Return a job's row of the kernel's table of numbers. 1 − β is computed here: from β = 0.999 in float32
+    the result would be off by 5e-5."""
     beta1, beta2 = one.betas
     return (
         one.factor,
@@ -223,7 +223,7 @@ def _numbers(one: Update) -> tuple[float, ...]:
 
 
 def _table(vectors: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return the kernels' table: for every job the addresses of its flat vectors, and their size."""
+    """Return the kernels' table: one row per job with the addresses of its flat vectors, and their size."""
     assert all(vector.data_ptr() % 16 == 0 for own in vectors for vector in own), (
         "a flat vector starts a tensor of its own"
     )

@@ -1,4 +1,4 @@
-"""The matrix of a quantised weight, written by one kernel with the same bits as plain torch.
+"""Dequantisation of a weight to a matrix by one kernel, bit-identical to plain torch.
 
 Shapes: K inputs, N outputs.
 """
@@ -13,12 +13,12 @@ from torch import Tensor
 from weftune.ops import triton as kernels
 
 NF4_WORDS = 512
-"""Words per program, with eight values each: a divisor of the 2048 that share a maximum of maxima."""
+"""32-bit words of eight values per program: a divisor of the 2048 words that share a nested absmax."""
 ROWS_BLOCK = 4096
 WARPS = 4
 
 Write = Callable[[Mapping[str, Tensor], Tensor], None]
-"""(tensors of a weight by name, out_NK): a function that writes the matrix, which is contiguous."""
+"""A function that takes the tensors of a weight by name and writes the contiguous matrix `out_NK`."""
 
 
 def write_nf4(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
@@ -43,7 +43,7 @@ def write_nf4(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
 
 
 def write_rows(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
-    """Write the matrix of an int8 or fp8 weight: codes · scale per row."""
+    """Write the matrix of an int8 or fp8 weight: the codes of each row times the scale of the row."""
     assert out_NK.is_contiguous()
     outputs, inputs = out_NK.shape
     with torch.cuda.device_of(out_NK):
@@ -58,4 +58,4 @@ def write_rows(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
 
 
 KERNELS: Mapping[str, Write] = {"nf4": write_nf4, "int8": write_rows, "fp8": write_rows}
-"""Maps the name of a format to the function that writes its matrix."""
+"""Maps each quantisation format to the function that dequantises it."""

@@ -1,7 +1,7 @@
 """Uniform numbers as a pure function of (seed, site, parameter, index), the same bits on every device.
 
 Each index is hashed by the 32-bit finaliser of MurmurHash3 (`dropout.mixed`), and the top 24 bits are the
-number. So any part can be drawn by itself, in any order and on any device.
+number. So any slice of a parameter can be drawn separately, in any order and on any device.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from weftune.core.batch import to_device
 from weftune.ops.dropout import STRIDE, mix, mixed, signed, step_key
 
 CPU_CHUNK, CHUNK = 1 << 16, 1 << 20
-"""Values drawn at a time: intermediate tensors stay in a CPU's cache, elsewhere within 8 MiB each."""
+"""Values drawn at a time: on a CPU intermediate tensors stay in its cache, on a GPU within 8 MiB each."""
 
 
 def parameter_key(seed: int, site: str, parameter: str) -> int:
-    """Return the key of a job, a site and one of its parameters. Step 0 keeps it apart from dropout keys."""
+    """Return the random key of a parameter of a job. It uses step 0, so it differs from all dropout keys."""
     of_site = mix(step_key(seed, 0) ^ zlib.crc32(site.encode()))
     return mix(of_site ^ zlib.crc32(parameter.encode()))
 
@@ -28,10 +28,10 @@ def parameter_key(seed: int, site: str, parameter: str) -> int:
 def fill_uniform(
     value: Tensor, key: int, bound: float, start: int = 0, drawn_on: torch.device | None = None
 ) -> None:
-    """Fill `value` with numbers between −bound and bound; its first element is number `start`.
+    """Fill `value`, a parameter or a slice of it from element `start` on, with uniform numbers in ±bound.
 
-    They are drawn in float64, so that a parameter of any dtype starts from the same numbers, on the device
-    `drawn_on` if given, else on the parameter's own.
+    They are drawn in float64, so that parameters of all dtypes get the same numbers, on the device `drawn_on`
+    if given, else on the device of `value`.
     """
     flat, device = value.view(-1), drawn_on or value.device
     assert start + len(flat) < 1 << 31, "a parameter has fewer than 2³¹ elements"
@@ -44,8 +44,8 @@ def fill_uniform(
 def fill_uniform_alike(
     values: Sequence[Tensor], keys: Sequence[int], bound: float, drawn_on: torch.device | None = None
 ) -> None:
-    """Apply `fill_uniform` to values of one size with a few launches for many of them. With hundreds of small
-    matrices per adapter, many launches for each would take longer than the numbers."""
+    """Apply `fill_uniform` to many tensors of equal size with few launches. An adapter has hundreds of small
+    matrices, for which separate launches would take longer than the arithmetic."""
     device, size = drawn_on or values[0].device, values[0].numel()
     many = max(1, _chunk(device) // size)
     if many == 1:
@@ -60,13 +60,13 @@ def fill_uniform_alike(
 
 
 def fill_normal(value: Tensor, key: int) -> None:
-    """Fill a small parameter with standard normal numbers, drawn by torch on the host whatever its device."""
+    """Fill a small parameter on any device with standard normal numbers, drawn by torch on the host."""
     generator = torch.Generator().manual_seed(key)
     value.copy_(torch.randn(value.shape, generator=generator, dtype=torch.float64))
 
 
 def draw_integers(count: int, below: int, key: int) -> Tensor:
-    """Return `count` integers from 0 up to `below`, exclusive, drawn by torch on the host."""
+    """Return `count` uniform integers in [0, below), drawn by torch on the host."""
     return torch.randint(below, (count,), generator=torch.Generator().manual_seed(key))
 
 
@@ -75,7 +75,7 @@ def _chunk(device: torch.device) -> int:
 
 
 def _drawn(start: int, size: int, key: int | Tensor, bound: float, device: torch.device) -> Tensor:
-    """Return the numbers from `start` on, in float64; with keys [P, 1], one row per key, [P, size]."""
+    """Return `size` numbers from index `start` on, float64. Keys [P, 1] return one row each, [P, size]."""
     count = torch.arange(start + 1, start + 1 + size, dtype=torch.int32, device=device)
     bits = mixed(count * signed(STRIDE) ^ key)
     # Shifted arithmetically, the top 24 bits are a whole number from −2²³ up to 2²³.

@@ -1,10 +1,10 @@
-"""Dropout as a pure function of (job seed, step, site, token index, feature).
+"""Dropout as a pure function of (job seed, step, site, token index, feature). A site is an adapted linear.
 
 Row and feature are each hashed by the 32-bit finaliser of MurmurHash3 (fmix32) to an odd number, and the bits
-of a value are the product of the two: one multiplication, while a hash per value would take a dozen passes.
+of a value are the product of the two: one multiplication, while a hash per value would take a dozen steps.
 The bits do not depend on other jobs, packing, splitting or recomputation, and a GPU kernel can compute them.
-int32 arithmetic wraps, as the hash requires; shifts are made logical with a mask. On a CPU the vectors are
-hashed by numpy, whose calls are cheaper and whose integers can be unsigned.
+int32 arithmetic wraps, as the hash requires; shifts are made logical with a mask. On a CPU, numpy hashes rows
+and features: its calls cost less, and its integers can be unsigned.
 
 Shapes: T rows, K features.
 """
@@ -20,20 +20,20 @@ from torch import Tensor
 FIRST = 0x85EBCA6B
 SECOND = 0xC2B2AE35
 STRIDE = 0x9E3779B9
-"""2³² over the golden ratio: consecutive features land far apart before they are mixed."""
+"""2³² divided by the golden ratio: multiplication spreads consecutive features before they are hashed."""
 CHUNK = 1 << 17
-"""Values drawn at a time on a CPU, so that their products stay in its cache."""
+"""Values drawn at a time on a CPU, so that intermediate tensors stay in its cache."""
 FEW = 1 << 14
-"""Maximum number of values drawn by numpy on a CPU: torch would not distribute so few to its threads."""
+"""Maximum number of values drawn by numpy on a CPU. torch uses a single thread for so few values."""
 
 
 def key(seed: int, step: int, site: str) -> int:
-    """Return the part of the counter given by a job, a step and a site."""
+    """Return the hash key of a job's dropout mask at one step and site."""
     return mix(step_key(seed, step) ^ zlib.crc32(site.encode()))
 
 
 def step_key(seed: int, step: int) -> int:
-    """Return the part of the counter that all sites share."""
+    """Return the hash of a job's seed and step, from which the keys of all sites are derived."""
     mixed = mix(seed & 0xFFFFFFFF)
     mixed = mix(mixed ^ (seed >> 32 & 0xFFFFFFFF))
     return mix(mixed ^ (step & 0xFFFFFFFF))
@@ -54,9 +54,9 @@ def mix(value: int) -> int:
 
 
 def kept_TK(key_of_site: int, token_index_T: Tensor, features: int, probability: float) -> Tensor:
-    """Return the mask of values that are kept when dropping with `probability`, bool [T, K].
+    """Return the mask of values that are kept by dropout with `probability`, bool [T, K].
 
-    The features' factors depend on the key too, so that no two features have the same mask at every step.
+    The hashes of features depend on the key too, so that no two features have the same mask at every step.
     """
     draw = _kept_on_cpu if token_index_T.device.type == "cpu" else _kept_by_torch
     return draw(key_of_site, token_index_T, features, threshold(probability))
@@ -98,7 +98,7 @@ def _odd_unsigned(value: np.ndarray) -> np.ndarray:
 
 
 def odd(value: Tensor) -> Tensor:
-    """Return fmix32 of an int32 tensor, made odd: an odd factor loses no bits of the other one."""
+    """Return fmix32 of an int32 tensor, made odd: a product with an odd number modulo 2³² is invertible."""
     return mixed(value) | 1
 
 
@@ -110,7 +110,7 @@ def mixed(value: Tensor) -> Tensor:
 
 
 def _folded(value: Tensor, places: int) -> Tensor:
-    """Return value ^ value >>> places; torch's int32 shifts copy the sign bits, which are masked off."""
+    """Return value ^ (value >>> places). torch shifts int32 arithmetically, so sign bits are masked off."""
     return value ^ ((value >> places) & (1 << 32 - places) - 1)
 
 

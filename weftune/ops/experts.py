@@ -1,12 +1,12 @@
-"""The linears of a mixture's experts, with a low-rank part of every job on its own tokens, in plain torch:
-for a CPU. `ops/lora/experts.py` has the kernels of a GPU.
+"""The expert linears of a mixture-of-experts layer with every job's LoRA on its own tokens, in plain torch
+for CPUs. `ops/lora/experts.py` has the implementation for GPUs.
 
-Choices (a token and one of its experts) are sorted by expert, those of one expert by token. So every expert's
-rows are contiguous, and so are a job's rows at every expert once the other jobs' are left out: rows are
-multiplied in groups, and no product ever reads another job's rows.
+Choices (pairs of a token and one of its experts) are sorted by expert, then by token. So the rows of every
+expert are contiguous, and among the rows of one job those of every expert are too: grouped products can be
+used, and no product reads rows of two jobs.
 
-Shapes: T tokens, k experts of a token, S = T · k choices, s choices of one job, E experts, D hidden width,
-K inputs, N outputs of a linear, r ranks.
+Shapes: T tokens, k experts per token, S = T · k choices, s choices of one job, E experts, D hidden width,
+K inputs, N outputs of a linear, r rank.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.nn.functional import grouped_mm
 from weftune.ops.lora.table import Group
 
 ALIGNED = 8
-"""Number of 16-bit values that a row's width must be a multiple of for grouped products."""
+"""Grouped products require the width of a row to be a multiple of this number of 16-bit values."""
 GROUPING = (8, 0)
-"""Minimum compute capability of GPUs that group products."""
+"""Minimum compute capability for torch's `grouped_mm`."""
 
 
 Tokens = tuple[int, int]
@@ -32,7 +32,7 @@ Tokens = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """A job's addition to the outputs of its tokens, `start` to `stop`: scale · xAᵀB per expert."""
+    """One job's adapter, which adds scale · xAᵀB per expert to the outputs of tokens `start` to `stop`."""
 
     start: int
     stop: int
@@ -47,27 +47,27 @@ class ExpertPart:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSite:
-    """One linear of all experts of a layer, with the adapters there."""
+    """One linear of all experts of a layer, with the jobs' adapters on it."""
 
     weight_ENK: Tensor
     group: Group | None = None
-    """Adapters for the kernels: the group's table has the n-th adapter at expert e in slot n · E + e. None if
-    no job has an adapter here."""
+    """Adapters for the GPU kernels. Slot n · E + e of the group's table holds the n-th adapter at expert e.
+    None if no job has an adapter on this linear."""
     parts: Sequence[ExpertPart] = ()
-    """Adapters for plain torch."""
+    """Adapters for the implementation in plain torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The experts of every token, with the choices sorted by expert."""
+    """The routing of a microbatch: the choices of experts, sorted by expert."""
 
     experts_S: Tensor
     stops_E: Tensor
-    """End of each expert's rows."""
+    """End of each expert's rows among the sorted choices."""
     order_S: Tensor
-    """Sorted choice → choice."""
+    """Maps each position in the sorted order to the index of the choice."""
     places_Tk: Tensor
-    """Choice → sorted choice."""
+    """Maps each choice to its position in the sorted order."""
 
     @classmethod
     def of(cls, chosen_Tk: Tensor, count: int) -> Routes:
@@ -77,11 +77,11 @@ class Routes:
         return cls(experts_S, _stops(experts_S, count), order_S, places_S.view(chosen_Tk.shape))
 
     def rows(self, x_TD: Tensor) -> Tensor:
-        """Return the tokens, once for every choice, sorted."""
+        """Return the row of each choice's token, in the sorted order."""
         return x_TD[self.order_S // self.places_Tk.shape[1]]
 
     def own(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return where a job's choices are among the sorted ones, and the end of each expert's rows there."""
+        """Return the sorted positions of a job's choices, and the end of each expert's rows among them."""
         start, stop = tokens
         places_s = self.places_Tk[start:stop].flatten().sort().values
         return places_s, _stops(self.experts_S[places_s], len(self.stops_E))
@@ -96,7 +96,7 @@ class Routes:
         return y_SN
 
     def gathered(self, y_SD: Tensor, weights_Tk: Tensor) -> Tensor:
-        """Return the weighted sum over the experts of every token."""
+        """Return each token's sum of expert outputs, weighted by the router."""
         return (y_SD[self.places_Tk] * weights_Tk[..., None]).sum(dim=1).to(y_SD.dtype)
 
 
@@ -151,7 +151,7 @@ def _one_output(x_K: Tensor, token: int, expert: int, site: ExpertSite) -> Tenso
 
 
 def grouped_product(x_SK: Tensor, w_EKN: Tensor, stops_E: Tensor) -> Tensor:
-    """Return every row times its expert's matrix. Uses one kernel for all experts if the device has it."""
+    """Return every row times its expert's matrix, with one kernel for all experts if `has_kernel`."""
     if has_kernel(w_EKN):
         return grouped_mm(x_SK, w_EKN, offs=stops_E)
     rows = stops_E.diff(prepend=stops_E.new_zeros(1)).tolist()
@@ -160,8 +160,8 @@ def grouped_product(x_SK: Tensor, w_EKN: Tensor, stops_E: Tensor) -> Tensor:
 
 
 def has_kernel(w_EKN: Tensor) -> bool:
-    """Return whether one kernel handles all experts. It must not be used for trained matrices: it would leave
-    the gradient of an expert without rows unwritten."""
+    """Return whether `grouped_mm` can be used. It does not support trained matrices: for an expert without
+    rows it leaves the gradient uninitialised."""
     if not w_EKN.is_cuda or w_EKN.dtype is not torch.bfloat16 or w_EKN.requires_grad:
         return False
     aligned = all(width % ALIGNED == 0 for width in w_EKN.shape[1:])

@@ -1,7 +1,7 @@
-"""Products of 8-bit floats on the fp8 tensor cores of a GPU; `core.weights` has what they compute.
+"""Matrix products of 8-bit floats on the fp8 tensor cores of a GPU. `core.weights` has the references.
 
-torch's product with a scale per row rounds to bfloat16, which is right only if nothing is added to it; its
-product with one scale for all gives float32, and the scales are multiplied in afterwards.
+torch's product with a scale per row rounds to bfloat16, which loses digits if another tensor is added to it.
+The product with one scale per matrix returns float32, and the row scales are multiplied in afterwards.
 
 Shapes: T rows, M columns that are summed over, L rows of the frozen operand.
 """
@@ -17,13 +17,13 @@ from weftune.ops import triton as kernels
 from weftune.ops.triton import kernels_available
 
 VALUES = 1 << 14
-"""Values per program that rounds rows: 64 per thread. It takes whole rows, even wider ones."""
+"""Values per program of the kernel `row_codes`: 64 per thread. A wider row still gets a single program."""
 MULTIPLE = 16
-"""Multiple that the library's product requires of the widths."""
+"""`torch._scaled_mm` requires both dimensions of the weight to be a multiple of this."""
 
 
 def row_codes(x_TM: Tensor, scale_M: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Compute `core.weights.row_codes`, by one kernel if there is one."""
+    """Compute `core.weights.row_codes`, with one Triton kernel where Triton is available."""
     if x_TM.is_cuda and kernels_available(x_TM):
         return launch_row_codes(x_TM, scale_M)
     return weights.row_codes(x_TM, scale_M)
@@ -58,7 +58,7 @@ def multiply(
     if left_TM.dtype is torch.float64 or not multiplied_by_library(codes_LM):
         return multiply_codes(left_TM, codes_LM, scale_M, scale_L, dtype)
     left_TM, scale_T = row_codes(left_TM, scale_M)
-    # Sites that share their input have their codes in one tensor, where a part of the columns is not
+    # Linears that share their input are stored in one tensor, of which a slice of columns is not
     # contiguous.
     codes_LM = codes_LM.contiguous()
     if dtype is torch.bfloat16:
@@ -71,7 +71,7 @@ def multiply(
 
 
 def codes_in_float32(left_TM: Tensor, codes_LM: Tensor) -> Tensor:
-    """Return left · codesᵀ in float32, without the scales."""
+    """Return left · codesᵀ in float32, before the scales are applied."""
     if not multiplied_by_library(codes_LM):
         return left_TM.float() @ codes_LM.float().T
     one = torch.ones((), device=left_TM.device)

@@ -1,9 +1,9 @@
-"""A difference to a frozen weight with hard-concrete gates, the relaxation of an L0 penalty.
+"""A sparse trained difference to a frozen weight, with hard-concrete gates (a relaxation of the L0 penalty).
 
 A gate is z = clip(σ(α + logit u) · (UPPER − LOWER) + LOWER, 0, 1) with u uniform in (0, 1). The noise u is a
 pure function of (job seed, step, site, element): it does not depend on other jobs, packing, splitting or
-recomputation. The product with the difference keeps only its input for the backward, which recomputes the
-gates: tensors of the size of the weight are held for one site at a time.
+recomputation. The product with the difference saves only its input for the backward, which recomputes the
+gates: temporary tensors of the size of a weight exist for one linear at a time.
 
 Shapes: L rows of one job, K inputs, N outputs.
 """
@@ -21,27 +21,27 @@ from weftune.ops.dropout import STRIDE, mixed, odd, signed
 
 LOWER, UPPER = -1.5, 1.5
 OPEN, SHUT = 1e4, -1e4
-"""Values of α for which the gate is 1 or 0 whatever the noise, and stays so after any step."""
+"""Values of α for which the gate is 1 or 0 for any noise, and remains so after any optimizer step."""
 BITS = 23
-"""Bits of a uniform number: as many as keep (n + ½) / 2²³ exact in float32."""
+"""Bits of a uniform number: with 23 bits, (n + ½) / 2²³ is exact in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """The values of a difference and the parameters of its gates, or the accumulators of their gradients."""
+    """The values of a difference and the parameters α of its gates, or accumulators of their gradients."""
 
     w_NK: Tensor
     alpha_NK: Tensor
     group: Tensor | None
-    """Parameter of the gate of the whole tensor, [1]. None if there is no such gate."""
+    """α of one more gate for the whole tensor, [1]. None if the tensor has no such gate."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnGates:
-    """The keys for drawing the gates of a pass, and the cost of each open gate."""
+    """The random keys of the gates in one pass, and the L0 penalty of each open gate."""
 
     key: int
-    """Key of the elements' noise."""
+    """Random key of the noise of the elements."""
     group_key: int
     l0_weight: float
     bears: Tensor
@@ -49,7 +49,7 @@ class DrawnGates:
 
 
 def uniform(key: int, rows: int, columns: int, like: Tensor) -> Tensor:
-    """Return numbers in (0, 1) like `like`, [rows, columns], each a function of the key and its position."""
+    """Return uniform numbers in (0, 1), [rows, columns], each a pure function of the key and its position."""
     row, column = (
         torch.arange(1, count + 1, dtype=torch.int32, device=like.device) for count in (rows, columns)
     )
@@ -59,7 +59,7 @@ def uniform(key: int, rows: int, columns: int, like: Tensor) -> Tensor:
 
 
 def gate(alpha: Tensor, u: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the gate z for a noise, or the gate used in evaluation if there is none, and dz/dα."""
+    """Return the gate z and dz/dα. Without the noise u, z is the gate used in evaluation."""
     s = torch.sigmoid(alpha if u is None else alpha + torch.logit(u))
     stretched = s * (UPPER - LOWER) + LOWER
     inside = (stretched > 0) & (stretched < 1)
@@ -67,7 +67,7 @@ def gate(alpha: Tensor, u: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def pruned(values: Gated, kept: int) -> Tensor:
-    """Return the difference with the gates of evaluation; all but the `kept` largest elements are 0."""
+    """Return the difference with evaluation gates, in which all but the `kept` largest elements are 0."""
     dtype = wide(values.w_NK.dtype)
     whole = values.w_NK.to(dtype) * gate(values.alpha_NK.to(dtype))[0]
     if values.group is not None:
@@ -79,7 +79,7 @@ def pruned(values: Gated, kept: int) -> Tensor:
 
 
 def fix_gates(values: Gated, kept: int) -> None:
-    """Set the difference to its value in evaluation, and fix its gates open or shut from here on."""
+    """Set the difference to its pruned value for evaluation, and fix every gate permanently at 1 or 0."""
     whole = pruned(values, kept)
     values.w_NK.copy_(whole)
     values.alpha_NK.copy_(torch.where(whole != 0, OPEN, SHUT))
@@ -90,8 +90,8 @@ def fix_gates(values: Gated, kept: int) -> None:
 def difference_product(
     x_LK: Tensor, values: Gated, totals: Gated, drawn: DrawnGates | None, anchor: Tensor
 ) -> Tensor:
-    """Return x(z ⊙ w)ᵀ; the gradients of w and of the gates are added to `totals`. If `drawn` is None, gates
-    are fixed and only w has a gradient. `anchor` is as in `ops.accumulate`."""
+    """Return x(z ⊙ w)ᵀ. The backward adds the gradients of w and of the gates to `totals`. If `drawn` is
+    None, the gates are fixed and only w has a gradient. `anchor`: see `ops.accumulate`."""
     return _DifferenceProduct.apply(x_LK, anchor, values, totals, drawn)
 
 
@@ -127,7 +127,7 @@ class _DifferenceProduct(torch.autograd.Function):
 
 
 def _gates(values: Gated, drawn: DrawnGates | None) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the gates of the elements and the gate of the whole tensor, each with its slope."""
+    """Return the gates of the elements and the gate of the whole tensor, each with its derivative dz/dα."""
     alpha_NK = values.alpha_NK.to(wide(values.alpha_NK.dtype))
     fixed = alpha_NK.new_ones(1), alpha_NK.new_zeros(1)
     if drawn is None:

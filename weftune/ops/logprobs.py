@@ -1,14 +1,14 @@
-"""Log-probabilities of the target tokens without ever holding the logits of all rows, and sums over the rows
-of each job.
+"""Log-probabilities of the target tokens, computed in chunks so that the logits of all rows are never in
+memory at once, and sums over the rows of each job.
 
 Rows are independent and the head is frozen, so the gradient of each row's log-probability with respect to its
 hidden state is computed in the forward pass, chunk by chunk; the backward only scales it row by row.
 
-If a job replaces some of the head's rows by its own, their gradient is a product with the gradients of their
-logits only, which are kept.
+If a job trains some rows of the head, the gradients of these rows' logits are saved too, and the backward
+computes the gradient of the rows from them.
 
-Shapes: S supervised rows, J runs of them (one of each job), D hidden width, V vocabulary, n tokens with rows
-of a job's own.
+Shapes: S supervised rows, J jobs (the rows of a job are contiguous), D hidden width, V vocabulary, n tokens
+whose head rows a job trains.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _TargetLogprobs(torch.autograd.Function):
 
 
 class _OwnTargetLogprobs(torch.autograd.Function):
-    """Target log-probabilities for a job with head rows of its own, in plain torch."""
+    """Target log-probabilities for a job that trains some rows of the head, in plain torch."""
 
     @staticmethod
     def forward(
@@ -107,7 +107,7 @@ def _by_torch(h: Tensor, targets: Tensor, head: Head, wants_gradient: bool) -> t
 
 
 def _product_gradient(normalised: Tensor, logits: Tensor, targets: Tensor, head: Head) -> Tensor:
-    """Return d log p(target) / d hWᵀ, through soft-cap and multiplier; overwrites `normalised`."""
+    """Return d log p(target) / d hWᵀ, including soft-cap and multiplier. Overwrites `normalised`."""
     gradient = normalised.exp_().neg_()
     gradient[torch.arange(len(targets), device=targets.device), targets] += 1.0
     if head.softcap is not None:
@@ -141,14 +141,14 @@ def _by_kernel(h: Tensor, targets: Tensor, head: Head, wants_gradient: bool) -> 
 
 
 def run_sums(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the sum of each run, [J], given their lengths. It is differentiable."""
+    """Return the sum of each of J consecutive runs of values, given their lengths. Differentiable."""
     lengths_J = to_device(torch.tensor(lengths), values_S.device)
     # Unsafe, since otherwise the lengths are checked on the device and the host waits for it.
     return torch.segment_reduce(values_S, "sum", lengths=lengths_J, unsafe=True)
 
 
 def run_counts(found_S: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the exact number of True values in each run, [J]."""
+    """Return the exact number of True values in each of J consecutive runs, given their lengths."""
     stops_J = to_device(torch.tensor(lengths).cumsum(0), found_S.device)
     counted = torch.nn.functional.pad(found_S.cumsum(0), (1, 0))
     ends_J = counted.index_select(0, stops_J)

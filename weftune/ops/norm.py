@@ -1,6 +1,6 @@
-"""RMSNorm of packed rows, alone or with its residual connection.
+"""RMSNorm of packed rows, alone or fused with the residual connection.
 
-The weight is frozen. A fused node keeps its input and one float per row.
+The weight is frozen. For the backward, a fused autograd node saves its input and one float per row.
 
 Shapes: T rows, D width.
 """
@@ -17,11 +17,11 @@ from weftune.ops import triton as kernels
 from weftune.ops.triton import kernels_available, with_whole_rows
 
 TILE = 4096
-"""Minimum number of values per program. Narrower rows share one: a head norm has millions of rows of 64 or
-128, and a program for each would cost more to start than to run."""
+"""Minimum number of values per program. Narrow rows share a program: a norm of heads has millions of
+rows of 64 or 128 values, and a program for each row would take longer to start than to run."""
 VALUES_A_THREAD = 16
-"""Values per thread: two 16-byte accesses per tensor in half precision, enough in flight to cover the wait
-for the row's mean."""
+"""Values per thread: two 16-byte accesses per tensor in half precision, which hide the latency of the mean
+over the row."""
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -32,7 +32,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) ->
 
 
 def skip_rms_norm(h_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return (h, its RMSNorm): residual connection and input of a branch, with one backward for both."""
+    """Return (h, RMSNorm of h): the residual connection and the input of a branch, with a fused backward."""
     if not kernels_available(h_TD):
         return h_TD, rms_norm_reference(h_TD, weight_D, eps, offset)
     return _SkipRmsNorm.apply(h_TD, weight_D, eps, offset)

@@ -1,10 +1,10 @@
-"""Queries, keys and values split from their stacked linear, with the rotary embedding on the first two.
+"""Split of a fused QKV projection into queries, keys and values, with rotary embedding of queries and keys.
 
-Rotation is undone by its transpose, so a fused node keeps only the cosines and sines; if heads have a norm,
-also its input.
+The backward of a rotation is its transpose, so a fused autograd node saves only the cosines and sines, and
+the input if queries and keys are normalised.
 
 Shapes: T rows, H heads of queries, G groups (heads of keys and of values), D width of a head,
-N = (H + 2G)·D, E rotary width (the first E columns of a head turn, the rest passes).
+N = (H + 2G)·D, E rotary width (the first E columns of a head are rotated, the rest are copied).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from weftune.ops.norm import rms_norm_reference
 from weftune.ops.triton import kernels_available, with_whole_rows
 
 TILE = 1024
-"""Values of each half per program."""
+"""Values per program of each half of the rotary width."""
 WARPS = 4
 """Warps per program: eight values of each half per thread, one 16-byte access in half precision."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """The RMSNorm of every head of queries and of keys, before the rotation."""
+    """The RMSNorm of every query head and every key head, applied before the rotation."""
 
     q_D: Tensor
     k_D: Tensor
@@ -40,7 +40,7 @@ class HeadNorms:
 def rotary_split(
     qkv_TN: Tensor, cos_TE: Tensor, sin_TE: Tensor, heads: int, groups: int, norms: HeadNorms | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (q_THD, k_TGD, v_TGD), with q and k rotated as in Llama: column i turns with column i + E/2."""
+    """Return (q_THD, k_TGD, v_TGD), with q and k rotated as in Llama: column i pairs with column i + E/2."""
     rows, width = qkv_TN.shape[0], qkv_TN.shape[1] // (heads + 2 * groups)
     assert qkv_TN.shape[1] == (heads + 2 * groups) * width
     assert cos_TE.shape == sin_TE.shape == (rows, cos_TE.shape[1])
@@ -168,8 +168,8 @@ def _backward(
 
 
 def _launch(heads: int, groups: int, width: int, half: int) -> tuple[int, dict[str, int]]:
-    """Return the number of programs per row, and the constants of both kernels: heads per program, columns of
-    a half and of the rest, each rounded up to a power of two."""
+    """Return the number of programs per row, and the constants of both kernels. Block sizes are powers of two
+    that cover the heads per program, half of the rotary width, and the columns that are not rotated."""
     all_heads, half_block = heads + 2 * groups, _power_of_two(half)
     chunk = max(1, min(TILE // half_block, _power_of_two(all_heads)))
     return -(-all_heads // chunk), {

@@ -1,10 +1,10 @@
-"""The frozen product of a site whose jobs scale its input or its output: y = g_out ⊙ ((x ⊙ g_in)Wᵀ + …) + b.
+"""The product of an adapted linear whose jobs scale its input or output: y = g_out ⊙ ((x ⊙ g_in)Wᵀ + …) + b.
 
-Every job scales its own rows only, so that no reduction ever mixes rows of two jobs: a NaN stays with its
-owner. Sums are kept in at least float32 and rounded once, by the caller.
+Every job scales only its own rows, and no reduction mixes rows of two jobs: a NaN in one job does not reach
+other jobs. Sums are kept in at least float32; the caller rounds them once.
 
-Shapes: T rows, L of them that belong to one job, R room for such rows, K inputs, N outputs, M columns of
-either.
+Shapes: T rows, L rows of one job, R the maximum of L, K inputs, N outputs, M columns of the input or the
+output.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class RowScale:
-    """Rows `start` to `stop` are multiplied by `values`, column by column; autograd may see the values."""
+    """The column scales of one job, for its rows `start` to `stop`. Autograd may track `values_M`."""
 
     start: int
     stop: int
     values_M: Tensor
     scales_bias: bool = False
-    """Whether the frozen bias is scaled too, at an output."""
+    """Whether the frozen bias is scaled too. Only used for scales of outputs."""
 
 
 def scaled_rows(x_TM: Tensor, scales: Sequence[RowScale]) -> Tensor:
-    """Return x with the rows of every scale multiplied by it; no two scales share a row."""
+    """Return x with the rows of every scale multiplied by its values. No two scales may share a row."""
     return _by_rows(x_TM, scales, lambda part, scale: part if scale is None else part * scale.values_M)
 
 
 def scaled_outputs(y_TN: Tensor, bias_N: Tensor | None, scales: Sequence[RowScale]) -> Tensor:
-    """Return y with scaled rows, and the bias added after the scale, or before it if it is scaled too."""
+    """Return y with scaled rows plus the bias, which is added before the scaling if `scales_bias` is set."""
     if bias_N is None:
         return scaled_rows(y_TN, scales)
 
@@ -68,7 +68,7 @@ def _by_rows(
 
 
 def with_rows(y_TN: Tensor, values: Sequence[tuple[slice, Tensor]]) -> Tensor:
-    """Return y with other values in some of its rows."""
+    """Return a copy of y in which the given slices of rows are replaced by the given values."""
     parts, row = [], 0
     for rows, value_LN in sorted(values, key=lambda one: one[0].start):
         parts += [y_TN[row : rows.start], value_LN]
@@ -78,21 +78,21 @@ def with_rows(y_TN: Tensor, values: Sequence[tuple[slice, Tensor]]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GatheredRows:
-    """The rows of one job by index, so that a captured pass finds them wherever they are.
+    """The row indices of one job in a tensor, so that a captured CUDA graph can use them in any microbatch.
 
-    There is room for R rows. After the job's rows, the same rows are repeated and do not count.
+    The length R is fixed. After the job's rows, the same rows are repeated as padding.
     """
 
     index_R: Tensor
     counts_R1: Tensor
-    """Whether each row counts."""
+    """False for padding."""
     first_R: Tensor
-    """Position of the row that counts: its own, or that of the row that it repeats."""
+    """Position in `index_R` of the first occurrence of each row."""
 
 
 @runtime_checkable
 class RowChange(Protocol):
-    """A function that a job applies to its rows, with its own backward: autograd records no graph for it."""
+    """A function that a job applies to its rows, with a backward that needs no autograd graph."""
 
     def __call__(self, y_LM: Tensor) -> Tensor:
         """Apply the change so that autograd records it."""
@@ -100,16 +100,16 @@ class RowChange(Protocol):
     def forward(self, y_LM: Tensor) -> Tensor: ...
 
     def backward(self, y_LM: Tensor, dy_LM: Tensor) -> Tensor:
-        """Return the gradient of y; those of the job's weights are added to their accumulators."""
+        """Return the gradient of y. Add the gradients of the job's weights to their accumulators."""
 
 
 Change = tuple[slice | GatheredRows, slice, Callable[[Tensor], Tensor]]
-"""Rows, columns, and the function that is applied to them."""
+"""(rows, columns, function that is applied to them)."""
 
 
 def zero_where_changed(residual_TN: Tensor, changes: Sequence[Change]) -> Tensor:
-    """Return the residual that is added to y before `changed_rows`: detached, and zero where y is changed.
-    `changed_rows` passes its gradient."""
+    """Return the residual to add to y before `changed_rows`: detached, and zero where y will be changed.
+    The gradient of the residual passes through `changed_rows`."""
     residual_TN = residual_TN.detach().clone()
     for rows, columns, _ in changes:
         _zero(residual_TN[:, columns], rows)
@@ -119,10 +119,10 @@ def zero_where_changed(residual_TN: Tensor, changes: Sequence[Change]) -> Tensor
 def changed_rows(
     y_TN: Tensor, residual_TN: Tensor | None, changes: Sequence[Change], anchor: Tensor
 ) -> Tensor:
-    """Overwrite y with f(y) + residual in some of its rows and columns, and return it; elsewhere y already
-    contains the residual. `anchor`: see `ops.accumulate`.
+    """Overwrite y with f(y) + residual in the rows and columns of every change, and return y. Elsewhere y
+    must already contain the residual. `anchor`: see `ops.accumulate`.
 
-    The result of a change is not kept but recomputed in the backward, and only its rows are copied.
+    Only the changed rows are copied for the backward, which recomputes f.
     """
     changed: Tensor = _Changed.apply(y_TN, residual_TN, changes, anchor)
     return changed
@@ -150,7 +150,7 @@ class _Changed(torch.autograd.Function):
         for own_LM, (rows, columns, change) in zip(ctx.saved_tensors, ctx.changes, strict=True):
             dy_LM = _taken(dy_TN[:, columns], rows)
             if isinstance(rows, GatheredRows):
-                # A gradient of zero gives zero: repeated rows add nothing to any gradient.
+                # With a gradient of zero, repeated rows add nothing to the gradients of the weights.
                 dy_LM = torch.where(rows.counts_R1, dy_LM, 0.0)
             back = change.backward if isinstance(change, RowChange) else partial(_through_autograd, change)
             before_LM = back(own_LM, dy_LM)
@@ -179,7 +179,7 @@ def _copied(x_TM: Tensor, rows: slice | GatheredRows) -> Tensor:
 
 
 def _put(x_TM: Tensor, rows: slice | GatheredRows, value_LM: Tensor) -> None:
-    """Write the rows; a repeated row has the same value each time."""
+    """Overwrite the rows. A repeated row must have the same value each time."""
     if isinstance(rows, slice):
         x_TM[rows] = value_LM
     else:
@@ -194,7 +194,7 @@ def _zero(x_TM: Tensor, rows: slice | GatheredRows) -> None:
 
 
 def summed_product(x_TK: Tensor, weight: Weight) -> Tensor:
-    """Return xWᵀ in the dtype of its sum: float32 for 16-bit numbers, so that additions are not rounded."""
+    """Return xWᵀ unrounded: in float32 for 16-bit operands, so that terms added later are not lost."""
     if is_coded(weight):
         return coded_product(x_TK, weight, wide(x_TK.dtype))
     if x_TK.dtype in HALVES:

@@ -1,5 +1,5 @@
-"""The gated activation of a feed-forward block, with gate and up side by side as their stacked linears return
-them.
+"""The gated activation (SwiGLU or GEGLU) of a feed-forward block. The input holds gate and up side by side,
+as the fused linear returns them.
 
 Shapes: T rows, I width of the activation, F = 2I.
 """
@@ -19,7 +19,7 @@ from weftune.ops.triton import kernels_available, with_whole_rows
 BLOCK = 1024
 WARPS = 4
 """Warps per program: eight values per thread, one 16-byte access per tensor in half precision. Up to five
-tensors are live at once; more values of each would cost the occupancy that keeps the memory busy."""
+tensors are live at once, so more values per thread would lower the occupancy and the memory bandwidth."""
 
 
 def swiglu(gate_up_TF: Tensor) -> Tensor:

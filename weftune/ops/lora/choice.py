@@ -1,9 +1,9 @@
-"""The fastest product plan of the tiled route for a site: measured on this device, then cached in a file.
+"""The fastest product plan of the tiled kernels for a linear: measured on this device, then cached in a file.
 
-Whether dA and dB are better computed beside the frozen product of the backward or before it depends on what
-the product leaves idle, how much of dy a cache holds and how the kernels fill the device. No formula predicts
-that for an unknown GPU, but a trial of a few passes does. All plans compute the same sums and differ in the
-last bits only; two runs that find the same file choose the same, and give the same bits.
+dA and dB can be computed concurrently with the frozen product of the backward, or before it. Which is faster
+depends on the GPU: on idle multiprocessors, the cache size and the occupancy. No formula predicts that, so a
+trial of a few passes measures it. All plans compute the same sums and differ in the last bits only. Two runs
+that read the same file choose the same plans, and their results are bit-identical.
 
 Shapes: T rows, K inputs, N outputs of all parts.
 """
@@ -33,38 +33,38 @@ from weftune.ops.lora.table import Group
 from weftune.ops.lora.tiling import ProductPlan, rank_block
 
 TIE = 1.01
-"""Ratio to the fastest time within which a plan counts as equal, so that noise does not decide."""
+"""Plans within this ratio of the fastest time count as equally fast, so that noise does not decide."""
 MAX_ROWS = 1 << 14
-"""Maximum number of rows in a trial. More rows keep a device no busier."""
+"""Maximum number of rows in a trial. More rows do not increase the utilisation of a device."""
 MAX_THREADS = 8
-"""Maximum number of concurrent compilations: more would wait for the interpreter's lock."""
+"""Maximum number of concurrent compilations. More threads would wait for the GIL."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanTrial:
-    """Everything that the outcome of a trial depends on, except the machine."""
+    """The configuration of a trial: everything except the machine that its result depends on."""
 
     plans: tuple[ProductPlan, ...]
-    """Plans that the trial decides between."""
+    """Plans that the trial compares."""
     dtype: torch.dtype
     features: int
     widths: tuple[int, ...]
-    """Outputs of each part."""
+    """Number of outputs of each linear in the group."""
     rows: int
-    """Rows, rounded up to a power of two, so that trials are few."""
+    """Number of rows, rounded up to a power of two to limit the number of trials."""
     ranks: int
-    """Ranks of one part, rounded up to a power of two that a tensor core takes."""
+    """Rank of one band, rounded up to a power of two that tensor cores support."""
     bands: int
-    """Number of parts of each site."""
+    """Number of bands (`ops.lora.table`) of each linear."""
     slots: int
-    """Number of slots in the group's table, for which kernels are compiled."""
+    """Number of slots in the group's table, a compile-time constant of the kernels."""
     drops: bool
     residual: bool
     transposed: bool
     """Whether the frozen weight is stored as [K, N]."""
     aligned: bool
     coded: bool = False
-    """Whether the frozen weight is stored as 8-bit floats that products read directly."""
+    """Whether the frozen weight is stored as 8-bit floats, and multiplied without dequantisation."""
 
     @classmethod
     def at(
@@ -76,7 +76,7 @@ class PlanTrial:
         group: Group,
         rows: Rows,
     ) -> PlanTrial:
-        """Return the trial for a site."""
+        """Return the trial for a group of linears and the rows of a microbatch."""
         return cls(
             plans=plans,
             dtype=dtype,
@@ -95,7 +95,7 @@ class PlanTrial:
 
     @property
     def key(self) -> str:
-        """Readable key of the trial in the file."""
+        """Human-readable key of the trial in the cache file."""
         words = [str(self.dtype).removeprefix("torch."), f"{self.rows} rows", f"{self.features} inputs"]
         words += [f"{'+'.join(map(str, self.widths))} outputs", f"rank {self.ranks}", f"{self.slots} slots"]
         words += [f"{self.bands} bands"] if self.bands > 1 else []
@@ -105,8 +105,8 @@ class PlanTrial:
 
 
 Measure = Callable[[PlanTrial], Mapping[ProductPlan, float]]
-"""A function that returns the microseconds of every plan that the device can run, and raises
-`torch.OutOfMemoryError` if a trial does not fit."""
+"""A function that runs a trial and returns the microseconds of every plan that the device can run. It raises
+`torch.OutOfMemoryError` if the trial does not fit."""
 Compile = Callable[[PlanTrial, ProductPlan], None]
 """A function that compiles the kernels of a plan."""
 
@@ -120,16 +120,16 @@ class Choices:
         compile: Compile | None = None,
         pinned: bool = False,
     ) -> None:
-        """`file` caches the measured plans. None disables measuring: an interpreter's times say nothing
-        about a GPU. If `pinned`, the first allowed plan is used without measuring, and the file is not
-        read."""
+        """`file` caches the measured plans. None disables trials, as for Triton's interpreter on a CPU, whose
+        times do not apply to a GPU. If `pinned`, the first allowed plan is used: there are no trials, and
+        the file is not read."""
         self._measure = measure
         self._file = file
         self._capturing = capturing
         self._compile = compile
         self.pinned = pinned
         self.forced: ProductPlan | None = None
-        """Product plan of every site, for measurements, whether or not it is the best. None disables it."""
+        """Product plan to use for every linear without a trial, for benchmarks. None runs trials."""
         self._compiled: set[PlanTrial] = set()
         self._plans: dict[PlanTrial, ProductPlan] = {}
 
@@ -139,9 +139,9 @@ class Choices:
         return self._file is not None and self._compile is not None
 
     def compile_ahead(self, trials: Iterable[PlanTrial]) -> None:
-        """Compile the kernels of all undecided trials in parallel.
+        """Compile in parallel the kernels of all trials without a known result.
 
-        Errors are left to the pass that needs the kernel.
+        Errors are suppressed: they are raised again by the pass that launches the kernel.
         """
         new = {trial for trial in trials if len(trial.plans) > 1} - self._compiled - self._plans.keys()
         if self._file is None or self._compile is None or not new or self._capturing():
@@ -176,7 +176,7 @@ class Choices:
         rows: Rows,
         plans: tuple[ProductPlan, ...],
     ) -> ProductPlan:
-        """Return one of the allowed `plans`; the first if nothing can be measured."""
+        """Return the fastest of the allowed `plans`, or the first one if no trial is possible."""
         if self.forced is not None:
             return self.forced
         if self._file is None or self.pinned or len(plans) == 1:
@@ -184,8 +184,8 @@ class Choices:
         trial = PlanTrial.at(plans, x_TK.dtype, weight_NK, residual_TN is not None, group, rows)
         if trial not in self._plans:
             if self._capturing():
-                # Nothing may wait for the device now. The choice is not stored: the next pass may be able to
-                # measure.
+                # During capture the host must not synchronise with the device. This choice is not stored: a
+                # later pass may run the trial.
                 return plans[0]
             self._plans[trial] = self._find(self._file, trial)
         return self._plans[trial]
@@ -202,13 +202,13 @@ class Choices:
             torch.cuda.empty_cache()
             return trial.plans[0]
         if not times:
-            # None of their kernels runs on this device. The library's product runs on all devices.
+            # The kernels of these plans do not run on this device. `torch.mm` runs on all devices.
             return ProductPlan.wide
         return file.add(trial.key, MeasuredPlan(fastest(times), times), trial.plans).plan
 
 
 def fastest(times: Mapping[ProductPlan, float]) -> ProductPlan:
-    """Return the first plan, in the order of the enum, among those as good as the fastest."""
+    """Return the first plan, in the order of the enum, whose time is within `TIE` of the fastest."""
     enough = TIE * min(times.values())
     return next(plan for plan in ProductPlan if plan in times and times[plan] <= enough)
 
@@ -217,15 +217,15 @@ def fastest(times: Mapping[ProductPlan, float]) -> ProductPlan:
 class MeasuredPlan:
     plan: ProductPlan
     microseconds: Mapping[ProductPlan, float]
-    """Measured times, for readers of the file only."""
+    """Measured time of each plan, stored for information only."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceFile:
-    """The cache file of measured plans: one per kind of device and version of its compiler.
+    """The cache file of measured plans: one per GPU model and versions of torch and Triton.
 
-    It can be deleted at any time: missing plans are measured again. Processes that write at the same time
-    replace the whole file, so it is never half written; at worst one of them measures a site again later.
+    It can be deleted at any time: missing plans are measured again. Every write replaces the whole file
+    atomically. If two processes write at the same time, one result may be lost and measured again later.
     """
 
     folder: Path
@@ -234,21 +234,21 @@ class ChoiceFile:
     torch: str
     triton: str
     kernels: str
-    """Checksum of the sources of the ops: a changed kernel has other times."""
+    """Checksum of the source files of `weftune.ops`: changed kernels must be measured again."""
 
     @property
     def path(self) -> Path:
-        """Path of the file. The next version of the kernels replaces it, so its name does not have theirs."""
+        """Path of the file. It has no checksum of the kernels, so that new kernels replace the file."""
         words = (self.device, self.capability, "torch", self.torch, "triton", self.triton)
         return self.folder / f"{re.sub(r'[^a-z0-9.]+', '-', ' '.join(words).lower())}.json"
 
     @property
     def machine(self) -> dict[str, str]:
-        """The machine that the measurements are valid for."""
+        """Device and software versions for which the measurements are valid."""
         return {name: value for name, value in asdict(self).items() if name != "folder"}
 
     def read(self) -> dict[str, MeasuredPlan]:
-        """Return trial key → measured plan; empty if the file is missing or from another machine."""
+        """Return the measured plans by trial key; empty if the file is missing or from another machine."""
         try:
             content = json.loads(self.path.read_bytes())
         except (OSError, ValueError, RecursionError):
@@ -260,7 +260,7 @@ class ChoiceFile:
         return {key: found for key, entry in entries if (found := _measured(entry)) is not None}
 
     def add(self, key: str, measured: MeasuredPlan, plans: tuple[ProductPlan, ...]) -> MeasuredPlan:
-        """Store a measured plan and return the valid one, which another process may have written first."""
+        """Store a measured plan and return it, or the plan that another process has already stored."""
         known = self.read()
         if key not in known or known[key].plan not in plans:
             known[key] = measured
@@ -294,7 +294,7 @@ def _measured(entry: Any) -> MeasuredPlan | None:
 
 
 def file_for(device: torch.device) -> ChoiceFile | None:
-    """Return the file of the device's plans, or None for a device on which nothing is measured."""
+    """Return the cache file for the device, or None for a CPU, on which no trials are run."""
     if device.type != "cuda":
         return None
     import triton

@@ -1,8 +1,8 @@
-"""A trial that times the plans of the tiled route, forward and backward, on a synthetic site.
+"""A trial that times the product plans of the tiled kernels, forward and backward, on synthetic linears.
 
-Nothing of the base or of the running jobs is read or written, not even torch's random state.
+Tensors of the base model and of jobs are neither read nor written, nor is torch's random state.
 
-Shapes: T rows, K inputs, N outputs of all parts, R ranks.
+Shapes: T rows, K inputs, N outputs of all linears, R rank.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling
 
 JOBS = 8
 DROPOUT = 0.1
-"""Dropout of the trial; the cost of masks does not depend on it."""
+"""Dropout probability in a trial. The cost of masks does not depend on its value."""
 BUDGET = 60_000.0
-"""Microseconds that all rounds may take together, unless `MIN_ROUNDS` rounds take more."""
+"""Maximum total time of all rounds in microseconds, unless `MIN_ROUNDS` rounds take longer."""
 MIN_ROUNDS, MAX_ROUNDS = 3, 9
 """Minimum and maximum number of timed rounds."""
 HEAD_START = 4_000_000
-"""Device cycles, some milliseconds, that the host needs to launch one round."""
+"""Device cycles (a few milliseconds) in which the host can launch one round."""
 
 
 def choices_on(device: torch.device) -> Choices:
-    """Return the choices for the sites of a base on this device; pinned if kernels must be deterministic."""
+    """Return the plan choices for a base model on this device; pinned if kernels must be deterministic."""
     return Choices(
         partial(time_plans, device=device),
         file_for(device),
@@ -57,7 +57,7 @@ def compile_plan(trial: PlanTrial, plan: ProductPlan, device: torch.device) -> N
 
 @torch.no_grad()
 def time_plans(trial: PlanTrial, device: torch.device) -> dict[ProductPlan, float]:
-    """Return the microseconds of one forward and backward in each plan that the device can run."""
+    """Return the microseconds of one forward and backward with each plan that the device can run."""
     with torch.cuda.device(device):
         site = synthetic_site(trial, device)
         cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
@@ -74,7 +74,7 @@ def time_plans(trial: PlanTrial, device: torch.device) -> dict[ProductPlan, floa
 
 @dataclass(frozen=True, slots=True)
 class TrialSite:
-    """A synthetic site with eight jobs, in place of one of the base."""
+    """A synthetic group of linears with up to eight jobs."""
 
     x_TK: Tensor
     dy_TN: Tensor
@@ -83,7 +83,7 @@ class TrialSite:
     group: Group
     rows: Rows
     adapters: list[list[LowRank]]
-    """Adapters, kept alive here: the group's table has only their addresses."""
+    """Adapters by job, kept alive here because the group's table has only their addresses."""
 
     def step(self, plan: ProductPlan) -> None:
         tiling = choose_tiling(self.rows, self.group, self.x_TK.shape[1], self.x_TK.dtype)
@@ -93,7 +93,7 @@ class TrialSite:
 
 
 def _runs(site: TrialSite, plan: ProductPlan) -> bool:
-    """Compile and warm up, and return whether the plan runs: kernels may need more than the device has."""
+    """Compile, warm up, and return whether the plan runs: its kernels may need too much shared memory."""
     from triton.errors import TritonError
 
     try:
@@ -104,13 +104,13 @@ def _runs(site: TrialSite, plan: ProductPlan) -> bool:
 
 
 def _round(site: TrialSite, plans: Sequence[ProductPlan], scratch: Tensor) -> dict[ProductPlan, float]:
-    """Time all plans in turn, so that a change of clocks affects them all.
+    """Return the microseconds of one run of each plan.
 
-    The device's cache is overwritten before each, as the other layers of a model would do.
+    The L2 cache is overwritten before each run, as the other layers of a model would do.
     """
     marks = {plan: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for plan in plans}
-    # During this sleep of the device the host gets ahead of it, so that launches are not part of the times:
-    # in training a captured graph launches everything.
+    # The device sleeps while the host launches the round, so that launch latency is not part of the times:
+    # in training the kernels are launched by a captured graph.
     torch.cuda._sleep(HEAD_START)
     for plan, (began, ended) in marks.items():
         scratch.zero_()

@@ -1,9 +1,9 @@
-"""Jobs whose A and B are computed: A = d ⊙ the rows of one constant, B = e ⊙ the columns of another (VeRA).
+"""VeRA adapters: A and B are constant random matrices with rows scaled by d (A) or columns scaled by e (B).
 
-The kernels write A and B to the addresses in the job's slot table entry at every forward and again for every
-backward, so that all layers share their memory; and they compute the gradients of d and e from dA and dB.
+In every forward and every backward, kernels write A and B to the addresses in the slot table, so that all
+layers can share the memory of A and B. Kernels also compute the gradients of d and e from dA and dB.
 
-Shapes: R ranks, K inputs, N outputs of a site.
+Shapes: R rank, K inputs, N outputs of a site (an adapted linear).
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from weftune.ops import triton as kernels
 from weftune.ops.lora.table import AddressEntry, AddressTable, Group
 
 RANKS, COLUMNS = 16, 256
-"""Block of A and B that a program processes at a time."""
+"""Rows and columns of the block of A and B that a program processes at a time."""
 RANK_COLUMNS = 2048
-"""Columns of dA that a program processes at a time to sum over a rank."""
+"""Columns of dA that a program processes at a time for the gradient of one element of d."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedPair:
-    """One job's computed A and B at one site. The kernels keep only addresses; the job keeps the tensors."""
+    """One job's VeRA at one site. The table has only addresses, so the job must keep the tensors alive."""
 
     d_R: Tensor
     e_N: Tensor
     dd_R: Tensor
     de_N: Tensor
-    """Accumulators of the gradients of d and e."""
+    """Accumulator of the gradient of e, as `dd_R` is of d."""
     a_RK: Tensor
-    """Constant of A, at least as wide as the site's inputs."""
+    """Constant matrix of A, with at least as many columns as the site has inputs."""
     b_RN: Tensor
-    """Constant of B, at least as wide as the site's outputs."""
+    """Constant matrix of B, with at least as many columns as the site has outputs."""
 
 
 def computed_table(sites: int, slots: int, device: torch.device) -> AddressTable:
-    """Return an empty table of the addresses of d, e, their accumulators and the constants, and of three
-    numbers: the ranks, 0 if a slot has no such job, and the row stride of either constant."""
+    """Return an empty table. An entry has the addresses of d, e, their accumulators and both constants, and
+    three numbers: the rank (0 if the slot has no VeRA) and the row strides of both constants."""
     return AddressTable.empty(sites, slots, device, addresses=6, numbers=3)
 
 
 def put_computed(table: AddressTable, slot: int, pairs: Sequence[ComputedPair | None]) -> None:
-    """Set a slot's entries, one per site."""
+    """Set a slot's entries, one per site; None if the job has no VeRA at the site."""
     table.put(slot, [None if pair is None else _entry(pair) for pair in pairs])
 
 
@@ -57,12 +57,12 @@ def _entry(pair: ComputedPair) -> AddressEntry:
 
 
 def write_pairs(like_TK: Tensor, table: AddressTable, group: Group) -> None:
-    """Write A and B of all slots that have them computed, for inputs like these."""
+    """Write A and B of all VeRA adapters, in the dtype of `like_TK`."""
     _launch(kernels.computed.write_pairs, like_TK, table, group)
 
 
 def add_pair_gradients(like_TK: Tensor, table: AddressTable, group: Group) -> None:
-    """Add the gradients of d and e that follow from dA and dB to their accumulators; zero dA and dB."""
+    """Compute the gradients of d and e from dA and dB, add them to their accumulators, and zero dA and dB."""
     _launch(kernels.computed.add_pair_gradients, like_TK, table, group, WIDE=RANK_COLUMNS)
 
 

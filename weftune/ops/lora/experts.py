@@ -1,13 +1,13 @@
-"""The tiled route of a mixture's experts: their frozen linears, all jobs' adapters, the activation and the
-router's weights as one autograd node.
+"""Fused mixture of experts with LoRA on GPUs: the frozen linears of all experts, all jobs' adapters, the
+activation and the router's weights as one autograd node.
 
-Choices (a token and one of its experts) are sorted by expert and then by job, on the device: so the rows of a
-job at an expert are one run, which the kernels of a site treat as the rows of a separate slot. The router's
-weight is multiplied in before the last product: its gradient then needs the activation's output, and no
-expert's output is kept. A pass keeps only gate and up; everything else is recomputed.
+Choices (pairs of a token and one of its experts) are sorted by expert and then by job, on the device. So the
+rows of a job at an expert are contiguous (a run), and the LoRA kernels treat them as the rows of a separate
+slot. The router's weight is multiplied in before the last product: so its gradient needs the activation only,
+and no expert's output is saved. The backward recomputes everything but gate and up, which are saved.
 
-Shapes: T tokens, k experts of a token, S = T · k choices, E experts, J owners of tokens, U runs, G parts of
-runs or of experts, D hidden width, I inner width, F = 2I, K inputs, N outputs of a linear, R ranks up to a
+Shapes: T tokens, k experts per token, S = T · k choices, E experts, J jobs, U runs, G tiles of runs or blocks
+of experts, D hidden width, I inner width, F = 2I, K inputs, N outputs of a linear, R rank, rounded up to a
 power of two.
 """
 
@@ -36,36 +36,36 @@ from weftune.ops.lora.tiling import (
 )
 
 TILE = 64
-"""Rows per program, if all of them belong to one job."""
+"""Rows per program in kernels whose programs process rows of one job only."""
 COLUMNS = 1024
-"""Columns per program, if all of them are in one row."""
+"""Columns per program in kernels whose programs process one row only."""
 
 
 @dataclass(frozen=True, slots=True)
 class SortedChoices:
-    """The choices of a microbatch, sorted by expert and job, and how they are assigned to programs."""
+    """The choices of a microbatch, sorted by expert and job, and their assignment to kernel programs."""
 
     order_S: Tensor
-    """Sorted choice → choice."""
+    """Maps each position in the sorted order to the index of the choice."""
     places_Tk: Tensor
-    """Choice → sorted choice."""
+    """Maps each choice to its position in the sorted order."""
     stops_E: Tensor
     blocks_G5: Tensor
-    """(start, stop, expert, first run, end of the runs) of at most BLOCK rows of one expert."""
+    """(start, stop, expert, first run, end of runs) of each block of at most BLOCK rows of one expert."""
     used_1: Tensor
-    """Number of blocks that have rows."""
+    """Number of non-empty blocks."""
     rows: Rows
-    """Runs as tiles and pieces; each run is one piece, the only one of its slot."""
+    """Runs, split into tiles for the LoRA kernels. Each run is a single piece."""
 
     def sorted_tokens(self, x_TD: Tensor) -> Tensor:
-        """Return the tokens, once for every choice."""
+        """Return the row of each choice's token, in the sorted order."""
         return x_TD.index_select(0, self.order_S // self.places_Tk.shape[1])
 
 
 def sort_choices(
     chosen_Tk: Tensor, owner_T: Tensor, numbers_J: Tensor, experts: int, slots: int
 ) -> SortedChoices:
-    """Sort the choices and assign them to programs, without waiting for the device."""
+    """Sort the choices and assign them to programs, without synchronising host and device."""
     count, device = len(numbers_J), chosen_Tk.device
     key_S, order_S = (chosen_Tk.int() * count + owner_T[:, None]).flatten().sort(stable=True)
     rows, runs = len(key_S), experts * count
@@ -74,7 +74,7 @@ def sort_choices(
     every = torch.arange(runs + 1, dtype=torch.int32, device=device)
     edges = torch.searchsorted(key_S, every, out_int32=True)
     used = _ends(edges[::count], BLOCK)
-    # There may be fewer of both: then the last ones have no slot or no rows.
+    # These are maximum sizes: unused pieces have slot −1, and unused tiles have no rows.
     pieces_U4 = key_S.new_full((min(rows, runs), 4), -1)
     tiles_G3 = key_S.new_zeros(rows // TILE + len(pieces_U4), 3)
     blocks_G5 = key_S.new_empty(rows // BLOCK + experts, 5)
@@ -114,7 +114,7 @@ def sort_choices(
 
 
 def _ends(edges: Tensor, max_rows: int) -> Tensor:
-    """Return the number of parts of at most `max_rows` rows up to the end of each run."""
+    """Split every run into parts of at most `max_rows` rows, and return the cumulative number of parts."""
     return ((edges.diff() + (max_rows - 1)) // max_rows).cumsum(dim=0, dtype=torch.int32)
 
 
@@ -128,12 +128,12 @@ def lora_experts(
     numbers_J: Tensor,
     plan: ProductPlan | None = None,
 ) -> Tensor:
-    """Return Σ over a token's experts of down(weight · silu(gate) ⊙ up), every job's adapters included.
+    """Return Σ over a token's experts of down(weight · silu(gate) ⊙ up), with every job's adapters.
 
-    `sites` are gate and up as one site, and down. `owner_T` is the int32 index of each token's owner, and
-    `numbers_J` the number of each owner's adapter in the sites' tables, −1 for none. The backward adds dA and
-    dB to the jobs' own accumulators. `anchor` is a scalar that requires a gradient and gets none: with it the
-    backward is called even where x needs no gradient.
+    `sites` are the fused gate and up linear, and the down linear. `owner_T` is the int32 index of each
+    token's job, and `numbers_J` the number of each job's adapter in the tables of the sites, −1 for none. The
+    backward adds dA and dB to the jobs' accumulators. `anchor` is a scalar with `requires_grad` that gets no
+    gradient: it makes autograd call the backward even if x needs no gradient.
     """
     slots = max((site.group.table.rank_PS.shape[1] for site in sites if site.group), default=0)
     choices = sort_choices(chosen_Tk, owner_T, numbers_J, len(sites[0].weight_ENK), slots)
@@ -143,13 +143,13 @@ def lora_experts(
 
 @dataclass(frozen=True, slots=True)
 class ExpertLinears:
-    """A linear of all experts in one pass."""
+    """One linear of all experts, with the jobs' adapters, for one microbatch."""
 
     weight_ENK: Tensor
     choices: SortedChoices
     plan: ProductPlan
     call: SiteCall | None
-    """None if no job has an adapter."""
+    """Arguments of the LoRA kernels. None if no job has an adapter on this linear."""
 
     @classmethod
     def of(cls, site: ExpertSite, choices: SortedChoices, plan: ProductPlan | None = None) -> ExpertLinears:
@@ -162,7 +162,7 @@ class ExpertLinears:
         return cls(weight_ENK, choices, plan, SiteCall(group, rows, True, chosen, plan))
 
     def forward(self, x_SK: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return y and the s that its backward needs."""
+        """Return y, and s = xAᵀ for the backward."""
         s_SR = None if self.call is None else down(x_SK, self.call)
         if self.plan.fuses:
             return self._product(x_SK, s_SR, backward=False), s_SR
@@ -172,7 +172,7 @@ class ExpertLinears:
         return y_SN, s_SR
 
     def ds(self, dy_SN: Tensor, s_SR: Tensor | None) -> Tensor | None:
-        """Return ds and add dB to the jobs' accumulators."""
+        """Return the gradient of s, and add dB to the jobs' accumulators."""
         return None if self.call is None or s_SR is None else ds_db(dy_SN, s_SR, self.call)[0]
 
     def add_da(self, x_SK: Tensor, ds_SR: Tensor | None) -> None:
@@ -222,12 +222,12 @@ class ExpertLinears:
 
 
 def _whole(y_SN: Tensor, call: SiteCall) -> ColumnSpan:
-    """Return the span of all columns."""
+    """Return a span that covers all columns of y."""
     return ColumnSpan(0, -(-y_SN.shape[1] // call.tiling.up.columns), 0, y_SN.shape[1])
 
 
 def best_plan(site: ExpertSite) -> ProductPlan:
-    """Return the fused plan if the device supports it: it adds the adapters before it rounds."""
+    """Return the fused plan if the device supports it, since it adds the adapters' output before rounding."""
     weight_NK, rank = site.weight_ENK.flatten(0, 1), site.group.rank if site.group else 1
     aligned = site.weight_ENK.shape[1] % 8 == 0
     fused = aligned and rank <= DIRECT_RANKS and fuses(weight_NK, weight_NK.device)
@@ -235,7 +235,7 @@ def best_plan(site: ExpertSite) -> ProductPlan:
 
 
 def multiplies_at_once(site: ExpertSite) -> bool:
-    """Return whether one kernel handles all experts."""
+    """Return whether a single kernel multiplies by the weights of all experts."""
     return best_plan(site).fuses or has_kernel(site.weight_ENK)
 
 
@@ -297,7 +297,7 @@ def _gated(gate_up_SF: Tensor, weight_S: Tensor) -> Tensor:
 
 
 def _gated_backward(dact_SI: Tensor, gate_up_SF: Tensor, weight_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Recompute the activation, and return it with the gradients of gate and up and of the weights."""
+    """Return the recomputed activation, the gradients of gate and up, and those of the router's weights."""
     rows, width = dact_SI.shape
     act_SI, dgate_up_SF = torch.empty_like(dact_SI), torch.empty_like(gate_up_SF)
     dweight_S = torch.empty_like(weight_S)
@@ -316,7 +316,7 @@ def _gated_backward(dact_SI: Tensor, gate_up_SF: Tensor, weight_S: Tensor) -> tu
 
 
 def _summed(y_SD: Tensor, places_Tk: Tensor) -> Tensor:
-    """Return Σ over a token's choices."""
+    """Return the sum over the choices of each token."""
     (tokens, active), width = places_Tk.shape, y_SD.shape[1]
     total_TD = y_SD.new_empty(tokens, width)
     kernels.experts.summed_choices[(tokens * -(-width // COLUMNS),)](

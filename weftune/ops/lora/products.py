@@ -1,16 +1,16 @@
-"""The frozen product of a site with the adapters' part added before it is rounded, forward and backward.
+"""The frozen product of a linear with the adapters' output added before rounding, forward and backward.
 
-`wide`: the library's product in float32, to which kernels add the adapters' part. If the library adds a
-product of 16-bit numbers to another tensor, it rounds the product to 16 bits first, at nearly every shape and
-whatever torch's settings for sums: only a sixth of the addition of a newly initialised adapter was kept.
+`wide`: `torch.mm` writes the product in float32, and kernels add the adapters' output. `torch.addmm` is not
+used: it rounds a product of 16-bit operands to 16 bits before the addition, at nearly every shape and with
+all settings of torch. In a measurement this kept only a sixth of the output of a newly initialised adapter.
 
-`fused`: one kernel for both. The tensor descriptors of the copy engines are created on the host at every
-launch; a captured graph keeps them, as it keeps addresses. The addition of large slots is first written to
-the product's output, which the product reads before it overwrites it. It is rounded to 16 bits before the
-sum, as s is: this loses digits of the addition itself, not those below the last digit of the sum.
+`fused`: one kernel computes both. Its TMA descriptors are created on the host at every launch; a captured
+graph stores them. For slots with large ranks, the adapter's output is first written to the output tensor,
+which the fused kernel reads and then overwrites. That value is rounded to 16 bits, as s is: this costs
+relative precision of the adapter's output, but does not cut it off at the last digit of the sum.
 
-Shapes: T rows, K inputs, N outputs of all parts, W columns of a span, M columns that are summed over, L rows
-of the right operand, P parts, R ranks of one part up to a power of two.
+Shapes: T rows, K inputs, N outputs of all linears, W columns of a span, M columns that are summed over, L
+rows of the right operand, P parts (`ops.lora.table`), R rank of one part, rounded up to a power of two.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from weftune.ops.lora.tiled_kernels import ColumnSpan, add_dx, large_dx, large_y
 from weftune.ops.lora.tiling import ProductBlocks, SiteCall, blocks_for_codes
 
 SPAN_BYTES = 256 << 20
-"""Bytes of a float32 product that are in memory at a time, unless one block of columns takes more."""
+"""Maximum bytes of a temporary float32 product, unless a single block of columns takes more."""
 
 Right = Tensor | CodedWeight
-"""A weight [N, K] that products read as it is stored."""
+"""A weight [N, K] in a form that products read directly: a matrix, or 8-bit floats with scales."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """The operands of left · rightᵀ. Its float32 sum is multiplied by the scales of 8-bit operands."""
+    """The operands of left · rightᵀ. With 8-bit operands, the result must be multiplied by the scales."""
 
     left_TM: Tensor
     right_LM: Tensor
@@ -54,7 +54,7 @@ class Operands:
         return len(self.left_TM), len(self.right_LM)
 
     def summed(self, low: int, high: int) -> Tensor:
-        """Return some columns of the product in float32, without the scales."""
+        """Return the columns `low` to `high` of left · rightᵀ in float32, before the scales are applied."""
         right_LM = self.right_LM[low:high]
         if self.coded:
             return codes_in_float32(self.left_TM, right_LM)
@@ -85,7 +85,7 @@ def matrix_like(like: Tensor, weight: Right) -> Tensor:
 
 
 def in_float32(a: Tensor, b: Tensor) -> Tensor:
-    """Return a · b in float32; torch has no such product of 16-bit numbers on a CPU."""
+    """Return a · b in float32. On a CPU, 16-bit operands are converted first."""
     if a.dtype == torch.float32:
         return a @ b
     if a.is_cuda:
@@ -102,11 +102,11 @@ def wide_y(
     u_TN: Tensor | None,
     call: SiteCall,
 ) -> Tensor:
-    """Return residual + bias + g ⊙ (xWᵀ + sB). If outputs are scaled, u receives them unscaled."""
+    """Return residual + bias + g ⊙ (xWᵀ + sB). If a job scales its outputs, write xWᵀ + sB to u."""
     operands = forward_operands(x_TK, weight)
     y_TN = x_TK.new_empty(operands.shape)
     for span in spans(call.group.columns, call.tiling.up.columns, len(y_TN)):
-        # Not assigned to a variable, which would keep it alive while the next one is computed.
+        # The product is not assigned to a variable, which would keep it alive during the next product.
         up(
             s_TPR,
             operands.summed(span.low, span.high),
@@ -123,7 +123,7 @@ def wide_y(
 
 
 def wide_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Tensor:
-    """Return dyW + the dropped ds · A of all parts."""
+    """Return dyW + Σ over all parts of ds · A with the dropout mask applied."""
     operands = backward_operands(dy_TN, weight)
     dx_TK = dy_TN.new_empty(operands.shape)
     for span in spans(((0, dx_TK.shape[1]),), call.tiling.up.columns, len(dx_TK)):
@@ -132,7 +132,7 @@ def wide_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Ten
 
 
 def spans(parts: tuple[tuple[int, int], ...], columns: int, rows: int) -> Iterator[ColumnSpan]:
-    """Yield all blocks of `columns` columns, none shared by two parts, in as few spans as allowed."""
+    """Split every part into blocks of `columns` columns, and yield as few spans as `SPAN_BYTES` allows."""
     edges = [(at, min(at + columns, high)) for low, high in parts for at in range(low, high, columns)]
     max_blocks = max(1, SPAN_BYTES // (torch.float32.itemsize * rows * columns))
     count = -(-len(edges) // max_blocks)
@@ -150,13 +150,13 @@ def fused_y(
     u_TN: Tensor | None,
     call: SiteCall,
 ) -> Tensor:
-    """Return residual + bias + g ⊙ (xWᵀ + sB). If outputs are scaled, u receives them unscaled."""
+    """Return residual + bias + g ⊙ (xWᵀ + sB). If a job scales its outputs, write xWᵀ + sB to u."""
     operands = forward_operands(x_TK, weight)
     return _fused_product(operands, bias_N, residual_TN, s_TPR, u_TN, call, call.tiling.y, backward=False)
 
 
 def fused_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Tensor:
-    """Return dyW + the dropped ds · A of all parts."""
+    """Return dyW + Σ over all parts of ds · A with the dropout mask applied."""
     operands = backward_operands(dy_TN, weight)
     return _fused_product(operands, None, None, ds_TPR, None, call, call.tiling.dx, backward=True)
 
@@ -201,7 +201,7 @@ def _fused_product(
         rows,
         outputs,
         left.shape[1],
-        # For a single site the width is a runtime argument, so that sites of other widths share the kernel.
+        # For a single linear the width is a runtime argument, so that linears of all widths share the kernel.
         COLUMNS=() if backward or call.sites == 1 else call.columns,
         BACKWARD=backward,
         TURNED=turned,

@@ -1,14 +1,14 @@
-"""The LoRA part of a site over mixed segments: y += scale · drop(x)AᵀBᵀ, each job with its own A and B.
+"""LoRA of many jobs on one linear: y += scale · drop(x)AᵀB on the rows of each job, with its own A and B.
 
-Two routes compute the same thing from whole tensors (`ops.lora.tiled` is the third, for GPUs):
-- `reference`: plain autograd over one job after another. The truth.
-- `segmented`: one autograd node that saves only x and rank-sized tensors, still one job after another, so
-  that no reduction ever mixes rows of two jobs: a NaN stays with its owner.
+There are three implementations, called routes. Two are here, and `ops.lora.tiled` has the third, for GPUs:
+- `reference`: plain autograd, job by job. The others are tested against it.
+- `segmented`: one autograd node that saves only x and rank-sized tensors. It also computes job by job, so
+  that no reduction mixes rows of two jobs: a NaN in one job does not reach other jobs.
 
-Gradients of A and B are added to each job's own accumulators by the backward; autograd sees x and y only.
+The backward adds the gradients of A and B to each job's accumulators; autograd tracks only x and y.
 
-Shapes: T rows, K inputs, N outputs, R ranks of one job. B is held transposed, so that a job's A and B are
-runs of whole rows.
+Shapes: T rows, K inputs, N outputs, R rank of one job. B is stored transposed, [R, N], so that a range of
+ranks is contiguous in both A and B.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Route(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One job at one site: its rows of the microbatch and its adapter."""
+    """One job at one site (an adapted linear): its rows of the microbatch and its adapter."""
 
     start: int
     stop: int
     adapter: LowRank
     key: int
-    """`ops.dropout.key` of the job's seed, the step and the site."""
+    """Key of the dropout mask: `ops.dropout.key` of the job's seed, the step and the site."""
 
     @property
     def rows(self) -> slice:
@@ -53,7 +53,7 @@ class Blocks:
     blocks: tuple[Block, ...]
     token_index_T: Tensor
     anchor: Tensor
-    """Scalar that requires a gradient and gets none: it makes autograd record sites whose x needs none."""
+    """Scalar with `requires_grad` that gets no gradient: autograd then records sites whose x needs none."""
 
     def kept(self, block: Block, features: int) -> Tensor | None:
         """Return the mask of values that dropout keeps in the block's rows of x, or None without dropout."""
@@ -64,7 +64,7 @@ class Blocks:
 
 
 def add_lora(x_TK: Tensor, y_TN: Tensor, blocks: Blocks, route: Route) -> Tensor:
-    """Return y with every job's part added to its own rows. All routes except the reference overwrite y."""
+    """Return y plus every job's LoRA output on its own rows. All routes except the reference overwrite y."""
     if route is Route.reference:
         return _reference(x_TK, y_TN, blocks)
     return _Segmented.apply(x_TK, y_TN, blocks.anchor, blocks)
@@ -105,7 +105,7 @@ class _Segmented(torch.autograd.Function):
         x_TK, *s_by_block = ctx.saved_tensors
         dx_TK = _zero_outside(ctx.blocks, torch.empty_like(x_TK)) if ctx.needs_input_grad[0] else None
         for block, s in zip(ctx.blocks.blocks, s_by_block, strict=True):
-            # If the site also has adapters of other kinds, y is summed in float32.
+            # If the site also has adapters of other kinds, y is accumulated in float32.
             dy, kept = dy_TN[block.rows].to(s.dtype), ctx.blocks.kept(block, x_TK.shape[1])
             ds = (dy @ block.adapter.b_RN.T).mul_(block.adapter.factor)
             _add_product(block.adapter.db_RN, s.T, dy)
@@ -125,7 +125,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _zero_outside(blocks: Blocks, values_TK: Tensor) -> Tensor:
-    """Zero the rows that belong to no block; the others are about to be written."""
+    """Zero the rows that belong to no block, in place, and return the tensor."""
     row = 0
     for block in blocks.blocks:
         values_TK[row : block.start].zero_()
@@ -135,5 +135,5 @@ def _zero_outside(blocks: Blocks, values_TK: Tensor) -> Tensor:
 
 
 def _masked(x_TK: Tensor, kept: Tensor | None) -> Tensor:
-    """Return x with dropped values at exactly zero, even a NaN; not yet scaled up."""
+    """Return x with dropped values (even NaN) set to zero. Kept values are not divided by 1 − p."""
     return x_TK if kept is None else torch.where(kept, x_TK, 0.0)

@@ -1,10 +1,10 @@
-"""The rows of a microbatch as the tiled kernels read them: how they are assigned to programs, in device
-memory.
+"""The assignment of a microbatch's rows to programs of the tiled LoRA kernels, in device memory. A slot is
+the index of a job in the kernels' tables.
 
-Sizes and addresses never change: the running jobs are content, replaced by one copy, so that a captured graph
-sees it.
+The tensors' sizes and addresses never change. Another microbatch replaces their content by one copy, so that
+a captured graph can be replayed for it.
 
-Shapes: T rows of the microbatch, S slots, G tiles, Q pieces, M sums, U runs, V blocks and one.
+Shapes: T rows of the microbatch, S slots, G tiles, Q pieces, M sums, U runs, V number of blocks + 1.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch import Tensor
 from weftune.ops.dropout import signed
 
 BLOCK = 128
-"""Rows per program of the fused product: as many as the tensor cores of two warp groups take at once."""
+"""Rows per program of the fused product: one instruction of two warp groups multiplies this many rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Rows `start` to `stop` of a microbatch belong to the job in `slot`."""
+    """The rows `start` to `stop` of a microbatch, which belong to the job in `slot`."""
 
     start: int
     stop: int
     slot: int
     key: int
-    """`ops.dropout.step_key` of the job's seed and step."""
+    """Dropout key: `ops.dropout.step_key` of the job's seed and step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class Rows:
     tiles_G3: Tensor
     """(start, stop, slot) of runs of at most `tile` rows that cover all rows; slot −1 means no adapter."""
     pieces_Q4: Tensor
-    """(start, stop, slot, alone) of runs of at most `piece` rows that cover all rows: first those of slots
-    that have several, then the only ones of their slots (alone = 1), then the rows of no slot (slot −1)."""
+    """(start, stop, slot, alone) of runs of at most `piece` rows that cover all rows: first the slots with
+    several pieces, then the slots with one piece (alone = 1), then the rows without a slot (slot −1)."""
     sums_M3: Tensor
-    """(slot, first, end): the pieces of each slot that has several."""
+    """(slot, first piece, end of pieces) of each slot with several pieces."""
     runs_U3: Tensor
     """(start, stop, slot) of the rows of each slot, cut at the multiples of BLOCK, in order."""
     edges_V: Tensor
@@ -58,7 +58,7 @@ class Rows:
 
     @staticmethod
     def empty(rows: int, slots: int, device: torch.device, tile: int = 64, piece: int = 1024) -> Rows:
-        """Return a record for microbatches of `rows` rows, padding included; at first all is padding."""
+        """Return an assignment for microbatches of up to `rows` rows. At first, all rows are padding."""
         shapes = _row_shapes(rows, slots, tile, piece)
         buffer = torch.empty(words(shapes), dtype=torch.int32, device=device)
         record = Rows(tile, piece, buffer, *views(buffer, shapes))
@@ -67,11 +67,11 @@ class Rows:
 
     @property
     def partials(self) -> int:
-        """Maximum number of pieces of slots that have several: each such slot has more than `piece` rows."""
+        """Maximum total number of pieces of the slots that have several, and so more than `piece` rows."""
         return 2 * len(self.sums_M3)
 
     def fill(self, seats: Sequence[Seat], token_index: np.ndarray) -> None:
-        """Assign the rows of another microbatch, which may be smaller, by one asynchronous copy."""
+        """Replace the assignment by that of another, maybe smaller microbatch in one asynchronous copy."""
         rows, slots = len(self.token_index_T), len(self.key_S)
         assert len({seat.slot for seat in seats}) == len(seats), "a slot holds one segment of a microbatch"
         shapes = _row_shapes(rows, slots, self.tile, self.piece)
@@ -108,7 +108,7 @@ def _row_shapes(rows: int, slots: int, tile: int, piece: int) -> list[tuple[int,
 
 
 def _runs(seats: Sequence[Seat], rows: int) -> list[Seat]:
-    """Return runs that cover all rows in order, with slot −1 for rows of no job."""
+    """Return runs that cover all rows in order, with slot −1 for rows without a job."""
     runs, row = [], 0
     for seat in sorted((seat for seat in seats if seat.start < seat.stop), key=lambda seat: seat.start):
         assert row <= seat.start, "segments overlap"
@@ -127,13 +127,13 @@ def _split(run: Seat, max_rows: int) -> list[tuple[int, int]]:
 
 
 def _cut(run: Seat) -> list[tuple[int, int]]:
-    """Return the rows of a run, split at the borders of blocks."""
+    """Split the rows of a run at the multiples of BLOCK."""
     edges = [run.start, *range(run.start // BLOCK * BLOCK + BLOCK, run.stop, BLOCK), run.stop]
     return list(pairwise(edges))
 
 
 def _pieces(runs: Sequence[Seat], max_rows: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Return the pieces in the order documented in `Rows`, and the sums."""
+    """Return `Rows.pieces_Q4` and `Rows.sums_M3`."""
     several: list[tuple[int, ...]] = []
     alone: list[tuple[int, ...]] = []
     nobody: list[tuple[int, ...]] = []
@@ -162,12 +162,12 @@ def words(shapes: Sequence[tuple[int, ...]]) -> int:
 
 
 def views(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-    """Return the parts of a buffer of 32-bit words."""
+    """Return consecutive views of these shapes into a buffer of 32-bit words."""
     parts = buffer.split([_room(shape) for shape in shapes])
     return tuple(part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
 def _room(shape: tuple[int, ...]) -> int:
-    """Return the words of a view, rounded up to 16 bytes: Triton compiles a kernel anew for every pattern of
-    aligned addresses."""
+    """Return the number of words of a view, rounded up to 16 bytes, so that all views are aligned: Triton
+    compiles a separate kernel for every combination of aligned arguments."""
     return -(-math.prod(shape) // 4) * 4

@@ -1,11 +1,11 @@
-"""Vectors of jobs that scale the outputs or the inputs of a site on the tiled route:
+"""Per-job vectors that scale the outputs or inputs of a site (an adapted linear) in the tiled kernels:
 y = residual + b + g_out ⊙ ((x ⊙ g_in)Wᵀ + sB), every job with its own g.
 
-g is the product of a trained vector and, if the job has one, a vector without gradient: for DoRA that is 1 /
-‖W + scale · BA‖, computed at every forward, when W is available. As with matrices, the kernels find a slot's
-vectors by their addresses.
+g is a trained vector (IA³), or for DoRA the product of a trained vector and 1 / ‖W + scale · BA‖, which has
+no gradient and is computed in every forward. As with matrices, the kernels find a slot's vectors by their
+addresses.
 
-Shapes: T rows, K inputs, N outputs, M columns that are scaled, Q pieces of slots that have several.
+Shapes: T rows, K inputs, N outputs, M columns that are scaled, Q pieces of slots with several pieces.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.table import AddressTable
 
 COLUMNS, ROWS = 128, 32
-"""Block that a program scales at a time."""
+"""Size of the block that a program scales at a time."""
 Columns = tuple[tuple[int, int], ...]
-"""First column and end of every site of a group."""
+"""(first column, end) of every site of a group."""
 
 
 @dataclass(frozen=True, slots=True)
 class SiteScale:
-    """One job's g at one site. The kernels keep only the addresses: the job keeps the tensors alive."""
+    """One job's g at one site. The table has only addresses, so the job must keep the tensors alive."""
 
     value_M: Tensor
     total_M: Tensor
-    """Accumulator of its gradient."""
+    """Accumulator of the gradient of `value_M`."""
     inverse_M: Tensor | None = None
-    """float32 factor of the value, which the kernels write at every forward. None if there is none."""
+    """float32 buffer for DoRA's factor 1 / ‖W + scale · BA‖, written in every forward. None without DoRA."""
     scales_bias: bool = False
 
 
 def scale_table(sites: int, slots: int, device: torch.device) -> AddressTable:
-    """Return an empty table of the addresses of values, of their accumulators and of the values' factors, 0
-    if there is none; its one number is whether the bias is scaled, too."""
+    """Return an empty table. An entry has the addresses of `value_M`, `total_M` and `inverse_M` (0 for None),
+    and one number, `scales_bias`."""
     return AddressTable.empty(sites, slots, device, addresses=3, numbers=1)
 
 
 def put_scales(table: AddressTable, slot: int, scales: Sequence[SiteScale | None]) -> None:
-    """Set a slot's scales, one per site."""
+    """Set a slot's scales, one per site; None if the job has no scale at the site."""
     table.put(slot, [None if one is None else (_addresses(one), (one.scales_bias,)) for one in scales])
 
 
@@ -58,7 +58,7 @@ def _addresses(scale: SiteScale) -> tuple[int, int, int]:
 
 
 def scaled(x_TM: Tensor, table: AddressTable, columns: Columns, rows: Rows) -> Tensor:
-    """Return x ⊙ g, each row with its own job's g; rows of jobs without one are copied."""
+    """Return x ⊙ g, each row with the g of its job. Rows of jobs without g are copied."""
     out_TM = torch.empty_like(x_TM)
     kernels.scales.scale[(_blocks(columns), len(rows.tiles_G3))](
         x_TM,
@@ -85,8 +85,8 @@ def unscaled(
     rows: Rows,
     in_place: bool,
 ) -> Tensor:
-    """Compute the backward of g ⊙ u: return g ⊙ dy, which overwrites dy if `in_place`. The sum of dy · u over
-    a job's rows is added to its accumulator."""
+    """Compute the backward of g ⊙ u. Return g ⊙ dy, which overwrites dy if `in_place`, and add the sum of
+    dy · u over each job's rows to the accumulator of its g."""
     du_TM = dy_TM if in_place else torch.empty_like(dy_TM)
     partial_QM = dy_TM.new_empty(rows.partials, dy_TM.shape[1], dtype=torch.float32)
     where = {"COLUMNS": edges(columns), "S": table.slots, "P": len(columns), "C": COLUMNS, "num_warps": 4}

@@ -1,13 +1,13 @@
-"""The adapters of a group of sites as the tiled kernels read them: the addresses of each slot, in device
-memory.
+"""Tables in device memory by which the tiled kernels find the jobs' adapters: the addresses of the adapters
+by slot, for a group of sites (adapted linears) that share their input. A slot is the table index of a job.
 
-Sizes and addresses never change: jobs join and leave by changing entries, so that a captured graph sees it.
+A table is never reallocated: a job that starts or ends changes entries, so a captured graph remains valid.
 
-A rank above BAND is cut into bands. A and B are stored by ranks, so a band of either is a run of whole rows:
-the kernels treat it as a separate part at the address of its first row, with at most BAND ranks and the same
+Ranks above BAND are split into bands. Ranks are the rows of A and B, so a band is contiguous in both. The
+kernels treat it as a separate part at the address of its first row, with at most BAND ranks and the same
 columns and masks as the site's other bands. Parts are the first bands of all sites, then the second bands.
 
-Shapes: S slots, P parts (the bands of the sites of a group; for an `AddressTable` its sites), R ranks of one
+Shapes: S slots, P parts (the bands of the sites of a group; for an `AddressTable` its sites), R rank of one
 job, K inputs, N outputs of one site, A addresses and n numbers of an entry.
 """
 
@@ -26,17 +26,17 @@ from weftune.ops.dropout import signed, threshold
 from weftune.ops.lora.rows import views, words
 
 ALIGNMENT = 16
-"""Bytes that a kernel loads at a time if all widths allow it."""
+"""Bytes that a kernel loads at once if all widths are multiples of it."""
 BAND = 128
-"""Maximum ranks of a part: as many as a tile of 64 rows or 128 columns has registers for."""
+"""Maximum ranks of a part: limited by the registers for a tile of 64 rows or 128 columns."""
 NEVER = -(1 << 31)
-"""Threshold that keeps every value."""
+"""Dropout threshold that keeps every value."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """One job's A and B at one site, with the accumulators of their gradients. The kernels keep only the
-    addresses: the job keeps the tensors alive."""
+    """One job's LoRA at one site: A, B, and the accumulators of their gradients. The table has only their
+    addresses, so the job must keep the tensors alive."""
 
     a_RK: Tensor
     b_RN: Tensor
@@ -51,7 +51,7 @@ class LowRank:
 
     @property
     def factor(self) -> float:
-        """Scale, including dropout's factor for the kept values: applied once, to rank-sized tensors."""
+        """Scale divided by the probability that dropout keeps a value; applied to rank-sized tensors."""
         return self.scale / (1.0 - self.dropout)
 
     @property
@@ -72,22 +72,22 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class SlotTable:
-    """The address of each slot's adapter at each site of a group."""
+    """The table of the LoRA matrices of each slot at each site of a group."""
 
     aligned: bool
     """Whether every address is a multiple of ALIGNMENT."""
     bands: int
-    """Bands of every site, whether or not a job has ranks in all of them."""
+    """Number of bands of every site, enough for the largest rank that a job may have."""
     host: Tensor
     host_views: tuple[np.ndarray, ...]
-    """The five sections below on the host."""
+    """Views of `host`, like the five views of `buffer` below."""
     buffer: Tensor
     address_PS4: Tensor
-    """int64 addresses of A, B, dA, dB."""
+    """int64 addresses of A, B, dA and dB."""
     factor_PS2: Tensor
-    """float32 factors of s when training (dropout included) and when evaluating."""
+    """float32 factors of s in training (`LowRank.factor`) and in evaluation (`LowRank.scale`)."""
     rank_PS: Tensor
-    """Ranks; 0 if the slot is empty or its job has no adapter at the site, or no ranks in the band."""
+    """Number of ranks; 0 if the slot is empty or its job has no adapter at the site or no ranks in a band."""
     threshold_PS: Tensor
     crc_P: Tensor
 
@@ -109,12 +109,12 @@ class SlotTable:
         return table
 
     def write(self, slot: int, entries: Sequence[LowRank | None]) -> None:
-        """Put a job into a slot: one entry per site, None if it has no adapter there."""
+        """Assign a job to a slot: one entry per site, None if the job has no adapter at the site."""
         self.put(slot, entries)
         self.send()
 
     def put(self, slot: int, entries: Sequence[LowRank | None]) -> None:
-        """Put a job into a slot on the host only, until `send`, which serves many jobs at once."""
+        """Assign a job to a slot in the host's copy only. `send` copies all changes to the device at once."""
         address_PS4, factor_PS2, rank_PS, threshold_PS, _ = self.host_views
         assert len(entries) * self.bands == len(rank_PS)
         for site, entry in enumerate(entries):
@@ -135,8 +135,8 @@ class SlotTable:
                     address_PS4[part, slot] += [band * step for step in entry.band_bytes]
 
     def put_experts(self, first: int, entry: LowRank) -> None:
-        """Put a job's adapters at all experts of the only site into the slots from `first` on: its matrices
-        are stacked, [experts, R, K] and [experts, R, N]."""
+        """Assign one job's adapters of all experts to the slots from `first` on. The table must have one
+        site; the matrices are stacked, [experts, R, K] and [experts, R, N]."""
         address_PS4, factor_PS2, rank_PS, _, _ = self.host_views
         experts, rank, _ = entry.a_RK.shape
         assert rank <= self.bands * BAND == len(rank_PS) * BAND
@@ -150,12 +150,12 @@ class SlotTable:
             rank_PS[band, own] = min(BAND, rank - band * BAND)
 
     def send(self) -> None:
-        """Copy the host's table to the device."""
+        """Copy the table from the host to the device."""
         copy_to(self.buffer, self.host)
 
 
 def bands_for(rank: int) -> int:
-    """Return the number of bands that `rank` ranks need."""
+    """Return the number of bands for `rank` ranks."""
     return max(1, -(-rank // BAND))
 
 
@@ -170,14 +170,14 @@ AddressEntry = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class AddressTable:
-    """Addresses of the jobs' tensors at the sites of a group, by slot."""
+    """A table of other tensors than LoRA's, such as scales: addresses and numbers by site and slot."""
 
     host: Tensor
     host_address_PSA: np.ndarray
     host_number_PSn: np.ndarray
     buffer: Tensor
     address_PSA: Tensor
-    """int64 addresses; all are 0 if a slot has nothing at a site."""
+    """int64 addresses. All addresses of an entry are 0 if the slot has no such tensors at the site."""
     number_PSn: Tensor
 
     @staticmethod
@@ -195,7 +195,7 @@ class AddressTable:
         return self.address_PSA.shape[1]
 
     def put(self, slot: int, entries: Sequence[AddressEntry | None]) -> None:
-        """Set a slot's entries, one per site. They stay on the host until `send`."""
+        """Set a slot's entries, one per site, in the host's copy only. `send` copies them to the device."""
         for site, entry in enumerate(entries):
             addresses, numbers = (0, 0) if entry is None else entry
             self.host_address_PSA[site, slot], self.host_number_PSn[site, slot] = addresses, numbers
@@ -206,30 +206,30 @@ class AddressTable:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Sites that share their input; their frozen weights are stacked."""
+    """Linears that share their input and whose frozen weights are concatenated, such as q, k and v."""
 
     columns: tuple[tuple[int, int], ...]
-    """The columns of the output that belong to each site."""
+    """(first column, end) of each site in the concatenated output."""
     table: SlotTable
     rank: int
-    """Upper bound of the jobs' ranks."""
+    """Upper bound on the ranks of all jobs."""
     drops: bool
-    """Whether any job drops values here."""
+    """Whether any job uses dropout at these sites."""
     g_out: AddressTable | None = None
-    """Scales of outputs (`ops.lora.scales`). None if no job has had any."""
+    """Table of the scales of outputs (`ops.lora.scales`). None until a job has such scales."""
     g_in: AddressTable | None = None
-    """Scales of inputs, if the group is a single site."""
+    """Table of the scales of inputs. Only a group of a single site can have it."""
     lengths: bool = False
-    """Whether scales of outputs may have to be divided by the norms of rows."""
+    """Whether a job may use DoRA, which divides the scales of outputs by the norms of the weight's rows."""
     computed: AddressTable | None = None
-    """Vectors and constants of computed matrices (`ops.lora.computed`). None if no job has had any."""
+    """Table of the vectors and constants of VeRA (`ops.lora.computed`). None until a job uses VeRA."""
 
     @property
     def bands(self) -> int:
         return self.table.bands
 
     def write(self, slot: int, entries: Sequence[LowRank | None]) -> None:
-        """Put a job into a slot: one entry per site, None if it has no adapter there."""
+        """Assign a job to a slot: one entry per site, None if the job has no adapter at the site."""
         present = [entry for entry in entries if entry is not None]
         assert all(entry.rank <= self.rank for entry in present)
         assert self.drops or all(entry.dropout == 0.0 for entry in present)

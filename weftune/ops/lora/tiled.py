@@ -1,15 +1,15 @@
-"""The tiled route of a site: the frozen linears of a group and all jobs' adapters as one autograd node.
+"""Frozen linears of a group and all jobs' adapters as one autograd node, with Triton kernels (tiled).
 
-Rank-sized products go through Triton kernels that find each job by its slot. The frozen products are either
-the library's, in float32, to which the adapters' part is added before rounding, or, if the device allows it,
-those of kernels that add the adapters' part themselves. No shape, address or launch depends on the running
-jobs, so all of it can be captured.
+The kernels of the low-rank products find each job by its slot (`ops.lora.table`). The frozen product is
+either `torch.mm` in float32, to which kernels add the adapters' output before rounding, or, if the device
+supports it, a fused kernel that adds the adapters' output itself. No shape, address or launch depends on the
+jobs, so all work can be captured in a CUDA graph.
 
-Adapters are LoRA and methods that can be brought to its form: vectors that scale outputs or inputs beside it
-(DoRA, IA³), and matrices that are computed from vectors (VeRA).
+Besides LoRA, adapters may have vectors that scale outputs or inputs (DoRA, IA³), and matrices that are
+computed from vectors (VeRA).
 
-Shapes: T rows, K inputs, N outputs of all parts, P parts, R ranks of one part up to a power of two, Q pieces
-of slots that have several.
+Shapes: T rows, K inputs, N outputs of all linears, P parts (`ops.lora.table`), R rank of one part, rounded up
+to a power of two, Q pieces of slots with several pieces.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from weftune.ops.lora.tiling import SiteCall, candidate_plans, choose_tiling
 def trial_at(
     weight: Weight, residual: bool, group: Group, rows: Rows, dtype: torch.dtype
 ) -> PlanTrial | None:
-    """Return the trial of `lora_linear`, or None for a weight that becomes a matrix only for a product."""
+    """Return the trial that `lora_linear` would run, or None for weights that are dequantised at each use."""
     if not isinstance(weight, Tensor) and not is_coded(weight):
         return None
     weight_NK = _lying(weight)
@@ -65,11 +65,11 @@ def lora_linear(
     training: bool,
     choices: Choices | None = None,
 ) -> Tensor:
-    """Return y = residual + bias + g_out ⊙ ((x ⊙ g_in)Wᵀ + every job's factor · drop(x)AᵀB).
+    """Return y = residual + bias + g_out ⊙ ((x ⊙ g_in)Wᵀ + factor · drop(x)AᵀB), A and B by job.
 
-    The backward adds dA and dB to the jobs' own accumulators; for a group of several sites it may overwrite
-    its incoming gradient. `anchor` is a scalar that requires a gradient and gets none: with it the backward
-    is called even where x needs no gradient.
+    The backward adds dA and dB to the jobs' accumulators. For a group of several sites it may overwrite dy.
+    `anchor` is a scalar with `requires_grad` that gets no gradient: it makes autograd call the backward even
+    if x needs no gradient.
     """
     assert x_TK.shape[0] == len(rows.token_index_T)
     right = multiplied(weight)
@@ -83,12 +83,12 @@ def lora_linear(
 
 
 def multiplied(weight: Weight) -> Right:
-    """Return the operand of products: the weight as it is stored, or a matrix."""
+    """Return the operand of products: the weight itself if it is stored in fp8, else its matrix."""
     return weight if is_coded(weight) else matrix_of(weight)
 
 
 def _lying(right: Right) -> Tensor:
-    """Return the tensor [N, K] that xWᵀ reads."""
+    """Return the tensor [N, K] that the product xWᵀ reads from memory."""
     return right if isinstance(right, Tensor) else right.codes()
 
 
@@ -104,8 +104,8 @@ class _LoraLinear(torch.autograd.Function):
         call: SiteCall,
         source: FrozenWeight | None,
     ) -> Tensor:
-        """Compute y. `source` is the weight from which `right` is recomputed in the backward. None if `right`
-        is a tensor of the base."""
+        """Compute y. `source` is the weight from which the backward recomputes `right`, or None if `right`
+        is a tensor of the base model, which is saved."""
         x_TK = x_TK.contiguous()
         y_TN, s_TPR, u_TN = forward(x_TK, right, bias_N, residual_TN, call)
         ctx.call, ctx.source = call, source
@@ -125,7 +125,7 @@ class _LoraLinear(torch.autograd.Function):
 def forward(
     x_TK: Tensor, weight: Right, bias_N: Tensor | None, residual_TN: Tensor | None, call: SiteCall
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return y and what its backward needs: s, and u, the unscaled outputs (None unless they are scaled)."""
+    """Return (y, s, u). The backward needs s, and u, the outputs before scaling (None without scales)."""
     group = call.group
     with torch.cuda.device_of(x_TK):
         if group.computed is not None:
@@ -158,8 +158,8 @@ def backward(
             write_pairs(x_TK, group.computed, group)
         if group.g_out is not None:
             assert u_TN is not None
-            # Only fused layers have groups of several sites: the operation after them has just computed dy
-            # for them alone. Elsewhere dy may also be the gradient of other operations.
+            # Groups of several sites occur only in fused layers, where no other operation uses dy. Elsewhere
+            # dy may also be the gradient of other operations, and must not be overwritten.
             alone = call.sites > 1
             dy_TN = unscaled(dy_TN, u_TN, bias_N, group.g_out, group.columns, call.rows, in_place=alone)
         dx_TK = _low_rank_backward(dy_TN, x_TK, weight, s_TPR, call, wants_dx or group.g_in is not None)
@@ -175,7 +175,7 @@ def backward(
 def _low_rank_backward(
     dy_TN: Tensor, x_TK: Tensor, weight: Right, s_TPR: Tensor, call: SiteCall, wants_dx: bool
 ) -> Tensor | None:
-    """Return dx, which needs only ds. If the plan says so, dA and dB are computed concurrently with it."""
+    """Return dx, which depends on ds only. If `plan.beside`, compute dA and dB concurrently with dx."""
     product = fused_dx if call.plan.fuses else wide_dx
     if not wants_dx or not call.plan.beside:
         ds_TPR, partial_db_QLN = ds_db(dy_TN, s_TPR, call)
@@ -186,7 +186,7 @@ def _low_rank_backward(
     ds_TPR = ds(dy_TN, call)
     partial_da_QPRK, partial_db_QLN = room_for_da(x_TK, call), room_for_db(dy_TN, call)
     aside = SideStream(x_TK.device)
-    # The product first: the work on the second stream uses the multiprocessors that it leaves idle.
+    # The product is launched first: work on the second stream uses the multiprocessors that it leaves idle.
     dx_TK = product(dy_TN, weight, ds_TPR, call)
     with aside.done():
         db(dy_TN, s_TPR, partial_db_QLN, call)
@@ -196,21 +196,19 @@ def _low_rank_backward(
 
 
 class SideStream:
-    """A second stream, for work that is concurrent with the main stream's next kernels: a matrix product
-    leaves multiprocessors idle in its last wave, and memory-bound work that the product does not depend on
-    can use that time."""
+    """A second CUDA stream for work that runs concurrently with the next kernels of the main stream: a matrix
+    product leaves multiprocessors idle in its last wave, which independent memory-bound work can use."""
 
     def __init__(self, device: torch.device) -> None:
-        """Make the second stream wait for everything launched on the current stream until now."""
+        """Record the point in the current stream that the second stream will wait for."""
         self._stream = _stream(device) if device.type == "cuda" else None
         self._ready = torch.cuda.current_stream(device).record_event() if self._stream else None
 
     @contextmanager
     def done(self) -> Iterator[None]:
-        """Run the work launched inside the context on the second stream; later work of the main stream waits
-        for it.
+        """Launch the work inside the context on the second stream. Later work on the main stream waits.
 
-        It must not allocate: the allocator would not know that freed memory is still in use there.
+        The context must not allocate memory: the allocator does not track use by the second stream.
         """
         if self._stream is None or self._ready is None:
             yield

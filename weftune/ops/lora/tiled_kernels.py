@@ -1,7 +1,7 @@
-"""Launchers of the kernels of the tiled route: their outputs, grids and arguments.
+"""Launchers of the tiled LoRA kernels: they allocate outputs and pass grids and arguments.
 
-Shapes: T rows, K inputs, N outputs of all parts, P parts, R ranks of one part up to a power of two, C shares
-of a sum, Q pieces of slots that have several, L ranks of all bands of a site.
+Shapes: T rows, K inputs, N outputs of all linears, P parts (`ops.lora.table`), R rank of one part, rounded up
+to a power of two, C partial sums, Q pieces of slots with several pieces, L ranks of all bands of a linear.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from weftune.ops.lora.rows import BLOCK
 from weftune.ops.lora.tiling import DIRECT_RANKS, SiteCall, precision
 
 LENGTH_ROWS, LENGTH_COLUMNS, LENGTH_RANKS = 64, 128, 64
-"""Block of W that a program processes at a time to compute the norms of rows, and the total ranks of the
-slots that it computes them for."""
+"""Size of the block of W that a program of `row_lengths` processes at a time, and the total number of ranks
+of the slots that it processes."""
 LENGTH_WARPS, LENGTH_STAGES = 4, 3
 LARGE_SPAN = 1024
-"""Columns per program that writes the addition of large slots. Most programs find no large slot."""
+"""Columns per program of `large_y` and `large_dx`: many, since most programs find no large slot and end."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnSpan:
-    """Consecutive blocks of columns, and the columns that they have together."""
+    """Consecutive blocks of columns: index of the first, their number, and the columns `low` to `high`."""
 
     first: int
     blocks: int
@@ -34,7 +34,7 @@ class ColumnSpan:
 
 
 def down(x_TK: Tensor, call: SiteCall) -> Tensor:
-    """Return s = factor · drop(x)Aᵀ [T, P·R]; zero beyond a job's rank and in rows of no job."""
+    """Return s = factor · drop(x)Aᵀ [T, P·R]; zero in ranks above the job's and in rows without a job."""
     (rows, features), tiling, table = x_TK.shape, call.tiling, call.group.table
     s_TPR = x_TK.new_empty(rows, call.parts * call.ranks)
     partial = s_TPR
@@ -67,7 +67,7 @@ def down(x_TK: Tensor, call: SiteCall) -> Tensor:
 
 
 def sum_rows(partial_CTR: Tensor, s_TPR: Tensor, shares: list[int], call: SiteCall) -> None:
-    """Compute s = factor · the sum of its shares; `shares` is their number per part."""
+    """Compute s = factor · the sum of its partial sums. `shares` is the number of partial sums per part."""
     step = min(call.rows.tile, max(1, 1024 // call.ranks))
     kernels.site.sum_rows[(len(call.rows.tiles_G3), -(-call.rows.tile // step))](
         partial_CTR,
@@ -98,7 +98,7 @@ def up(
     scale_T: Tensor | None = None,
     scale_N: Tensor | None = None,
 ) -> None:
-    """Compute y = g ⊙ (frozen ⊙ scales + sB) + bias + residual in the span's columns, those of `frozen`."""
+    """Compute y = g ⊙ (frozen ⊙ scales + sB) + bias + residual in the span's columns, which `frozen` has."""
     launch, table = call.tiling.up, call.group.table
     kernels.site.up[(span.blocks, len(call.rows.tiles_G3))](
         s_TPR,
@@ -125,7 +125,7 @@ def up(
 
 
 def ds_db(dy_TN: Tensor, s_TPR: Tensor, call: SiteCall) -> tuple[Tensor, Tensor]:
-    """Return ds = factor · dyBᵀ and the shares of dB of slots with several pieces; others are added here."""
+    """Return ds = factor · dyBᵀ and partial sums of dB for slots with several pieces. Add dB of others."""
     partial_db_QLN = room_for_db(dy_TN, call)
     if not call.tiling.one_read:
         db(dy_TN, s_TPR, partial_db_QLN, call)
@@ -139,7 +139,7 @@ def ds_db(dy_TN: Tensor, s_TPR: Tensor, call: SiteCall) -> tuple[Tensor, Tensor]
 
 
 def room_for_db(dy_TN: Tensor, call: SiteCall) -> Tensor:
-    """Allocate the shares of dB of slots with several pieces."""
+    """Allocate the partial sums of dB for slots with several pieces."""
     shape = call.rows.partials, call.bands * call.ranks, dy_TN.shape[1]
     return dy_TN.new_empty(shape, dtype=torch.float32)
 
@@ -151,8 +151,8 @@ def db(
     call: SiteCall,
     partial_ds_CTR: Tensor | None = None,
 ) -> None:
-    """Compute dB: it is added at once, or its shares are written. If given, the shares of ds are written from
-    the same read of dy."""
+    """Compute dB. Add it to the accumulators, or write partial sums for slots with several pieces. If
+    `partial_ds_CTR` is given, also write partial sums of ds, with dy read only once."""
     (rows, outputs), tiling, table = dy_TN.shape, call.tiling, call.group.table
     launch = tiling.db if partial_ds_CTR is None else tiling.ds_db
     blocks = call.bands * sum(call.blocks(launch.columns))
@@ -175,7 +175,7 @@ def db(
 
 
 def ds(dy_TN: Tensor, call: SiteCall) -> Tensor:
-    """Return ds = factor · dyBᵀ, without dB."""
+    """Return ds = factor · dyBᵀ, without computing dB."""
     launch, split, table = call.tiling.ds, call.tiling.ds_split, call.group.table
     rows, outputs = dy_TN.shape
     ds_TPR = dy_TN.new_empty(rows, call.parts * call.ranks)
@@ -205,13 +205,13 @@ def ds(dy_TN: Tensor, call: SiteCall) -> Tensor:
 
 
 def room_for_da(x_TK: Tensor, call: SiteCall) -> Tensor:
-    """Allocate the shares of dA of slots with several pieces."""
+    """Allocate the partial sums of dA for slots with several pieces."""
     shape = call.rows.partials, call.parts, call.ranks, x_TK.shape[1]
     return x_TK.new_empty(shape, dtype=torch.float32)
 
 
 def da(x_TK: Tensor, ds_TPR: Tensor, partial_da_QPRK: Tensor, call: SiteCall) -> None:
-    """Compute dA: it is added at once, or its shares are written."""
+    """Compute dA. Add it to the accumulators, or write partial sums for slots with several pieces."""
     launch = call.tiling.da
     blocks = -(-x_TK.shape[1] // launch.columns)
     kernels.site_gradients.da[(blocks, len(call.rows.pieces_Q4), call.parts // launch.together)](
@@ -236,7 +236,7 @@ def add_dx(
     call: SiteCall,
     scale_T: Tensor | None = None,
 ) -> None:
-    """Compute dx = frozen ⊙ scale + the dropped ds · A in the span's columns, those of `frozen`."""
+    """Compute dx = frozen ⊙ scale + masked ds · A in the columns of the span, the only ones in `frozen`."""
     launch = call.tiling.up
     kernels.site_gradients.add_dx[(span.blocks, len(call.rows.tiles_G3))](
         ds_TPR,
@@ -256,7 +256,7 @@ def add_dx(
 
 
 def large_y(s_TPR: Tensor, y_TN: Tensor, call: SiteCall) -> None:
-    """Write sB of large slots to their rows of y and nowhere else."""
+    """Write sB of large slots (`SiteCall.has_large`) to their rows of y. Other rows are left unchanged."""
     launch, table = call.tiling.large_y, call.group.table
     kernels.large.large_y[(sum(call.blocks(LARGE_SPAN)), len(call.rows.runs_U3))](
         s_TPR,
@@ -274,7 +274,7 @@ def large_y(s_TPR: Tensor, y_TN: Tensor, call: SiteCall) -> None:
 
 
 def large_dx(ds_TPR: Tensor, dx_TK: Tensor, call: SiteCall) -> None:
-    """Write the dropped ds · A of slots at the sites where they are large to their rows of dx only."""
+    """Write ds · A with dropout of large slots to their rows of dx. Other rows are left unchanged."""
     launch, features = call.tiling.large_dx, dx_TK.shape[1]
     kernels.large.large_dx[(-(-features // LARGE_SPAN), len(call.rows.runs_U3))](
         ds_TPR,
@@ -291,7 +291,7 @@ def large_dx(ds_TPR: Tensor, dx_TK: Tensor, call: SiteCall) -> None:
 
 
 def add_gradients(partial_da_QPRK: Tensor, partial_db_QLN: Tensor, call: SiteCall) -> None:
-    """Add the shares of slots with several pieces to their accumulators."""
+    """Add the partial sums of dA and dB of slots with several pieces to the jobs' accumulators."""
     features, outputs = partial_da_QPRK.shape[-1], partial_db_QLN.shape[-1]
     columns = max(32, 4096 // call.ranks)
     blocks = call.parts * -(-features // columns) + call.bands * sum(call.blocks(columns))
@@ -315,7 +315,7 @@ def add_gradients(partial_da_QPRK: Tensor, partial_db_QLN: Tensor, call: SiteCal
 
 
 def row_lengths(weight_NK: Tensor, call: SiteCall) -> None:
-    """Write 1 / ‖W + scale · BA‖ for the slots whose outputs are scaled by it besides a trained vector."""
+    """Write 1 / ‖W + scale · BA‖ per row of W, for the slots that use DoRA."""
     table, g_out = call.group.table, call.group.g_out
     assert g_out is not None
     ranks = min(call.ranks, DIRECT_RANKS)

@@ -1,4 +1,4 @@
-"""Launch parameters of the tiled route for a group and a microbatch, whatever jobs run."""
+"""Launch parameters of the tiled LoRA kernels for a group of linears, independent of the jobs."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from weftune.ops.lora.rows import BLOCK, Rows
 from weftune.ops.lora.table import ALIGNMENT, BAND, Group
 
 MIN_RANK = 16
-"""Smallest number of ranks that kernels multiply at once."""
+"""Minimum number of ranks in a product of the kernels; smaller ranks are padded."""
 ONE_READ_RANKS = 64
-"""Maximum ranks of a site for reading dy once: above, the shares of ds are larger than dy."""
+"""Maximum rank for computing ds and dB from one read of dy: above, the partial ds are larger than dy."""
 TOGETHER_RANKS = 256
-"""Maximum ranks of all parts that fit a program's registers; above, each part has separate programs."""
+"""Maximum total rank of the parts that one program processes, limited by registers."""
 LARGE_SHARED_MEMORY = 160 << 10
-"""Bytes of shared memory with which the blocks for 16 bits were measured."""
+"""Bytes of shared memory for which the block sizes for 16-bit dtypes were tuned."""
 PROGRAMS = 128
-"""Number of programs that keep a large GPU's memory busy; sums over many columns are split to approach it."""
+"""Number of programs that saturate the memory bandwidth of a large GPU. Long sums are split to reach it."""
 MASKING_PROGRAMS = 512
-"""Number of programs that keep the memory busy if they also draw masks, and so wait for arithmetic."""
+"""Number of programs that saturate the memory bandwidth if they also compute dropout masks."""
 DIRECT_RANKS = 64
-"""Maximum ranks of a site that a fused product has registers for; above, their addition is written first."""
+"""Maximum rank that a fused product has registers for. Above, separate kernels compute sB and ds · A."""
 FUSED_SHARED_MEMORY = 227 << 10
-"""Bytes of shared memory that the blocks of a fused product need."""
+"""Bytes of shared memory that a fused product needs."""
 BESIDE_COLUMNS = 32
-"""Fixed cost of a round of a fused product, in columns."""
+"""Fixed cost of one wave of programs of a fused product, in units of the time for one column."""
 FUSED_COLUMNS = 128
-"""Columns of which the start of every part of a fused product is a multiple."""
+"""A fused product requires every linear to start at a multiple of this number of columns."""
 CODED_INNER = 128
-"""Inner dimension that a program of a fused product processes at a time with 8-bit operands."""
+"""Size of a fused product's blocks along the inner dimension, for 8-bit operands."""
 ROUGH_SUMS = 1 << 15
 """Maximum length of a sum of 8-bit products in a tensor core. Hopper's tensor cores keep some 14 bits of such
 a sum and truncate the rest, so that it is too small by up to 2⁻¹⁴ for every 32 products. Up to this length
@@ -43,12 +43,12 @@ of 256 columns have no registers."""
 
 
 class ProductPlan(StrEnum):
-    """The plan of the tiled route: whether the adapters' part is added to a frozen product that the library
-    has written in float32, or inside a fused product before it is written; and whether dA and dB are computed
-    concurrently with the product of the backward, which costs a second read of dy, or before it.
+    """How the tiled kernels compute a linear. `wide`: kernels add the adapters' output to a product that
+    `torch.mm` has written in float32. `fused`: one kernel computes both. `beside`: dA and dB are computed
+    concurrently with the frozen product of the backward, which costs a second read of dy, not before it.
 
-    All of them sum in float32 and round once. A newly initialised adapter adds less than the last digit of
-    the frozen product, so a product rounded before the addition would lose it.
+    All plans sum in float32 and round once. The output of a newly initialised adapter is smaller than the
+    last digit of the frozen product, so rounding before the addition would lose it.
     """
 
     wide = "wide"
@@ -67,59 +67,59 @@ class ProductPlan(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KernelLaunch:
-    """The block that a program of one kernel processes."""
+    """The block size and compiler options of one kernel."""
 
     columns: int
     warps: int
     stages: int
     rows: int = 64
-    """Rows at a time, for kernels that loop over a piece; the others process a tile."""
+    """Rows per iteration in kernels that loop over the rows of a piece. Other kernels process one tile."""
     together: int = 1
-    """Parts per program, for kernels that read x once for several."""
+    """Parts per program, in kernels that read x once for several parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProductBlocks:
-    """The block that a program of a fused product processes at a time, and the number of programs."""
+    """The block size, compiler options and number of programs of a fused product."""
 
     columns: int
     inner: int
     stages: int
     programs: int
     group: int = 8
-    """Number of row blocks that share their columns in the cache."""
+    """Number of row blocks processed together, so that they share columns of the weight in the L2 cache."""
     warps: int = 8
     rough: int | None = None
-    """Number of products of 8-bit operands that a tensor core may sum by itself. None means all."""
+    """Number of 8-bit products that a tensor core sums before the sum is added in float32. None means all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
     down: KernelLaunch
     up: KernelLaunch
-    """Launch of `up`, and of the adapters' part of dx."""
+    """Launch of `up` and of `add_dx`."""
     ds: KernelLaunch
-    """Launch of ds without dB."""
+    """Launch of the kernel that computes ds without dB."""
     ds_db: KernelLaunch
     db: KernelLaunch
-    """Launch of dB alone: small enough to run concurrently with a product."""
+    """Launch of the kernel that computes dB alone: small enough to run concurrently with a product."""
     da: KernelLaunch
     large_y: KernelLaunch
-    """Launch of the addition of large slots, which is written before a fused product."""
+    """Launch of the kernel that writes sB of large slots before a fused product."""
     large_dx: KernelLaunch
     y: ProductBlocks
     dx: ProductBlocks
     split: int
-    """Number of programs that share the sum over K of one tile."""
+    """Number of programs over which the sum over the inputs of one tile is split."""
     ds_split: int
-    """Number of programs that share the sum of ds alone over the outputs of a part."""
+    """Number of programs over which the sum over the outputs is split if ds is computed without dB."""
     one_read: bool
-    """Whether ds and dB come from one read of dy."""
+    """Whether one kernel computes ds and dB from a single read of dy."""
 
 
 @dataclass(frozen=True, slots=True)
 class SiteCall:
-    """One use of a group by one microbatch."""
+    """The arguments of the kernels for one group of linears and one microbatch."""
 
     group: Group
     rows: Rows
@@ -141,12 +141,12 @@ class SiteCall:
 
     @property
     def ranks(self) -> int:
-        """Ranks of one part, rounded up to a power of two."""
+        """Rank of one part, rounded up to a power of two."""
         return rank_block(self.group.rank)
 
     @property
     def has_large(self) -> bool:
-        """Whether a slot may have more ranks at a site than a fused product takes by itself."""
+        """Whether a slot may be large: have a higher rank than a fused product has registers for."""
         return self.group.rank > DIRECT_RANKS
 
     @property
@@ -164,14 +164,14 @@ class SiteCall:
 
     @property
     def adapters(self) -> tuple[Tensor, ...]:
-        """Keys of dropout masks, token indices, and the adapters' addresses, ranks, thresholds and names."""
+        """Dropout keys, token indices, and the addresses, ranks, thresholds and name hashes of adapters."""
         rows, table = self.rows, self.group.table
         own = table.address_PS4, table.rank_PS, table.threshold_PS, table.crc_P
         return rows.key_S, rows.token_index_T, *own
 
     @property
     def output_scales(self) -> tuple[Tensor | None, Tensor | None]:
-        """Addresses of the scales of outputs, and whether each scales the bias."""
+        """Addresses of the scales of outputs, and whether each also scales the bias. None without scales."""
         scales = self.group.g_out
         return (None, None) if scales is None else (scales.address_PSA, scales.number_PSn)
 
@@ -183,7 +183,7 @@ class SiteCall:
         return ALIGNMENT if self.group.table.aligned else operand.element_size()
 
     def constants(self, operand: Tensor, launch: KernelLaunch | ProductBlocks) -> dict[str, Any]:
-        """Return the constants that the kernels of a site share, for operands of one dtype."""
+        """Return the compile-time constants that all kernels need, for the dtype of `operand`."""
         return {
             "S": self.slots,
             "P": self.parts,
@@ -197,23 +197,23 @@ class SiteCall:
 
 
 def precision(operand: Tensor) -> str:
-    """Return the precision of products: exact for float32; without effect for 16 bits."""
+    """Return `input_precision` of `tl.dot`: exact for float32. It has no effect on 16-bit operands."""
     return "ieee" if operand.dtype == torch.float32 else "tf32"
 
 
 def rank_block(rank: int) -> int:
-    """Return the ranks of a part, at most a band, rounded up to a power of two that a tensor core takes."""
+    """Return the rank of a part, at most BAND, rounded up to a power of two that tensor cores support."""
     return max(MIN_RANK, 1 << (min(rank, BAND) - 1).bit_length())
 
 
 def parts_together(group: Group) -> int:
-    """Return the number of parts of one band that share a program: all sites, or 1."""
+    """Return the number of parts per program: one for each linear of the group if they fit, else 1."""
     sites = len(group.columns)
     return sites if sites * rank_block(group.rank) <= TOGETHER_RANKS else 1
 
 
 def choose_tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -> Tiling:
-    """Return blocks that fit the registers and the shared memory of the device."""
+    """Return launch parameters that fit the registers and the shared memory of the device."""
     count, device, half = len(rows.token_index_T), rows.buffer.device, dtype.itemsize == 2
     launches = _launches_for_16_bits(group, device) if half else _launches_for_32_bits(group)
     if half and _crowded(rows, group, launches["ds_db"], device):
@@ -232,29 +232,29 @@ def choose_tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -
 
 
 def _split(max_shares: int, width: int, launch: KernelLaunch) -> int:
-    """Return the shares of a sum over `width` columns: a power of two, so that few kernels are compiled."""
+    """Return the number of partial sums for `width` columns: a power of two, to compile few kernels."""
     shares = max(1, min(max_shares, width // (4 * launch.columns)))
     return 1 << shares.bit_length() - 1
 
 
 def _crowded(rows: Rows, group: Group, launch: KernelLaunch, device: torch.device) -> bool:
-    """Return whether several programs share a multiprocessor, which leaves less room for prefetching."""
+    """Return whether several programs share a multiprocessor, which leaves less shared memory for each."""
     blocks = sum(-(-(high - low) // launch.columns) for low, high in group.columns)
     return blocks * -(-len(rows.token_index_T) // rows.piece) > _programs(device)
 
 
 def plans_for(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[ProductPlan, ...]:
-    """Return the plans that the weight, the group and the device allow."""
+    """Return the plans that the weight, the group and the device support."""
     allowed = fuses(weight_NK, device) and all(low % FUSED_COLUMNS == 0 for low, _ in group.columns)
     always = ProductPlan.wide, ProductPlan.wide_beside
     return (*always, ProductPlan.fused, ProductPlan.fused_beside) if allowed else always
 
 
 def candidate_plans(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[ProductPlan, ...]:
-    """Return the plans that a trial decides between; the first is a good choice without a trial.
+    """Return the plans that a trial should compare. The first is the default without a trial.
 
-    A fused product is not written in float32 and read again, so the library's is used only if fusing is not
-    possible.
+    Fused plans are preferred wherever they are supported, since they save writing and reading a float32
+    product.
     """
     if ProductPlan.fused in plans_for(weight_NK, group, device):
         return ProductPlan.fused, ProductPlan.fused_beside
@@ -267,14 +267,14 @@ def fuses(weight_NK: Tensor, device: torch.device) -> bool:
 
 
 def _in_whole_rows(weight_NK: Tensor) -> bool:
-    """Return whether a copy engine can read the weight: rows of a multiple of 16 bytes."""
+    """Return whether TMA can read the weight: its rows must be aligned to 16 bytes."""
     values = ALIGNMENT // weight_NK.element_size()
     whole = all(size % values == 0 for size in (*weight_NK.shape, weight_NK.stride(0)))
     return whole and weight_NK.stride(1) == 1 and weight_NK.data_ptr() % ALIGNMENT == 0
 
 
 def _has_copy_engines(device: torch.device) -> bool:
-    """Return whether the device is a data-centre GPU from Hopper on, with shared memory for the blocks."""
+    """Return whether the device has TMA and enough shared memory: a data-centre GPU, Hopper or later."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return False
     return _shared_memory(device) >= FUSED_SHARED_MEMORY
@@ -283,7 +283,7 @@ def _has_copy_engines(device: torch.device) -> bool:
 def blocks_for(
     rows: int, columns: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device
 ) -> ProductBlocks:
-    """Return the blocks with the shortest estimated time among those that do not straddle two parts."""
+    """Return the block size with the shortest estimated time, such that no block spans two linears."""
     programs = _programs(device)
     fitting = [width for width in (256, 128) if all(low % width == 0 for low, _ in columns)] or [128]
 
@@ -294,7 +294,7 @@ def blocks_for(
 
 
 def _programs_for(blocks: ProductBlocks, rows: int, outputs: int) -> int:
-    """Return no more programs than the rounds need, to leave multiprocessors to concurrent work."""
+    """Return the minimum number of programs for the same number of waves: the rest is left to other work."""
     tiles = _tiles(rows, outputs, blocks.columns)
     rounds = max(1, -(-tiles // blocks.programs))
     return max(1, -(-tiles // rounds))
@@ -305,12 +305,12 @@ def _tiles(rows: int, outputs: int, columns: int) -> int:
 
 
 def product_blocks(columns: int, dtype: torch.dtype, programs: int) -> ProductBlocks:
-    """Return blocks of `columns` columns that fit the registers and the shared memory."""
+    """Return the parameters for blocks of `columns` columns that fit registers and shared memory."""
     return ProductBlocks(columns, 128 // dtype.itemsize, 3 if columns == 256 else 4, programs)
 
 
 def blocks_for_codes(blocks: ProductBlocks, length: int) -> ProductBlocks:
-    """Return the blocks for 8-bit operands, for sums of `length` products."""
+    """Return the parameters for 8-bit operands with an inner dimension of `length`."""
     if length <= ROUGH_SUMS:
         return replace(blocks, inner=CODED_INNER)
     return replace(blocks, columns=FUSED_COLUMNS, inner=CODED_INNER, stages=4, rough=CODED_INNER)
@@ -318,7 +318,7 @@ def blocks_for_codes(blocks: ProductBlocks, length: int) -> ProductBlocks:
 
 @cache
 def _programs(device: torch.device) -> int:
-    """Return one program per multiprocessor, or without a GPU so few that each takes several turns."""
+    """Return the number of multiprocessors. On a CPU return 3, so that tests cover loops over tiles."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
@@ -329,7 +329,7 @@ def _launches_for_16_bits(group: Group, device: torch.device) -> dict[str, Kerne
         # Consumer GPUs: half the columns and less prefetching.
         for name, launch in launches.items():
             launches[name] = replace(launch, columns=launch.columns // 2, stages=min(2, launch.stages))
-    # The addition of large slots to dx covers all sites at once.
+    # `large_dx` processes all linears of the group at once.
     dx_stages = 3 if len(group.columns) < 3 else 2
     launches["large_y"] = KernelLaunch(64, warps=8, stages=3)
     launches["large_dx"] = KernelLaunch(64, warps=8, stages=dx_stages)
@@ -339,7 +339,7 @@ def _launches_for_16_bits(group: Group, device: torch.device) -> dict[str, Kerne
 def _launches_for_few_ranks(group: Group) -> dict[str, KernelLaunch]:
     rank, together = rank_block(group.rank), parts_together(group)
     span = together * rank
-    # Each part's mask occupies a tile of registers.
+    # The mask of each part occupies a tile of registers.
     columns = 64 if group.drops and together > 1 else 128
     down = KernelLaunch(columns, warps=4, stages=3 if group.drops else 4)
     down = down if span <= 64 else KernelLaunch(64, warps=8, stages=2)
@@ -357,7 +357,7 @@ def _launches_for_few_ranks(group: Group) -> dict[str, KernelLaunch]:
 
 
 def _launches_for_many_ranks(group: Group) -> dict[str, KernelLaunch]:
-    """Return the launches for a whole band, or for two if two sites share a program."""
+    """Return the launches for parts of BAND ranks. A program may process the parts of two linears."""
     together = parts_together(group)
     down, da = KernelLaunch(64, warps=4, stages=4), KernelLaunch(128, warps=8, stages=3)
     if together > 1:
@@ -373,7 +373,7 @@ def _launches_for_many_ranks(group: Group) -> dict[str, KernelLaunch]:
 
 
 def _launches_for_32_bits(group: Group) -> dict[str, KernelLaunch]:
-    """Return small blocks: exact float32 has no tensor core, so operands live in registers."""
+    """Return launches with small blocks: without tensor cores for exact float32, registers are scarce."""
     launch = KernelLaunch(32, warps=8, stages=1, rows=32)
     reader = replace(launch, together=parts_together(group))
     others = dict.fromkeys(("up", "ds", "ds_db", "db", "large_y", "large_dx"), launch)
@@ -381,7 +381,7 @@ def _launches_for_32_bits(group: Group) -> dict[str, KernelLaunch]:
 
 
 def _shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that one program may use; there is no limit without a GPU."""
+    """Return the bytes of shared memory that one program may use, or a large value for a CPU."""
     if device.type != "cuda":
         return LARGE_SHARED_MEMORY
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
