@@ -44,7 +44,7 @@ class Served:
     arrived: int
     waited: float
     """Seconds from arrival to start, on average over those that started."""
-    aboard: float
+    attached: float
     """Tasks on an instance, on average over time."""
 
 

@@ -60,7 +60,7 @@ class Planned:
 @dataclass(frozen=True, slots=True)
 class Trained:
     choice: Choice | None
-    aboard: list[str]
+    attached: list[str]
     notes: list[str]
 
 
