@@ -1,7 +1,7 @@
-"""Training in shares: every device holds the base and trains its own jobs, and nothing is exchanged.
+"""Training in shares: every device holds a copy of the base and trains its own jobs, without communication.
 
-The jobs are divided by predicted time. Each share is a process with a store of its own; when all have ended,
-their records are gathered into the one store of the output.
+The jobs are divided by predicted time. Each share runs in a process with its own store; when all have ended,
+their records are merged into the store of the output folder.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from weftune.trainer.train import trainer_for
 from weftune.trainer.trainer import Result, Trainer
 
 SILENT_AFTER = 30.0
-"""Seconds without a sign of life after which a share is lost: the interpreter's lock may delay them."""
+"""Seconds without a message after which a share counts as lost; Python's GIL may delay messages."""
 MISTAKEN = 2
-"""Exit code of a share that met a mistake of the user's."""
+"""Exit code of a share that was ended by a user error."""
 SAMPLED = 16
-"""Number of global batches that represent all of a job's, spread over its steps."""
+"""Number of global batches, spread over a job's steps, from which the time of all is estimated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mistaken:
-    """A message that a share was ended by a mistake of the user's."""
+    """A message which says that a user error has ended a share."""
 
     share: int
     sentence: str
@@ -70,7 +70,7 @@ class Mistaken:
 def train_shares(
     run: RunSpec, trainer: Trainer, devices: Sequence[str]
 ) -> tuple[dict[str, Result], set[int]]:
-    """Train every job of a run, a share of them on each of `devices`. Return the results of all jobs and the
+    """Train all jobs of a run, a share of them on each of `devices`. Return the results of all jobs and the
     exit codes of the shares."""
     refuse_shares(run.sweeps)
     options, device = trainer.options, torch.device(devices[0])
@@ -102,7 +102,7 @@ def train_shares(
 def fitting_jobs(
     shape: ModelShape, machine: Machine, ready: Sequence[PreparedJob], view: View
 ) -> frozenset[str]:
-    """Return the jobs that fit on a device; raise PlanError if none does."""
+    """Return the names of jobs that fit on a device with the base; raise PlanError if none does."""
     memory = MemoryModel(shape, machine.budget, machine.taken, fused=machine.on_gpu)
     refused = too_large([job.shape for job in ready], memory.why_not)
     if len(refused) == len(ready):
@@ -120,7 +120,7 @@ def fitting_jobs(
 
 
 def share_cost(shape: ModelShape, machine: Machine, shares: int) -> CostModel:
-    """Return the time model from a profile of the device, else from its data sheet, else in proportions."""
+    """Return the time model from a profile of the device, else its data sheet, else in relative units."""
     if machine.profile is not None:
         return cost_of(machine.profile, shape)
     if (speed := speed_by_sheet(machine.on_gpu)) is None:
@@ -136,7 +136,7 @@ def _serve(
     shares: Sequence[DeviceShare],
     members: Sequence[Supervised],
 ) -> list[TeamEnd]:
-    """Run the shares and gather their records; return how each share ended."""
+    """Run the shares and merge their records into the store; return how each share ended."""
     for job in ready:
         store.add_job(job.name)
         status = store.job(job.name)
@@ -163,8 +163,8 @@ def _serve(
 def _supervised(
     members: Sequence[Supervised], output: Path, view: View, resume: str
 ) -> tuple[list[TeamEnd], dict[int, str]]:
-    """Run every share in a process, which is restarted when it is lost. Return how each share ended, and for
-    some shares why their jobs have not. `resume` is the line that resumes the run."""
+    """Run every share in a process that is restarted if it crashes or hangs. Return how each share ended, and
+    a map from failed shares to reasons. `resume` is the command line that resumes the run."""
     troubles: dict[int, str] = {}
     told: set[str] = set()
 
@@ -196,7 +196,7 @@ def divide(
     output: Path,
     fits: frozenset[str],
 ) -> list[DeviceShare]:
-    """Divide the jobs into shares and return those that have jobs; a job that fits nowhere takes no time."""
+    """Divide the jobs into shares and return the non-empty shares. A job that fits nowhere takes no time."""
     seconds = {}
     for job in ready:
         progress = checkpoint.newest_progress(output / job.name / CHECKPOINTS) or Progress()
@@ -224,7 +224,7 @@ def remaining_work(job: PreparedJob, progress: Progress) -> JobWork:
 def _members(
     run: RunSpec, trainer: Trainer, shares: Sequence[DeviceShare], devices: Sequence[str], memory: int | None
 ) -> list[Supervised]:
-    """Return a process for each share, with its own jobs only."""
+    """Return one process description per share, each with only the jobs of that share."""
     options = replace(trainer.options, memory=memory, resume=True, restart=(), retry=())
     found = []
     for number, share in enumerate(shares):
@@ -239,14 +239,14 @@ def _members(
 
 
 class ShareView:
-    """The view of a share: it sends everything to the process that started the share, which shows it."""
+    """The progress view of a share, which sends everything to the launcher to be shown."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._one_at_a_time = threading.Lock()
 
     def live(self) -> None:
-        """Send signs of life forever."""
+        """Send an empty message every second, forever, to show the launcher that this process is alive."""
         while True:
             self.send(None)
             time.sleep(EVERY)
@@ -271,7 +271,7 @@ class ShareView:
 def be_share(
     run: RunSpec, output: Path, max_steps: int | None, options: Options, connection: Connection
 ) -> None:
-    """Train one share in the new process."""
+    """Train the jobs of one share. This is the main function of its process."""
     view = ShareView(connection)
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     threading.Thread(target=view.live, daemon=True).start()
@@ -292,8 +292,8 @@ def be_share(
 
 
 def _end_with_launcher() -> None:
-    """End this process together with the launcher: no process would gather the records of an orphan, and a
-    resumed run would find it still training its jobs."""
+    """End this process when the launcher ends. Otherwise no process would gather its records, and it would
+    still be training its jobs when the run is resumed."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None, "a share is never the first process"
     wait([launcher.sentinel])

@@ -1,14 +1,13 @@
 """The supervisor of a run's processes: it starts them in teams, watches them, and restarts a team when one of
 its members is lost.
 
-The workers that hold a base together are one team: none can continue without the others. Shares of the jobs
-are teams of one: the others continue. Torch's elastic agent would restart all of a group whatever happened;
-takes every exit code but 0 for a failure, although a user's mistake or an interruption must not be retried;
-sends SIGTERM to all workers at once, although the first finishes the step for all; and starts every attempt
-from scratch, with seconds of imports. Workers that torchrun starts are supported all the same, by its
-environment variables.
+Workers that hold a base together are one team, since none can continue without the others. Each share of the
+jobs is a team of one process, so that other shares continue without it. Torch's elastic agent is not used: it
+restarts the whole group, treats every exit code but 0 as a failure, although user errors and interruptions
+must not be retried, sends SIGTERM to all workers, although the first finishes the step for all, and repeats
+all imports. Workers that torchrun starts are supported through its environment variables.
 
-Processes are forked from a server that has imported what training needs, so a restart costs no imports.
+Processes are forked from a server that has already imported torch and Weftune, so a restart is fast.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from weftune.jobs.store.status import UNKNOWN, WORKER_LOGS
 from weftune.run.workers.heartbeat import LOST
 
 CRASHED = 70
-"""Exit code of a process that met a bug in Weftune."""
+"""Exit code of a process that ended with an unexpected exception."""
 INTERRUPTED = 128 + signal.SIGINT
-"""Exit code of a process that was interrupted and has saved what there was to save."""
+"""Exit code of a process that was interrupted and has saved its jobs."""
 PIDS = "pids"
-"""File beside the logs that maps the number of each process to its id."""
+"""Name of the file, in the folder of logs, that lists the index and the id of each process."""
 PRELOADED = [
     "weftune.launch.workers",
     "weftune.launch.split",
@@ -57,25 +56,25 @@ THREADS = "OMP_NUM_THREADS"
 RESTARTS = 3
 """Number of times that a team is restarted after one of its members was lost."""
 EVERY = 1.0
-"""Seconds between two checks of members that send nothing."""
+"""Seconds between two checks of the processes, and between their signs of life."""
 GRACE = 15.0
-"""Seconds that the other members of a team have to end after the first."""
+"""Seconds that the other members of a team have to end after the first has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """A process to be started. `main` may send messages to the launcher; None is a sign of life."""
+    """A process to be started. `main` may send messages to the launcher; None only shows that it is alive."""
 
     name: str
     main: Callable[[Connection], object]
     prints: bool = False
-    """Whether the process prints where the launcher does, and not to a log of its own."""
+    """Whether the process prints to the launcher's output instead of a log file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Team:
-    """Processes that are lost and restarted together. The team ends with its first member, the only one that
-    receives Ctrl-C and SIGTERM."""
+    """Processes that are restarted together. The team ends when its first member ends, which is the only one
+    that receives Ctrl-C and SIGTERM."""
 
     members: Callable[[int], Sequence[Supervised]]
     """Function that maps the number of earlier starts to the members of the team."""
@@ -87,7 +86,7 @@ class Team:
 
 @dataclass(frozen=True, slots=True)
 class TeamEnd:
-    """The exit code of a team's first member, or LOST with the member that was lost and how."""
+    """The exit code of a team's first member, or LOST and a sentence about the member that was lost."""
 
     code: int
     loss: str = ""
@@ -101,12 +100,12 @@ class _Process:
     code: int | None = None
     """Exit code of the process, set when it has ended and all of its messages were read."""
     heard: float = field(default_factory=time.monotonic)
-    """Time of the last sign of life."""
+    """Time of the last message, in seconds of the monotonic clock."""
 
 
 class Supervisor:
-    """The supervisor of a run, created once. `say` receives sentences for the user, `hear` the messages of
-    members. `resume` is the line that resumes the run."""
+    """The supervisor of all teams of a run. `say` is called with sentences for the user, `hear` with messages
+    of members. `resume` is the command line that resumes the run."""
 
     def __init__(
         self,
@@ -163,7 +162,7 @@ class Supervisor:
             os.kill(self._processes[number][0].process.pid, signal.SIGINT)
 
     def _listen(self, processes: Sequence[_Process]) -> None:
-        """Wait until a process sends something or ends."""
+        """Wait until a process sends a message or ends, and handle all messages."""
         alive = [one for one in processes if one.code is None]
         wait([source for one in alive for source in (one.process.sentinel, one.connection)], timeout=EVERY)
         for one in alive:
@@ -199,7 +198,7 @@ class Supervisor:
             self._end_silent(number)
 
     def _end_silent(self, number: int) -> None:
-        """Kill members that no longer send anything: they are lost, and are handled when they have ended."""
+        """Kill members that have sent no message for too long. `_judge` then restarts the team."""
         patience = self._teams[number].silent_after or math.inf
         for one in self._processes[number]:
             if one.code is None and time.monotonic() - one.heard > patience:
@@ -225,7 +224,7 @@ class Supervisor:
 
 
 def start(member: Supervised, logs: Path | None, neighbours: int) -> _Process:
-    """Start a process, one of `neighbours` on this machine."""
+    """Start a process. The machine's cores are divided among `neighbours` processes."""
     context, told = forks(neighbours), THREADS in os.environ
     ours, theirs = context.Pipe(duplex=False)
     own = logs / f"{member.name.replace(' ', '-')}.log" if logs else Path(os.devnull)
@@ -237,7 +236,7 @@ def start(member: Supervised, logs: Path | None, neighbours: int) -> _Process:
 
 
 def end(processes: Sequence[_Process]) -> None:
-    """End the processes that have not ended by themselves."""
+    """Kill the processes that are still running."""
     for one in processes:
         one.process.kill()
         one.process.join()
@@ -247,7 +246,7 @@ def end(processes: Sequence[_Process]) -> None:
 
 
 def forks(neighbours: int) -> Any:
-    """Return the context that forks new processes, each of which is one of `neighbours` on this machine."""
+    """Return the context that forks processes. The machine's cores are divided among `neighbours` of them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     if THREADS in os.environ:
@@ -268,7 +267,7 @@ def _threads(neighbours: int) -> int:
 
 @contextmanager
 def signals_to(processes: Callable[[], Iterable[Any]]) -> Iterator[threading.Event]:
-    """Forward Ctrl-C and SIGTERM to processes, which save; the yielded event is set when there was one."""
+    """Forward Ctrl-C and SIGTERM to the processes, which then save. Yield an event that a signal sets."""
     stop_requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop_requested
@@ -291,8 +290,8 @@ def signals_to(processes: Callable[[], Iterable[Any]]) -> Iterator[threading.Eve
 def be_process(
     main: Callable[[Connection], object], connection: Connection, log: Path | None, neighbours: int | None
 ) -> None:
-    """Run `main` in the new process and exit with its code. The process is one of `neighbours` on this
-    machine; None if the user has set the number of threads of each."""
+    """Run `main` in the new process and exit with its code. The machine's cores are divided among
+    `neighbours` processes; None means that the user has set the number of threads."""
     # Leave the terminal's foreground: Ctrl-C reaches only the launcher, which forwards it.
     os.setpgrp()
     if log is not None:

@@ -1,7 +1,6 @@
-"""The processes that hold a base together, each with one stage of it or with stages that take turns.
+"""The worker processes that hold a base together, each with one resident or several streamed stages.
 
-Workers learn their rank from the environment variables of torchrun, so that it does not matter what started
-them.
+Workers read their rank from the environment variables of torchrun, so that torchrun can start them too.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ from weftune.run.workers.worker import serve
 
 @contextmanager
 def joined(worker: WorkerPosition, device: str | None) -> Iterator[Staff | None]:
-    """Connect to the other workers. Yield them as the staff of the first worker; any other worker serves it
-    first, and then None is yielded."""
+    """Connect to the other workers. On the first worker, yield the `Staff` that commands the others. Any
+    other worker executes its commands until the end, and then yields None."""
     if worker.worker > 0:
         # Only the first worker handles an interruption; the others end when it tells them to.
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -94,12 +93,12 @@ def _part(heartbeat: Heartbeat) -> None:
 
 
 Main = Callable[[], object]
-"""Function that a worker runs, with its command line in `sys.argv`."""
+"""A function that a worker runs, with its command line in `sys.argv`."""
 
 
 def launch(main: Main, first: Sequence[str], again: Sequence[str], workers: int, output: Path) -> int:
-    """Run `weftune FIRST` in `workers` processes, and `weftune AGAIN` after a loss. Return the exit code of
-    the first process."""
+    """Run `weftune FIRST` in `workers` processes, and `weftune AGAIN` after a process was lost. Return the
+    exit code of the first process."""
 
     def members(attempt: int) -> list[Supervised]:
         stores[:] = [loopback_store()]
@@ -118,8 +117,8 @@ def launch(main: Main, first: Sequence[str], again: Sequence[str], workers: int,
 
 
 def environment(worker: int, workers: int, port: int, started: float) -> dict[str, str]:
-    """Return the variables that torchrun would set, with the store in the launcher; `started` is the start of
-    the command in seconds since 1970."""
+    """Return the environment variables that torchrun would set; the launcher hosts the store. `started` is
+    the start of the command in seconds since 1970."""
     return {
         COMMAND_STARTED: str(started),
         "RANK": str(worker),
@@ -133,7 +132,7 @@ def environment(worker: int, workers: int, port: int, started: float) -> dict[st
 
 
 def be_worker(main: Main, words: list[str], variables: dict[str, str], _: Connection) -> None:
-    """Do in the new process what `python -m weftune WORDS` does."""
+    """Run the command `weftune WORDS` in the new process, with these environment variables."""
     os.environ.update(variables)
     sys.argv = ["weftune", *words]
     main()

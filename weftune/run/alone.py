@@ -1,4 +1,4 @@
-"""The agreement of a single worker with the whole base: it decides every Step and reports everything."""
+"""Decisions on optimizer steps and events by the only worker of a run, which holds the whole base."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Alone:
         self._adapters, self._roster, self._runs_behind = adapters, adapters.roster, runs_behind
         self._program = NOTHING_TO_DO
         self._pending_evaluations: Counter[tuple[str, int]] = Counter()
-        """Maps a job and step to the number of microbatches of its evaluation that are still to come."""
+        """Maps (job, step) to the number of microbatches of that evaluation that have not run yet."""
         self._evaluation_sums: dict[tuple[str, int], EvaluationSums] = {}
         self._timed: list[TimedPass] = []
-        """Passes since the last Steps that have not been reported yet."""
+        """Unreported passes since the last optimizer step."""
         self._underway: StepsUnderway | None = None
-        """Steps whose outcomes have not been reported yet."""
+        """Optimizer steps whose outcomes have not been reported yet."""
         self._timed_before: list[TimedPass] = []
-        """Passes before those Steps."""
+        """Unreported passes before the optimizer steps in `_underway`."""
         self._steps_settled = False
-        """Whether those Steps include no setup time."""
+        """Whether the time of the optimizer steps in `_underway` includes no setup."""
         self._seen: set[str] = set()
-        """Kinds of passes and Steps seen so far. The first of each kind includes setup time."""
+        """Kinds of work (pass, evaluation, step) seen so far. The first of each kind includes setup time."""
 
     @property
     def shortage(self) -> str:
@@ -55,7 +55,7 @@ class Alone:
         pass
 
     def alive(self, plan: MicrobatchPlan) -> MicrobatchPlan:
-        """Return the microbatch without dead jobs: no other worker depends on their rows."""
+        """Return the microbatch without the rows of dead jobs, on which no other worker depends."""
         return plan.without(self._roster.dead)
 
     def receive(self, action: Recv) -> Tensor:
@@ -80,13 +80,13 @@ class Alone:
             self._timed = []
 
     def _again(self, kind: str) -> bool:
-        """Return whether this kind was seen before."""
+        """Return whether this kind of work has run before, and remember it."""
         before = kind in self._seen
         self._seen.add(kind)
         return before
 
     def _report_passes(self, passes: Sequence[TimedPass]) -> Iterator[Event]:
-        """Report passes whose end the device has reached."""
+        """Yield one event per pass; waits until the device has finished the passes."""
         for timed in passes:
             met = {job: self._roster.trainings[job].layout.met for job in timed.plan.jobs}
             time = PassTime(
@@ -122,7 +122,7 @@ class Alone:
     # -- Steps -------------------------------------------------------------------------------------------
 
     def step(self, steps: Sequence[Step]) -> Iterator[Event]:
-        """Make consecutive Steps together."""
+        """Make consecutive optimizer steps together."""
         if self._adapters.needs_previous_outcome:
             yield from self.finish_steps()
         requests = [
@@ -167,7 +167,7 @@ class Alone:
                 yield Stepped(job, request.training.progress.step, outcome)
 
     def ends_early(self) -> bool:
-        """Drop unfinished global batches and end the window here."""
+        """Drop unfinished global batches, and return True: the window ends now."""
         self._timed = []
         self._adapters.abandon()
         return True

@@ -26,7 +26,7 @@ from weftune.run.stream.travelling_adapters import TravellingAdapters
 from weftune.run.stream.weights import ResidentWeights, StreamedWeights
 
 Agrees = Callable[[AdapterState, ActionTimer], Agreement]
-"""A function that builds one worker's side of the agreement with the others."""
+"""A function that returns the `Agreement` of one worker."""
 
 
 def resident_executor(
@@ -39,9 +39,9 @@ def resident_executor(
     at_once: bool = True,
     make: Make = update,
 ) -> Executor:
-    """Return an executor for a base that stays on its device, or for the one stage of it that this worker
-    has. If `graphs`, passes are captured as CUDA graphs where possible; unless `at_once`, only where that
-    pays. `make` applies the updates of adapters whose master weights and moments are in host memory."""
+    """Return an executor for a base that stays on its device, or for this worker's one stage of the base. If
+    `graphs`, passes are captured as CUDA graphs where possible; unless `at_once`, only where that saves time.
+    `make` applies the updates of adapters whose master weights and moments are in host memory."""
     part = part or one_device(base.shape.layers).on(0)
     adapted = AdaptedBase(base, route)
     stages = {part.own[0]: base}
@@ -71,8 +71,8 @@ def streamed_executor(
     make: Make = update,
     pool: Pool | None = None,
 ) -> Executor:
-    """Return an executor for stages that take turns on a device. `make` applies the updates of adapters that
-    travel. If `graphs`, passes are captured as CUDA graphs where possible, in `pool` if one is given."""
+    """Return an executor for streamed stages, which share a device. `make` applies the updates of adapters in
+    host memory. If `graphs`, passes are captured as CUDA graphs where possible, in `pool` if given."""
     base, part = streamed.whole, streamed.part
     adapted = AdaptedBase(base, route)
     streamed.refuse_copies()

@@ -40,7 +40,7 @@ class SaveDue:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A job is dead for the reason given; the others continue."""
+    """A job has failed for the given reason; other jobs continue."""
 
     job: str
     reason: str
@@ -48,14 +48,14 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """One pass over the base: its contents and its duration."""
+    """A microbatch has passed through the base: its plan and the duration."""
 
     microbatch: MicrobatchPlan
     time: PassTime
 
 
 Event = Stepped | Evaluated | SaveDue | Failed | Passed | StateTime
-"""A `StateTime` is the time of Steps that were made together."""
+"""An event. `StateTime` is the duration of optimizer steps that were made together."""
 
 
 class OutOfMemory(RuntimeError):
@@ -63,7 +63,7 @@ class OutOfMemory(RuntimeError):
 
 
 def evaluation_event(sums: EvaluationSums) -> Evaluated | Failed:
-    """Return the event of a finished evaluation; a loss that is not finite fails the job."""
+    """Return the event of a finished evaluation. A loss that is not finite makes the job fail."""
     if not math.isfinite(sums.loss):
         return Failed(sums.job, f"its evaluation loss at step {sums.step} is {sums.loss}")
     return Evaluated(sums.job, sums.step, sums.loss / sums.tokens, sums.tokens, sums.correct / sums.tokens)

@@ -1,9 +1,8 @@
-"""The executor, which runs one worker's list of a Program, action by action, and reports events. It decides
-nothing.
+"""The executor, which runs the actions that a Program lists for one worker, in order, and reports events.
 
-There is one executor for all layouts; only its parts differ (`assemble.py`). The forward of a stage is kept
-for its backward in a pipeline and at the last stage of the model, whose backward follows at once; if stages
-take turns, it is recomputed from its input.
+There is one executor class for all layouts; only its parts differ (`assemble.py`). In a pipeline, and at the
+last stage of the model, the activations of a stage's forward are kept for its backward. For other streamed
+stages only the input is kept, and the forward is recomputed.
 
 Shapes: T rows of a microbatch, D hidden width.
 """
@@ -72,7 +71,7 @@ class Executor:
         timer: ActionTimer,
         worker: int = 0,
     ) -> None:
-        """`worker` is this worker's number in Programs, over all replicas; `part` its share of the base."""
+        """`worker` is the index of this worker over all replicas; `part` is its share of the base."""
         self.base, self.banks, self.layers = adapted.base, adapted.banks, adapted.layers
         self.part, self.worker = part, worker
         self.weights, self.activations, self.passes = weights, activations, passes
@@ -85,14 +84,14 @@ class Executor:
         self.fused = adapted.fused
         """Whether the base's layers run as fused ops."""
         self._last_stage = len(part.stages) - 1
-        """Last stage of the model, whichever worker has it."""
+        """Index of the model's last stage, which another worker may hold."""
         self._program = NOTHING_TO_DO
         self._fetch: Fetch = delivered(NOTHING_TO_DO, {})
         self._trained: frozenset[int] = frozenset()
-        """Microbatches of the Program that have a backward here."""
+        """Indices of the microbatches that have a backward on this worker."""
         self._in_flight: dict[int, InFlight] = {}
         self._next: tuple[MicrobatchPlan, LaidMicrobatch] | None = None
-        """The next microbatch, laid out ahead."""
+        """Plan and tensors of the next microbatch, prepared in advance."""
         self.writer = Writer(self.base.device)
         self._none = torch.zeros((), dtype=self.base.dtype, device=self.base.device)
 
@@ -110,7 +109,7 @@ class Executor:
         return self.adapters.detach(job)
 
     def kill(self, job: str) -> None:
-        """Skip the job's rows and actions from here on. The Program stays as it is for the others."""
+        """Mark a job dead: its rows and actions are skipped from now on. Other jobs are not affected."""
         self.adapters.kill(job)
 
     def note_evaluation(
@@ -119,12 +118,12 @@ class Executor:
         self.attached[job].note_evaluation(loss, keep_best, min_delta, counts)
 
     def show_mean(self, job: str) -> None:
-        """Make passes read the mean of the job's last weights, which a sweep's rung evaluates. Called between
-        windows; the job makes no step until `show_master`."""
+        """Make passes read the mean of the job's last weights, which a sweep evaluates. Called between
+        windows; the job makes no optimizer step until `show_master`."""
         self.adapters.show(job, self.attached[job].judged)
 
     def show_master(self, job: str) -> None:
-        """Make passes read the job's own weights again. Called between windows."""
+        """Make passes read the job's latest weights again. Called between windows."""
         self.adapters.show(job, self.attached[job].master)
 
     def save(self, job: str, folder: Path) -> None:
@@ -149,7 +148,7 @@ class Executor:
         self.writer.wait(job)
 
     def restore_base(self) -> None:
-        """Restore the base and finish all writes."""
+        """Finish all writes, and remove all adapters and fused layers from the base."""
         self.writer.close()
         self.passes.abandon()
         self._adapted.restore_base()
@@ -163,9 +162,9 @@ class Executor:
         stop: Callable[[], bool] = lambda: False,
         overdue: Callable[[], bool] = lambda: False,
     ) -> Iterator[Event]:
-        """Run every action. Once `stop` returns True, the run ends at the next moment when no job is inside a
-        step. If that is not soon, or if `overdue` returns True, nothing more is computed and unfinished
-        global batches are dropped."""
+        """Run every action and yield events. Once `stop` returns True, the run ends as soon as no global
+        batch is unfinished. If that takes too long, or if `overdue` returns True, nothing more is computed
+        and unfinished global batches are dropped."""
         self._refuse(program)
         with self._adapted.on_stream():
             self._timer.begin_window()
@@ -202,7 +201,7 @@ class Executor:
                 yield from self._end(action)
 
     def _guarded(self, events: Iterator[Event]) -> Iterator[Event]:
-        """Yield the events of an action. If memory does not suffice for it, drop everything unfinished."""
+        """Yield the events of an action. If the action runs out of memory, drop all unfinished work."""
         shortage = ""
         try:
             yield from events
@@ -219,7 +218,7 @@ class Executor:
         return bool(self._in_flight) or self._roster.inside_a_step()
 
     def _end(self, action: Action) -> Iterator[Event]:
-        """Report that an action ran, and release a microbatch that has finished all its visits here."""
+        """Report that an action ran, and release a microbatch that has passed all stages of this worker."""
         span, passed = self._timer.stop(), None
         if isinstance(action, Compute) and (flight := self._in_flight.get(action.microbatch)) is not None:
             timed, number, own = flight.timed, action.microbatch, self.part.own
@@ -229,7 +228,7 @@ class Executor:
         yield from self.agreement.ran(action, span, passed)
 
     def _drop(self) -> Iterator[Event]:
-        """Drop everything unfinished, except Steps that were already requested."""
+        """Drop all unfinished passes; optimizer steps that were already requested are finished first."""
         yield from self.agreement.finish_steps()
         self._in_flight.clear()
         self._next = None
@@ -334,8 +333,8 @@ class Executor:
         return self.activations.read(visit) if visit.stage else None
 
     def _collect(self, flight: InFlight) -> None:
-        """Add a microbatch's losses and correct predictions to the open global batches, at its last backward
-        here. Only the worker that has the last stage knows them; it may drop its scores afterwards."""
+        """Add a microbatch's losses and correct predictions to the open global batches, after the backward of
+        this worker's last stage. Workers without the last stage of the model add zeros."""
         segments, scores = flight.laid.microbatch.segments, flight.scores
         flight.scores = None
         if scores is not None:
@@ -346,7 +345,8 @@ class Executor:
     # -- rows --------------------------------------------------------------------------------------------
 
     def _flight(self, visit: StageVisit, evaluates: bool) -> InFlight | None:
-        """Return a microbatch, laid out at its first visit here, or None if all its jobs are dead."""
+        """Return the microbatch, copied to the device at its first stage, or None if all its jobs are
+        dead."""
         if visit.stage == self.part.own[0]:
             plan = self.agreement.alive(self._program.microbatches[visit.microbatch])
             if plan.segments:
@@ -360,7 +360,7 @@ class Executor:
         return self._in_flight.get(visit.microbatch)
 
     def _lay_ahead(self, number: int) -> None:
-        """Lay out the next microbatch while a GPU computes: at a Step the host would wait for the GPU."""
+        """Prepare the next microbatch while the GPU computes: an optimizer step would make the host wait."""
         self._next = None
         if (
             self._adapted.stream is not None
@@ -372,7 +372,7 @@ class Executor:
                 self._next = plan, lay(self._fetch(plan, False), plan.rows, self.base.device)
 
     def _refuse(self, program: Program) -> None:
-        """Raise PlanError for a Program that was planned for devices or streams that do not exist here."""
+        """Raise PlanError for a Program that cannot be run with this executor's layout."""
         layout = self.part.layout
         if len(program.devices) != layout.workers * layout.replicas:
             raise PlanError(
@@ -398,7 +398,7 @@ class Executor:
 
 
 def rows_at_once(program: Program, worker: int = 0) -> int:
-    """Return the largest number of rows between their first Forward and their last Backward here."""
+    """Return the maximum number of rows between their first forward and their last backward on a worker."""
     actions = program.devices[worker]
     first = min((one.stage for one in actions if isinstance(one, Forward)), default=0)
     rows = max_rows = 0

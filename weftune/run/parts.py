@@ -1,4 +1,4 @@
-"""The parts of an executor. Each has several implementations, and the executor never checks which it has."""
+"""The exchangeable parts of an executor. Each has several implementations with the same interface."""
 
 from __future__ import annotations
 
@@ -32,69 +32,69 @@ from weftune.run.stream.weights import ResidentWeights, StreamedWeights
 from weftune.run.training.state import EvaluationSums
 
 Fetch = Callable[[MicrobatchPlan, bool], Microbatch]
-"""A function that lays out planned samples as tensors, of training rows or (True) of held-out rows."""
+"""A function that returns the tensors of a planned microbatch. The flag is True for held-out samples."""
 Weights = ResidentWeights | StreamedWeights
-"""The base's weights."""
+"""The base's weights: all resident on the device, or streamed to it stage by stage."""
 Activations = KeptActivations | OffloadedActivations
-"""Inputs of stages until their backward, and tensors that go to other workers."""
+"""Store of each stage's input until its backward, and of tensors that wait to be sent to other workers."""
 Passes = PlainPasses | CapturedPasses | CapturedVisits
-"""Passes of a microbatch through a stage."""
+"""Forward and backward of a microbatch through a stage, with or without CUDA graphs."""
 AdapterState = ResidentAdapters | OffloadedOptimizer | TravellingAdapters
-"""Adapters with their master weights and moments."""
+"""Adapters with their master weights and moments, on the device or in host memory."""
 
 
 NOTHING_TO_DO = Program(capacity=0, microbatches=(), batches=(), devices=((),))
 
 
 class Agreement(Protocol):
-    """The decisions about what is computed, which Steps are made and which events are reported, by this
-    worker alone or together with others."""
+    """The decisions on what is computed, which optimizer steps are made and which events are reported. A
+    worker makes them alone or together with other workers."""
 
     @property
     def shortage(self) -> str:
-        """Reason why this worker computes nothing more in this window; empty while it does."""
+        """Reason why this worker computes nothing more in this window; empty while it still computes."""
 
     def begin_window(self, program: Program) -> None: ...
 
     def end_window(self, waited: Waited) -> None:
-        """End a window. `waited` is the time that the device has waited for weights since it began."""
+        """End a window. `waited` is the time that the device has waited for weights since the run began."""
 
     def alive(self, plan: MicrobatchPlan) -> MicrobatchPlan:
-        """Return the part of a microbatch that is computed."""
+        """Return the part of a planned microbatch that this worker computes."""
 
     def receive(self, action: Recv) -> Tensor: ...
 
     def send(self, action: Send, tensor_TD: Tensor | None) -> None:
-        """Send a tensor to another worker; zeros if it was never computed, as the plan requires."""
+        """Send a tensor to another worker. None sends zeros, since the receiver expects a tensor."""
 
     def reduce(self, action: Reduce) -> None: ...
 
     def ran(self, action: Action, span: DeviceSpan, passed: TimedPass | None) -> Iterator[Event]:
-        """Report that an action ran here, and the microbatch that finished its visits with it."""
+        """Report that an action ran. `passed` is the pass that it completed on this worker, or None."""
 
     def evaluate(self, stage: int, plan: MicrobatchPlan) -> Iterator[Event]:
         """Handle a microbatch of held-out samples that arrives at a stage."""
 
     def evaluated(self, sums: Sequence[EvaluationSums]) -> Iterator[Event]:
-        """Handle a microbatch of held-out samples that has passed the last stage."""
+        """Handle the sums of a microbatch of held-out samples that has passed the last stage."""
 
     def step(self, steps: Sequence[Step]) -> Iterator[Event]: ...
 
     def finish_steps(self) -> Iterator[Event]:
-        """Wait for the requested Steps, and report them."""
+        """Wait for the requested optimizer steps and report their outcomes."""
 
     def save(self, job: str, step: int) -> Iterator[Event]: ...
 
     def fall_short(self, why: str) -> None:
-        """Handle a pass that did not fit into memory; everything unfinished here has been dropped."""
+        """Handle a pass that ran out of memory. Unfinished work of this worker has already been dropped."""
 
     def ends_early(self) -> bool:
-        """Compute nothing more, since a stop cannot wait for the window's end. Return True if the window ends
-        here, False if other workers still wait for tensors from here."""
+        """Stop computing before the window's end, as a requested stop requires. Return True if the window
+        ends now, False if other workers still wait for tensors from this one."""
 
 
 def delivered(program: Program, microbatches: Mapping[int, Microbatch]) -> Fetch:
-    """Return a `Fetch` over microbatches laid out by another worker, by their numbers in the Program."""
+    """Return a `Fetch` over received microbatches, which are keyed by their index in the Program."""
     evaluated = {
         action.microbatch for actions in program.devices for action in actions if isinstance(action, Evaluate)
     }

@@ -1,5 +1,5 @@
-"""Measurement of the time and the memory peak of passes over a shallow base, and of Steps, on this device.
-Passes are the executor's own, so routes and captured graphs are those of training. Two bases of the same
+"""Measurement of the time and peak memory of passes over a shallow base, and of optimizer steps, on this
+device. The executor runs the passes, so kernels and CUDA graphs are those of training. Two bases of the same
 widths and different depths separate the cost of a layer from the rest; weights are random."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ProfileCase:
     length: int
     rank: int = RANKS[0]
     supervised: float = 1.0
-    """Share of a sample's tokens that go through the head."""
+    """Fraction of a sample's tokens that are supervised, and so go through the head."""
     training: bool = True
 
     @property
@@ -88,10 +88,10 @@ CASES = (
     ProfileCase(jobs=4, samples=1, length=64, supervised=0.1, training=False),
     ProfileCase(samples=4, length=64, rank=RANKS[1], training=False),
 )
-"""Cases for a CPU. A GPU's passes are `GPU_SCALE` times as large: below that it waits for the host."""
+"""Cases for a CPU. On a GPU passes are `GPU_SCALE` times as large: smaller ones are bound by launches."""
 GPU_SCALE = 4
 BESIDE = CASES[1]
-"""Case that is measured while a process prepares its output in a thread."""
+"""Case that is measured again while other work runs in a thread (`beside` in `measure_profile`)."""
 
 
 def measure_profile(
@@ -102,8 +102,8 @@ def measure_profile(
     watch: Watch,
     beside: Callable[[], object] | None = None,
 ) -> Profile:
-    """Measure a profile. `shape` is that of the whole base, which is never built. `beside` is the work that a
-    process does in a thread during its first passes."""
+    """Measure the profile of a device. `shape` is the shape of the whole base, which is not loaded. `beside`
+    is work that a training process does in a thread during its first passes."""
     began = time.monotonic()
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[shape.bytes_per_value]
     scale = 1 if device.type == "cpu" else GPU_SCALE
@@ -141,7 +141,7 @@ def key_here(shape: ModelShape, device: torch.device) -> ProfileKey:
 
 
 def _shallow(config: PretrainedConfig, depth: int, dtype: torch.dtype, device: torch.device) -> Base:
-    """Return a base of `config` with another depth."""
+    """Return a base with random weights that has the widths of `config` and `depth` layers."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = depth
     if getattr(config, "layer_types", None):
@@ -152,10 +152,10 @@ def _shallow(config: PretrainedConfig, depth: int, dtype: torch.dtype, device: t
 
 
 class _Peaks:
-    """The highest memory in use since the profile began, beyond what the process held at its start.
+    """The peak bytes in use since the profile began, in addition to the bytes in use before.
 
-    An allocator reuses freed memory, so a pass is visible only if it needs more than all before it; the peak
-    is then that of a process that runs nothing larger.
+    An allocator reuses freed memory, so the peak of a pass is measured only if it exceeds all earlier peaks.
+    It then equals the peak of a process that runs no larger pass.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -166,7 +166,7 @@ class _Peaks:
         self._highest = 0
 
     def beyond(self, known: int) -> int:
-        """Return the bytes of a new peak beyond `known` ones, or 0 if there was no new peak."""
+        """Return by how many bytes a new peak exceeds `known` bytes, or 0 if there was no new peak."""
         highest = peak_bytes(self._device) - self._before if self._counts else 0
         risen, self._highest = highest > self._highest, max(highest, self._highest)
         return max(0, highest - known) if risen else 0
@@ -181,7 +181,7 @@ class _Bench:
         self._repeats = REPEATS[base.device.type]
         self._warmup = 1 if self._executor.captures is None else 2
         self.passes: list[tuple[PassTime, int]] = []
-        """Each pass with the bytes of its memory peak beyond base and adapters, or 0 without a new peak."""
+        """Each pass with its peak bytes in addition to base and adapters, or 0 if there was no new peak."""
         self.steps: list[StateTime] = []
         self.first_seconds: list[float] = []
         """Extra seconds of the first pass of each case compared to a later one."""
@@ -193,7 +193,7 @@ class _Bench:
         self._executor.restore_base()
 
     def measure(self, case: ProfileCase) -> None:
-        """Add the median of the measured passes, unless the case does not fit into memory."""
+        """Measure a case and record the median of its passes, unless it does not fit into memory."""
         with self._attached(case) as names, suppress(OutOfMemory):
             times, steps = self._times(case, names, self._warmup + self._repeats)
             memory = MemoryModel(self._base.shape, budget=0)
@@ -226,7 +226,7 @@ class _Bench:
 
     @contextmanager
     def _attached(self, case: ProfileCase) -> Iterator[list[str]]:
-        """Attach the jobs of a case while it is measured."""
+        """Attach the jobs of a case for the duration of the context."""
         names = [f"job{number}" for number in range(case.jobs)]
         base, spec = self._base, LoraSpec(rank=case.rank, alpha=float(case.rank))
         for name in names:
@@ -241,7 +241,7 @@ class _Bench:
     def _times(
         self, case: ProfileCase, names: Sequence[str], rounds: int, before: int = 0
     ) -> tuple[list[PassTime], list[StateTime]]:
-        """Return the times of `rounds` passes and their Steps, after `before` earlier ones."""
+        """Run `rounds` passes with optimizer steps and return the times. `before` counts earlier passes."""
         times, steps = [], []
         program, vocabulary = _program(case, names, rounds, before), self._base.shape.vocabulary
         for event in self._executor.run(program, lambda plan, _: _microbatch(plan, vocabulary)):

@@ -1,4 +1,4 @@
-"""Adapters that stay on the device, with their master weights and moments, and are stepped there."""
+"""Adapters that stay on the device, with their master weights and moments, and are updated there."""
 
 from __future__ import annotations
 
@@ -40,51 +40,51 @@ class ResidentAdapters:
         return self.roster.trainings.pop(job)
 
     def kill(self, job: str) -> None:
-        """Skip the job's rows and actions from here on."""
+        """Mark a job dead: its rows and actions are skipped from now on."""
         self.roster.dead.add(job)
         with self._adapted.on_stream():
             self._adapted.banks.attached[job].weights.zero_()
             self.roster.trainings[job].forget_open_batch()
 
     def abandon(self) -> None:
-        """Drop the open global batches."""
+        """Drop the sums and gradients of unfinished global batches."""
         self.roster.forget_open_batches()
 
     def show(self, job: str, weights: Tensor) -> None:
-        """Make passes read these weights, until others are shown. Called between windows."""
+        """Make passes read these weights until the next call. Called between windows."""
         with self._adapted.on_stream():
             self.roster.trainings[job].state.weights.copy_(weights)
 
     # -- passes ------------------------------------------------------------------------------------------
 
     def use(self, stage: int, jobs: Collection[str], returning: bool) -> bool:
-        """Make the weights of these jobs in that stage readable by the device, and return whether the device
-        may have to wait for them. `returning` means for a backward."""
+        """Make these jobs' weights of a stage readable by the device. Return whether the device may have to
+        wait for them. `returning` is True before a backward."""
         return False
 
     def ask_ahead(self, stage: int, jobs: Collection[str]) -> None:
-        """Prepare the data of the next passes, after a pass over the stage was launched."""
+        """Start to prepare the next passes, while the device runs a pass of these jobs over the stage."""
 
     def note_backward(self, stage: int, jobs: Collection[str]) -> None:
-        """Note that gradients of these jobs were added to in that stage."""
+        """Record that a backward over the stage added to the gradients of these jobs."""
 
     def leave(self, stage: int) -> None:
-        """Prepare for the eviction of the stage."""
+        """Prepare for the eviction of a stage from the device."""
 
     # -- Steps -------------------------------------------------------------------------------------------
 
     @property
     def needs_previous_outcome(self) -> bool:
-        """Whether the outcome of Steps must be known before others are requested."""
+        """Whether the outcomes of optimizer steps must be known before further steps are requested."""
         return True
 
     def needs_outcome_before(self, stage: int) -> bool:
-        """Return whether the outcome must be known before an evaluation passes the stage."""
+        """Return whether outcomes of optimizer steps must be known before an evaluation visits the stage."""
         return True
 
     def step(self, requests: Sequence[StepRequest]) -> StepsUnderway:
-        """Request Steps; each is decided by the sums of its own batch. If kernels make the updates, the
-        device works on them while the host continues with the next pass."""
+        """Request optimizer steps. Whether a job's step is made depends on the sums of its own batch. If
+        kernels make the updates, the host continues with the next pass meanwhile."""
         underway = StepsUnderway(self.home)
         with underway.timed():
             run = begin_steps(requests)
@@ -93,9 +93,9 @@ class ResidentAdapters:
         return underway
 
     def sums(self, training: Training) -> Sums:
-        """Return the sums of a job's open batch here; waits for the device."""
+        """Return this worker's sums over a job's open batch; waits for the device."""
         return batch_sums(training)
 
     def make(self, request: StepRequest, sums: Sums) -> Outcome:
-        """Make a Step from the batch's sums, on which all workers have agreed."""
+        """Make an optimizer step from the batch's sums over all workers."""
         return make_agreed_step(request, sums)

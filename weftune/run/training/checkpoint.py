@@ -1,15 +1,14 @@
 """A job's checkpoints: written atomically, verified when read, never a pickle.
 
 A checkpoint is a folder `step-00000020` with `tensors.safetensors` (master weights, both moments, the best
-weights if kept, the mean of the last weights while a rung is to evaluate it), `state.json` (the job's
-progress) and `SHA256SUMS` over both. It is written from a snapshot of the job, under another name, synced,
-then renamed. The data cursor, the schedule and the dropout are functions of seed and step, so those two are
-all the random state there is. The last two checkpoints are kept: if a byte of the newer one has flipped, the
-older one serves.
+weights if kept, the mean of the last weights if a sweep will evaluate it), `state.json` (the job's progress)
+and `SHA256SUMS` over both. It is written from a snapshot of the job, under another name, synced, then
+renamed. The data order, the schedule and the dropout are functions of seed and step, so no other random state
+is saved. The last two checkpoints are kept: if the newer one is corrupt, the older one is used.
 
 Every worker of a pipeline writes a slice: a file with the tensors of its stages. The first worker, to which
-all slices are reported, writes the state and renames the folder into place; until then it is not read. Either
-form is read on any number of stages, since parameters are found by their site and name.
+all slices are reported, writes the state and renames the folder into place; until then it is not read. Both
+forms can be read with any number of stages, since parameters are found by their module and name.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ KEPT = 2
 
 
 def save(folder: Path, training: Training) -> Path:
-    """Write the job's state under `folder` at once."""
+    """Write a checkpoint of the job under `folder` synchronously."""
     return write(folder, snapshot_of(training))
 
 
 def write(folder: Path, snapshot: Snapshot) -> Path:
-    """Write a snapshot under `folder` and drop all but the newest checkpoints."""
+    """Write a snapshot as a checkpoint under `folder`, and delete all but the newest two checkpoints."""
     progress = snapshot.progress
     partial, final = partial_folder(folder, progress.step), final_folder(folder, progress.step)
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +63,7 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A worker's file of a job's checkpoint, written and synced."""
+    """One worker's file of a job's checkpoint, written and synced to disk."""
 
     job: str
     step: int
@@ -84,7 +83,7 @@ def write_slice(folder: Path, snapshot: Snapshot, worker: int) -> Slice:
 def finish(
     folder: Path, progress: Progress, seed: int, slices: Mapping[int, Slice], keeps_best: bool
 ) -> Path:
-    """Write the state and checksums of all slices (worker → slice), and rename the checkpoint into place."""
+    """Write state and checksums, and rename the checkpoint into place. `slices` maps workers to slices."""
     partial, final = partial_folder(folder, progress.step), final_folder(folder, progress.step)
     ordered = [slices[worker] for worker in sorted(slices)]
     contents = {
@@ -97,7 +96,7 @@ def finish(
 
 
 def drop_partial(folder: Path) -> None:
-    """Remove partial folders of a run that was killed; no process may be writing here."""
+    """Remove partial checkpoints that a killed run left in `folder`; no process may be writing there."""
     for path in folder.glob(".step-*.partial"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -105,7 +104,7 @@ def drop_partial(folder: Path) -> None:
 def write_state(
     partial: Path, progress: Progress, seed: int, contents: Mapping[str, Any], sums: Mapping[str, str]
 ) -> None:
-    """Write the state, and the checksums of it and of the files of tensors (name → SHA-256)."""
+    """Write the state file and the checksum file. `sums` maps names of tensor files to their SHA-256."""
     state = {"format": FORMAT, "progress": asdict(progress), "seed": seed, **contents}
     content = json.dumps(state).encode()
     write_synced(partial / STATE, content)
@@ -113,7 +112,7 @@ def write_state(
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """Rename a completely written checkpoint to its final name, and drop all but the newest."""
+    """Rename a completely written checkpoint to its final name, and delete all but the newest two."""
     sync_folder(partial)
     # An existing folder is damaged, or of the same step before its evaluation.
     shutil.rmtree(final, ignore_errors=True)
@@ -132,7 +131,7 @@ def partial_folder(folder: Path, step: int) -> Path:
 
 
 def holds(folder: Path, progress: Progress) -> bool:
-    """Return whether there is an intact checkpoint of exactly this progress."""
+    """Return whether `folder` has an intact checkpoint with exactly this progress."""
     there = _read(final_folder(folder, progress.step))
     return there is not None and there.progress == progress
 
@@ -173,11 +172,11 @@ class Survey:
     progress: Progress | None
     """Progress of the newest intact checkpoint. None if there is none."""
     damaged: tuple[Path, ...]
-    """Newer checkpoints that cannot be used."""
+    """Damaged checkpoints that are newer than the intact one."""
 
 
 def survey(folder: Path) -> Survey:
-    """Find the newest intact checkpoint, without a model to load it into."""
+    """Find the newest intact checkpoint without loading it into a model."""
     damaged: list[Path] = []
     for path in _newest_first(folder):
         if (stored := _read(path)) is not None:
@@ -208,11 +207,11 @@ def _newest_first(folder: Path) -> Iterator[Path]:
 class _Stored:
     progress: Progress
     layout: VectorLayout
-    """Layout of all parameters, slice after slice."""
+    """Layout of all parameters, concatenated over slices."""
     vectors: Mapping[str, Tensor]
-    """Maps names to vectors over all parameters."""
+    """Maps names such as `master` to flat vectors over all parameters."""
     best_is_master: bool
-    """Whether the best weights are the master weights, as slices precede their evaluation."""
+    """Whether the best weights equal the master weights: a slice is written before its evaluation."""
 
 
 def _read(path: Path) -> _Stored | None:

@@ -11,7 +11,7 @@ Schedule = Literal["linear", "cosine", "constant"]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The optimizer settings of one job, as numbers."""
+    """The optimizer settings of one job."""
 
     steps: int
     learning_rate: float = 2e-4
@@ -27,7 +27,7 @@ class Recipe:
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Return the rate of optimizer step `step`: warm-up from 0, then the schedule down to 0 (or constant)."""
+    """Return the learning rate of a step: warm-up from 0, then the schedule down to 0 (or constant)."""
     past = step - 1
     if past < recipe.warmup:
         return recipe.learning_rate * past / max(1, recipe.warmup)

@@ -1,4 +1,4 @@
-"""Snapshots of jobs' training states in host memory, from which they are written while training continues.
+"""Snapshots of jobs' training states in host memory, written to checkpoints while training continues.
 
 A GPU copies a state asynchronously, on a separate stream, into page-locked memory that is reused; the next
 step of the job waits for the copy on the device, and the host does not wait for it. Snapshots take a bounded
@@ -24,8 +24,8 @@ from weftune.run.training.state import Progress, Training
 
 MOST_BYTES = 8 << 30
 HOST_SHARE = 1 / 8
-"""Maximum bytes of snapshots: `MOST_BYTES`, but not more than this share of the host's free memory. On a CPU
-it is part of the memory that no plan uses (`CPU_SHARE` in run/measure/memory.py)."""
+"""Fraction of the host's free memory that snapshots may use, up to `MOST_BYTES`. On a CPU it is part of the
+memory that plans leave free (`CPU_SHARE` in run/measure/memory.py)."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -40,7 +40,7 @@ class Snapshot:
     vectors: Mapping[str, Tensor]
     """Maps names in a checkpoint to vectors: the master weights, the moments, the best weights, the mean."""
     memory: Tensor | None = None
-    """Memory that holds all vectors, if it is to be given back."""
+    """Memory that holds all vectors, if it is returned to the pool after use."""
     copied: torch.cuda.Event | None = None
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -51,20 +51,20 @@ class Snapshot:
 
 
 def snapshot_of(training: Training, vectors: Mapping[str, Tensor] | None = None) -> Snapshot:
-    """Return a snapshot with these vectors, or else with the job's own. Vectors on the host are not copied:
+    """Return a snapshot with these vectors, by default those of the job. Vectors on the host are not copied:
     they must not change before they are written."""
     vectors = vectors or {name: value.cpu() for name, value in vectors_of(training).items()}
     return Snapshot(training.job, copy(training.progress), training.adapter.seed, training.layout, vectors)
 
 
 def weights_of(training: Training) -> Snapshot:
-    """Return a snapshot with the master weights, and the best ones if the job keeps them."""
+    """Return a snapshot with the master weights, and with the best weights if the job keeps them."""
     vectors = {"master": training.master, "best": training.best}
     return snapshot_of(training, {name: one.cpu() for name, one in vectors.items() if one is not None})
 
 
 def vectors_of(training: Training) -> dict[str, Tensor]:
-    """Return the vectors of a checkpoint. A job gathered from several workers has no moments."""
+    """Return the vectors of a checkpoint by name. A job assembled from several workers has no moments."""
     found = {name: getattr(training.state, name) for name in ("master", *MOMENTS)}
     if training.best is not None:
         found["best"] = training.best
@@ -75,18 +75,18 @@ def vectors_of(training: Training) -> dict[str, Tensor]:
 
 class Snapshots:
     def __init__(self, device: torch.device, max_bytes: int | None = None) -> None:
-        """Create an empty pool. `device` is the one that trains."""
+        """Create an empty pool of host memory. `device` is the device that trains."""
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.max_bytes = max_bytes or min(MOST_BYTES, int(psutil.virtual_memory().available * HOST_SHARE))
         self._used_bytes = 0
         self._free: dict[int, list[Tensor]] = {}
-        """Maps a size to unused page-locked memory, which takes longer to lock than to copy to."""
+        """Maps bytes to unused page-locked memory of that size, kept because locking memory is slow."""
         self._free_bytes = 0
         self._changed = threading.Condition()
 
     def take(self, training: Training) -> Snapshot:
-        """Copy a job's state as of the end of the work launched on the device so far."""
+        """Return a snapshot of the job's state after all work launched on the device so far."""
         vectors = vectors_of(training)
         memory = self._take_memory(sum(map(_aligned, vectors.values())))
         copies, start = {}, 0
@@ -108,7 +108,7 @@ class Snapshots:
             self._changed.notify_all()
 
     def reserve(self, size: int) -> None:
-        """Allocate page-locked memory of this size ahead, if there is room for one more."""
+        """Allocate page-locked memory of this many bytes in advance, if `max_bytes` allows it."""
         with self._changed:
             if self._stream is None or self._held_bytes + size > self.max_bytes:
                 return
@@ -161,8 +161,8 @@ class Snapshots:
 
 
 def snapshot_bytes(training: Training, keeps_best: bool = False) -> int:
-    """Return the bytes of the largest snapshot of the job: with the mean if it may have one, and with its
-    best weights if it `keeps_best`."""
+    """Return the bytes of the job's largest possible snapshot. It includes the mean of the weights if the job
+    has one, and the best weights if `keeps_best`."""
     found = vectors_of(training)
     later = {"best": keeps_best, "mean": training.mean is not None}
     more = sum(1 for name, comes in later.items() if comes and name not in found)
@@ -174,7 +174,7 @@ def _aligned(vector: Tensor) -> int:
 
 
 def _host_memory(size: int, device: torch.device) -> Tensor:
-    """Return host memory, page-locked for a GPU if the system allows that much; else copies block."""
+    """Return host memory, page-locked for a GPU if the system permits; otherwise copies to it block."""
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     try:
         with on_device:

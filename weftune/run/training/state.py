@@ -37,7 +37,7 @@ class Progress:
     evaluated: int = -1
     """Step of the last evaluation."""
     evaluated_loss: float | None = None
-    """Validation loss of the last evaluation that counts for the job."""
+    """Validation loss of the last evaluation that the job itself requested."""
     averaged: int = 0
     """Number of steps whose master weights are in the mean; 0 if there is no mean."""
 
@@ -91,11 +91,11 @@ class Training:
     best: Tensor | None = None
     """Master weights of the best evaluation, if the job keeps them."""
     mean: Tensor | None = None
-    """Mean of the master weights after the last `progress.averaged` steps, if the recipe requests it. A
-    sweep's rung evaluates it."""
+    """Mean of the master weights after the last `progress.averaged` steps, if the recipe requests it. Sweeps
+    evaluate this mean at their rungs."""
     open: OpenBatch | None = None
     copied: torch.cuda.Event | None = None
-    """End of a snapshot's copy, which the device may not have reached yet."""
+    """Event at the end of a snapshot's copy. None if no copy may still be running."""
 
     @property
     def job(self) -> str:
@@ -110,8 +110,8 @@ class Training:
         return self.state.gradient
 
     def update(self, norm: float = 0.0) -> Update:
-        """Return the update of the next step, for a gradient of that norm. The device makes it after a copy
-        that still reads the state."""
+        """Return the next optimizer update, clipped for a gradient of this norm. The device makes the update
+        after any snapshot that is still being copied."""
         if self.copied is not None:
             torch.cuda.current_stream(self.master.device).wait_event(self.copied)
             self.copied = None
@@ -142,7 +142,7 @@ class Training:
             )
 
     def average(self) -> None:
-        """Add the step that was just made to the mean. This allocates nothing, so it cannot fail."""
+        """Include the latest step's master weights in the mean. This allocates nothing, so it cannot fail."""
         if self.mean is None:
             return
         progress, step = self.progress, self.progress.step
@@ -167,9 +167,8 @@ class Training:
         self.open = None
 
     def note_evaluation(self, loss: float, keep_best: bool, min_delta: float, counts: bool = True) -> bool:
-        """Record an evaluation and return whether it is the best so far. Its weights are kept if the job
-        keeps the best. An evaluation that does not count was requested not by the job but by a sweep's
-        rung."""
+        """Record an evaluation and return whether it is the best so far. If `keep_best`, the weights of the
+        best evaluation are kept. `counts` is False for an evaluation that only a sweep requested."""
         best = self.progress.best_loss
         self.progress.evaluated = self.progress.step
         if not counts:
@@ -190,7 +189,7 @@ class Roster:
     def __init__(self) -> None:
         self.trainings: dict[str, Training] = {}
         self.dead: set[str] = set()
-        """Jobs whose rows and actions are skipped from here on; the Program still holds for the others."""
+        """Failed jobs, whose rows and actions in the Program are skipped."""
 
     def inside_a_step(self) -> bool:
         """Return whether a global batch is open."""
@@ -221,12 +220,13 @@ def new_training(
     frozen: WeightOf | None = None,
     is_restored: bool = False,
 ) -> Training:
-    """Return a job at step 0, its weights drawn from its own seed or read from its `init_from`.
+    """Return the training state of a job at step 0, with weights drawn from its seed or read from
+    `init_from`.
 
-    If `sites` are those of one stage, `whole_sites` are those of the base, which an `init_from` must fit.
-    Numbers are drawn on the device `drawn_on`, which may differ from the device that keeps them: a GPU draws
-    much faster than the host. `frozen` returns the weights of the base at `sites`, from which some kinds
-    start. If the job `is_restored` from its checkpoint next, nothing is drawn, since that may take long.
+    `sites` are the adapted linears. If they are those of one stage, `whole_sites` are those of the whole
+    base, which `init_from` must match. Weights are drawn on `drawn_on`, by default `device`: a GPU is much
+    faster than the host. `frozen` returns the base's weights, from which some adapter kinds are initialised.
+    If `is_restored`, nothing is drawn.
     """
     kind = kind_named(adapter.spec.kind)
     layout = layout_of(adapter.spec, sites)

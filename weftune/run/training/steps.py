@@ -32,12 +32,12 @@ class StepRequest:
 
 
 Outcome = StepOutcome | str
-"""The outcome of a step, or a sentence that says why it could not be made and the job fails."""
+"""The outcome of an optimizer step, or the reason why the step could not be made and the job fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """The sums of a job's global batch."""
+    """Loss, gradient norm and number of correct predictions of a job's global batch."""
 
     loss: float
     norm: float
@@ -46,24 +46,24 @@ class Sums:
 
 @dataclass(slots=True, eq=False)
 class StepRun:
-    """Steps that were begun together; their batches are closed, and their outcomes are not known yet."""
+    """Optimizer steps that were started together and whose outcomes are not known yet."""
 
     requests: tuple[StepRequest, ...]
     updates: tuple[Update, ...]
-    """Updates with the state of each whole job."""
+    """Update of each job, with its whole optimizer state."""
     tokens: tuple[int, ...]
     sums_J3: Tensor
-    """Loss, correct predictions and norm."""
+    """Loss, correct predictions and gradient norm of each job."""
     factor_J: Tensor | None
-    """Clipping factors on the device if kernels make the updates. None if each update has its own."""
+    """Clipping factors on the device, if kernels make the updates. None if `updates` hold the factors."""
     reasons: list[str | None] = field(init=False)
-    """Why a step failed on the host, if it did."""
+    """Reason why each job's step failed on the host, or None."""
     finite: tuple[list[Tensor], ...] = field(init=False)
-    """Whether the weights of each job's pieces are finite, if its update is made in pieces."""
+    """For each job whose update is made in pieces, whether the new weights of each piece are finite."""
     arrived: tuple[torch.cuda.Event, ...] = ()
-    """Events that are done when all gradients are on the host, if they are copied there."""
+    """Events that are done when all gradients are on the host, if gradients are copied to it."""
     _values_J4: Tensor | None = None
-    """The sums and whether the weights are finite, on the host once `_copied` is done."""
+    """`sums_J3`, and whether the new weights are finite; on the host once `_copied` is done."""
     _copied: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
@@ -71,11 +71,11 @@ class StepRun:
         self.finite = tuple([] for _ in self.requests)
 
     def is_refused(self, number: int) -> bool:
-        """Return whether the host already knows that a step is refused; otherwise the device decides."""
+        """Return whether the host has refused a job's step. With kernels the device decides instead."""
         return self.factor_J is None and self.updates[number].factor < 0.0
 
     def read(self, finite_J: Tensor) -> None:
-        """Start reading the results. Later work on this stream is not waited for."""
+        """Start to copy the results to the host. Later work on this stream does not delay them."""
         self._values_J4 = torch.cat([self.sums_J3, finite_J[:, None].double()], dim=1)
         if self._values_J4.is_cuda:
             host_J4 = torch.empty_like(self._values_J4, device="cpu", pin_memory=True)
@@ -83,7 +83,7 @@ class StepRun:
             self._copied = torch.cuda.current_stream().record_event()
 
     def outcomes(self) -> list[Outcome]:
-        """Return the outcome of every step. If it is a sentence, the job's weights must not be used."""
+        """Return every step's outcome. If an outcome is a string, the job's weights must not be used."""
         assert self._values_J4 is not None, "the results of these steps are not being read"
         if self._copied is not None:
             self._copied.synchronize()
@@ -99,16 +99,16 @@ class StepRun:
 
 
 class StepsUnderway:
-    """Steps whose outcomes are read together."""
+    """Requested optimizer steps whose outcomes are read together."""
 
     def __init__(self, device: torch.device, finish: Callable[[], None] = lambda: None) -> None:
         """`finish` completes the steps and starts reading their results."""
         self._device, self._finish = device, finish
         self.runs: list[StepRun] = []
         self.is_done = False
-        """Whether the steps were made at once, so that reading the outcomes does not wait."""
+        """Whether the steps are finished already, so that reading the outcomes does not block."""
         self.is_used = False
-        """Whether one of the jobs has been in a pass since."""
+        """Whether a pass has included one of the jobs since the steps were requested."""
         self._watches: list[Stopwatch] = []
 
     @property
@@ -117,7 +117,7 @@ class StepsUnderway:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Count the device time in the context as time of these steps."""
+        """Add the device time of the context to the time of these steps."""
         watch = Stopwatch(self._device)
         yield
         watch.mark()
@@ -129,12 +129,12 @@ class StepsUnderway:
         return [outcome for run in self.runs for outcome in run.outcomes()]
 
     def seconds(self) -> float:
-        """Return the seconds of device time, once the outcomes are known."""
+        """Return the device time of the steps in seconds; call this after `outcomes`."""
         return sum(lap for watch in self._watches for lap in watch.laps())
 
 
 def close_batches(requests: Sequence[StepRequest], norm_J: Tensor, device: torch.device) -> StepRun:
-    """Close the open batches and return their steps, with gradients of these norms; `device` makes them."""
+    """Close the open batches and return their optimizer steps, given the gradients' norms and the device."""
     trainings = [request.training for request in requests]
     tokens = tuple(open_tokens(training) for training in trainings)
     sums_J2 = open_sums(trainings)
@@ -152,7 +152,7 @@ def close_batches(requests: Sequence[StepRequest], norm_J: Tensor, device: torch
 
 
 def begin_steps(requests: Sequence[StepRequest]) -> StepRun:
-    """Make the steps of all jobs whose loss and gradient are finite. On a GPU they are only launched."""
+    """Make the steps of all jobs whose loss and gradient are finite. A GPU is not waited for."""
     states = [request.training.state for request in requests]
     run = close_batches(requests, gradient_norms(states), states[0].master.device)
     if run.factor_J is not None:
@@ -181,7 +181,7 @@ def batch_sums(training: Training) -> Sums:
 
 
 def open_sums(trainings: Sequence[Training]) -> Tensor:
-    """Return loss and correct predictions of all open batches, in float64 [J, 2], with few launches."""
+    """Return loss and correct predictions of all open batches as float64 [J, 2], with few kernel launches."""
     batches = [_open_batch(training) for training in trainings]
     loss_J = torch.stack([batch.loss for batch in batches]).double()
     correct_J = torch.stack([batch.correct for batch in batches]).double()
@@ -199,7 +199,7 @@ def why_no_step(training: Training, sums: Sums) -> str | None:
 
 
 def make_update(one: Update) -> str | None:
-    """Apply an update, and return why the weights must not be used, or None; waits for the device."""
+    """Apply an update; waits for the device. Return why the new weights are unusable, or None."""
     try:
         return None if bool(update([one])) else _spoilt(one)
     except Exception as error:
@@ -210,7 +210,7 @@ def make_update(one: Update) -> str | None:
 
 
 def make_agreed_step(request: StepRequest, sums: Sums) -> Outcome:
-    """Make a step from the sums of its batch, on which all workers have agreed."""
+    """Make an optimizer step from the sums of its batch over all workers."""
     training = request.training
     one = training.update(sums.norm)
     if (reason := make_update(one)) is not None:
@@ -221,14 +221,14 @@ def make_agreed_step(request: StepRequest, sums: Sums) -> Outcome:
 
 
 def agreed_outcome(outcome: Outcome, request: StepRequest, sums: Sums) -> Outcome:
-    """Return the outcome of a step with the sums on which all workers have agreed."""
+    """Return the outcome of a step, with loss and accuracy replaced by those over all workers."""
     if isinstance(outcome, str):
         return outcome
     return replace(outcome, loss=sums.loss, token_accuracy=sums.correct / request.supervised)
 
 
 def _counted(request: StepRequest, sums: Sums, rate: float, tokens: int) -> StepOutcome:
-    """Count a step of the job. Its master weights are those of this step: no later one has been requested."""
+    """Count a finished step, add its master weights to the mean if one is kept, and return the outcome."""
     progress = request.training.progress
     progress.step += 1
     progress.trained_tokens += tokens
@@ -253,7 +253,7 @@ def _open_batch(training: Training) -> OpenBatch:
 
 
 def batch_totals(training: Training) -> Tensor:
-    """Return loss and correct predictions of the open batch, as replicas exchange them."""
+    """Return loss and correct predictions of the open batch, in the dtype that replicas exchange."""
     return open_sums([training])[0].to(training.master.dtype)
 
 

@@ -25,7 +25,7 @@ from weftune.run.training.snapshot import Snapshot, Snapshots
 T = TypeVar("T")
 LEAST_THREADS, MOST_THREADS = 2, 4
 CORES_PER_THREAD = 4
-"""Cores per writer thread: a hash takes a core, but small files mostly wait for the disk."""
+"""Number of CPU cores per writer thread: hashing uses one core, but small files mostly wait for the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +41,19 @@ class Writer:
     def __init__(
         self, device: torch.device, max_bytes: int | None = None, threads: int | None = None
     ) -> None:
-        """Start the writer. `device` is the one that trains; snapshots take at most `max_bytes`."""
+        """Start the writer. `device` is the device that trains; snapshots use at most `max_bytes`."""
         self.snapshots = Snapshots(device, max_bytes)
         usual = max(LEAST_THREADS, min(MOST_THREADS, (os.cpu_count() or 1) // CORES_PER_THREAD))
         self._threads = ThreadPoolExecutor(threads or usual, thread_name_prefix="writer")
         self._last: dict[str, Future[Any]] = {}
-        """Maps each job to its last request, unless it is done."""
+        """Maps each job to its last unfinished request."""
         self._lock = Lock()
         self._failed: deque[tuple[Snapshot, Exception]] = deque()
-        """Checkpoints that could not be written since the last query. The trainer queries after every step,
-        when thousands may be in progress, so those are not scanned."""
+        """Checkpoints that could not be written since the last call of `unsaved`. They are kept apart, since
+        a scan of all pending requests after every step would be slow."""
 
     def run(self, job: str, work: Callable[[], T]) -> Future[T]:
-        """Call `work` when all earlier requests of this job are done."""
+        """Call `work` in a writer thread once all earlier requests of this job are done."""
         before = self._last.get(job)
 
         def in_turn() -> T:
@@ -74,7 +74,7 @@ class Writer:
                 del self._last[job]
 
     def write(self, snapshot: Snapshot, work: Callable[[Snapshot], T]) -> Future[T]:
-        """Call `work` with a snapshot, and give its memory back."""
+        """Call `work` with a snapshot in a writer thread, then release the snapshot's memory."""
         future = self.run(snapshot.job, partial(work, snapshot))
         future.add_done_callback(lambda _: self.snapshots.give_back(snapshot))
         return future
@@ -91,7 +91,7 @@ class Writer:
             raise
 
     def unsaved(self) -> list[Unsaved]:
-        """Return checkpoints that were not written since the last call; errors not of the disk are raised."""
+        """Return checkpoints that failed since the last call. Errors other than disk errors are raised."""
         found = []
         while self._failed:
             snapshot, error = self._failed.popleft()
