@@ -1,1 +1,1 @@
-"""Benchmarks that `weftune bench` runs: Weftune and the other ways to do the same work, on one GPU."""
+"""Benchmarks that `weftune bench` runs: Weftune and other tools on the same training, on one GPU."""

@@ -33,9 +33,9 @@ class BaselineWork:
     length: int
     rank: int
     ranks: tuple[int, ...] = ()
-    """Rank of each job. Empty if all jobs have `rank`; otherwise `rank` is the largest."""
+    """Rank of each job. Empty if all jobs have rank `rank`; otherwise `rank` is the largest."""
     dropouts: tuple[float, ...] = ()
-    """Dropout of each job. Empty if no job has any."""
+    """Dropout of each job. Empty if no job has dropout."""
 
     @property
     def each_rank(self) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ class BaselineWork:
 def frozen(size: Size, work: BaselineWork, hardware: Hardware, pace: Repeats) -> MeasuredStep:
     """Measure forward and backward over all jobs' samples as one batch, without adapters.
 
-    The embeddings carry the gradient.
+    The input embeddings require a gradient, so that the backward reaches all layers.
     """
     model = build(size, hardware)
     ids_BL = random_ids(size, work.jobs * work.batch, work.length, hardware)
@@ -80,8 +80,8 @@ def peft_one_by_one(
 ) -> MeasuredStep:
     """Measure one job's step and multiply it by the number of jobs.
 
-    `wide` adapters are in float32, PEFT's default; others are in the base's dtype. `nf4` quantises the base
-    with bitsandbytes (QLoRA). Nothing is recomputed.
+    With `wide`, adapters are in float32, PEFT's default; otherwise in the base's dtype. `nf4` quantises the
+    base with bitsandbytes (QLoRA). No activations are recomputed.
     """
     model = peft_model(size, work.rank, hardware, wide, nf4)
     held = sum(value.nbytes for name, value in model.named_parameters() if "lora_" not in name)
@@ -92,7 +92,7 @@ def peft_one_by_one(
 
 
 def in_nf4(model: PreTrainedModel) -> PreTrainedModel:
-    """Replace the linears of the layers by those of bitsandbytes, which PEFT supports."""
+    """Replace the linears of the layers by linears of bitsandbytes, which PEFT supports."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for path, linear in list(model.named_modules()):
@@ -127,7 +127,7 @@ def peft_model(size: Size, rank: int, hardware: Hardware, wide: bool, nf4: bool 
 
 
 def job_step(model: Any, ids_BL: Tensor) -> Callable[[], None]:
-    """Return a function that makes a whole optimizer step, on the same unpadded samples each time."""
+    """Return a function that makes an optimizer step, on the same unpadded samples each time."""
     optimizer = adamw(model)
 
     def step() -> None:
@@ -147,8 +147,8 @@ def peft_padded(
 ) -> Block:
     """Return a block that runs one job after another, each batch padded to its longest sample.
 
-    `rounds` holds the lengths of the samples. One adapter stands for all jobs: they cost the same, and a real
-    user loads them one by one.
+    `rounds` holds the lengths of the samples. One adapter represents all jobs, since they cost the same and a
+    user would load them one by one.
     """
     model = peft_model(size, rank, hardware, wide=False)
     optimizer = adamw(model)

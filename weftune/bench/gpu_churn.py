@@ -1,9 +1,9 @@
-"""Joins and leaves at random in one executor: does anything grow, and is anything captured again?
+"""Jobs attached and detached at random in one executor: does memory grow, are CUDA graphs captured again?
 
-All places are taken by the largest adapters, then a walk of joins and leaves is made three times, with other
-ranks each time. A key is captured when it is met again, so that after the second walk every key has been:
-compared is what is held with nobody aboard, before and after the third. What the allocator keeps for the next
-pass is given back before: a capture does so, too, and the third walk makes none.
+First the largest adapters fill all places; then jobs are attached and detached in three walks, with other
+ranks in each. A graph is captured when its shapes occur for the second time, so all graphs exist after the
+second walk. The memory in use with no job attached is compared before and after the third walk, each time
+with an empty allocator cache, since captures empty it too and the third walk makes none.
 
     python -m benchmarks.gpu_churn [--shape 1b|8b] [--changes N] [--places N] [--json FILE]
 """
@@ -30,7 +30,7 @@ MOST_RANK = 64
 SAMPLES, TOKENS = (1, 2, 4), (16, 64, 192, 512)
 """Choices for the samples per batch and the tokens per sample of a job."""
 TOLD = 20
-"""Number of changes between two lines of progress."""
+"""Number of attached or detached jobs between two lines of progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ChurnState:
 
 
 class Churn:
-    """An executor whose jobs join and leave at random."""
+    """An executor to which jobs are attached, and from which they are detached, at random."""
 
     def __init__(self, together: AttachedJobs, places: int, capacity: int) -> None:
         self.together = together
@@ -52,7 +52,7 @@ class Churn:
         self.came = self.left = 0
 
     def fill(self) -> None:
-        """Fill every place with the largest adapter, so that no bank has to grow later."""
+        """Attach as many jobs as allowed, with the largest adapters, so that no bank must grow later."""
         for _ in range(self.places):
             self._join(MOST_RANK, max(SAMPLES), max(TOKENS))
         self._round()

@@ -1,8 +1,8 @@
-"""Jobs with the lengths of real samples: useful tokens a second and the share of padding, Weftune and PEFT.
+"""Jobs with real sample lengths: useful tokens per second and the share of padding, in Weftune and PEFT.
 
-A quarter of the jobs each draws its lengths from gsm8k, OpenBookQA, SST-2 and RTE (lengths.json); the tokens
-are random and all supervised. PEFT pads every batch to its longest sample and runs one job after another.
-Useful tokens are those of the samples; padding is counted over all rows that went through the base.
+Each of gsm8k, OpenBookQA, SST-2 and RTE provides the lengths for a quarter of the jobs (lengths.json); the
+tokens are random and all supervised. PEFT pads every batch to its longest sample and runs one job after
+another. Useful tokens are those of the samples; padding is a share of all rows that the base computes.
 
     python -m benchmarks.gpu_lengths [--shape 1b|8b] [--jobs N] [--batch-size N] [--rank R] [--json FILE]
 """
@@ -34,7 +34,7 @@ from weftune.bench.timing import (
 from weftune.bench.weftune_side import resident, rows_computed, rows_useful
 
 Round = list[list[int]]
-"""The lengths of the samples of one batch, for every job."""
+"""Lengths of the samples in one batch of every job."""
 GB = 1e9
 FILE = Path(__file__).parent / "lengths.json"
 """Token counts of real samples, as counted by `benchmarks.make_lengths`."""
@@ -45,11 +45,11 @@ class LengthsRow:
     name: str
     measured: MeasuredStep
     padding: float | None
-    """Share of the computed rows that belong to no sample."""
+    """Share of the computed rows that are padding."""
 
 
 def draw_rounds(count: int, jobs: int, batch_size: int) -> list[Round]:
-    """Draw the same rounds on every call: each job has its own seed, and jobs take the datasets in turn."""
+    """Draw the same rounds on every call: each job has its own seed, and jobs cycle through the datasets."""
     pools = list(json.loads(FILE.read_text()).values())
     drawn = [
         np.random.default_rng(job).choice(pools[job % len(pools)], (count, batch_size)).tolist()
@@ -90,7 +90,7 @@ def with_weftune(
 
 
 def table(rows: Sequence[LengthsRow], tokens: float, floor: float) -> str:
-    """Format the rows of rounds with `tokens` useful tokens each; the last row is Weftune's."""
+    """Format the rows of the table; a round has `tokens` useful tokens, and the last row is Weftune's."""
     titles = ("", "ms per round", "× Weftune", "useful tokens/s", "padding", "peak GB", "ρ", "")
     weftune = rows[-1].measured.seconds
     return aligned(

@@ -50,7 +50,7 @@ class QualityCase:
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """The last validation loss of every job."""
+    """The final validation loss of every job, with PEFT and with Weftune."""
 
     alone: dict[str, float]
     together: dict[str, float]
@@ -70,7 +70,7 @@ CASES = (
 def write_texts(folder: Path, name: str, toy: bool) -> None:
     """Write the quickstart's conversations as plain texts, since the base is not a chat model.
 
-    For a toy they are few and short.
+    With `toy`, the texts are few and short.
     """
     lines_kept, letters_kept = (8, 80) if toy else (None, None)
     for file in (f"{name}.jsonl", f"{name}_held_out.jsonl"):
@@ -81,7 +81,7 @@ def write_texts(folder: Path, name: str, toy: bool) -> None:
 
 
 def write_start(folder: Path, model: PreTrainedModel, case: QualityCase, seed: int) -> Path:
-    """Write an adapter as PEFT initialises it and return its folder."""
+    """Write an adapter with PEFT's initial weights and return its folder."""
     torch.manual_seed(seed)
     targets = case.targets if isinstance(case.targets, str) else list(case.targets)
     config = LoraConfig(r=case.rank, lora_alpha=2 * case.rank, target_modules=targets, task_type="CAUSAL_LM")
@@ -113,7 +113,7 @@ def job_of(case: QualityCase, folder: Path, start: Path, steps: int, seed: int) 
 def with_weftune(
     base: BaseSpec, jobs: Iterable[JobSpec], device: torch.device, folder: Path
 ) -> dict[str, float]:
-    """Return the last validation loss of every job, all trained together."""
+    """Train all jobs together and return the final validation loss of each."""
     trainer = Trainer(base, output=folder / "output", options=Options(device=str(device)))
     for job in jobs:
         trainer.add(job)
@@ -123,7 +123,7 @@ def with_weftune(
 
 
 def with_peft(model: PreTrainedModel, job: PreparedJob) -> float:
-    """Return the last validation loss of a job trained alone, with Weftune's batches and learning rates."""
+    """Train a job alone with Weftune's batches and learning rates, and return its final validation loss."""
     start = job.spec.adapter.init_from
     assert isinstance(start, str)
     peft_model = PeftModel.from_pretrained(model, start, is_trainable=True)

@@ -1,9 +1,9 @@
 """One optimizer step of many jobs on one GPU: Weftune, the frozen base alone, and PEFT.
 
-All linears carry adapters, those of experts too, all tokens are supervised, and the weights are random in the
-real shapes. Every number of a table comes from the same run, since cards of one name differ. The time is that
-of a round: one step of every job. ρ is the arithmetic floor, at the rate of a large product measured first,
-divided by the measured time. `python -m benchmarks.gpu_step` has more options.
+All linears have adapters, including those of experts, all tokens are supervised, and the weights are random
+in the real shapes. All numbers of a table come from the same run, since GPUs of one model differ. The time is
+that of a round: one step of every job. ρ is the minimum time of the arithmetic, at the measured rate of a
+large matrix product, divided by the measured time. `python -m benchmarks.gpu_step` has more options.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StepRow:
     name: str
     measured: MeasuredStep
     floor: float
-    """Least seconds that the arithmetic of the row can take."""
+    """Minimum seconds that the arithmetic of the row can take."""
     adapters: bool = True
     """Whether adapters are trained; False for the base alone."""
 
@@ -57,7 +57,7 @@ def weftune_step(task: ProcessTask) -> MeasuredStep:
 
 
 def measured_row(name: str, task: ProcessTask, floor: float, run: Callable[[], MeasuredStep]) -> StepRow:
-    """Measure one row and print its time."""
+    """Measure one row of the table and print its time."""
     print(f"{name} …", end=" ", flush=True)
     measured = attempted(run, task.hardware)
     print(f"{number(measured.seconds, scale=1e3)} ms {measured.note}", flush=True)
@@ -65,7 +65,7 @@ def measured_row(name: str, task: ProcessTask, floor: float, run: Callable[[], M
 
 
 def rows(task: ProcessTask, baselines: Sequence[str], rate: float) -> Iterator[StepRow]:
-    """Yield the measured rows, Weftune's last: it replaces the model's attention, so nothing may follow."""
+    """Yield the measured rows, Weftune's last: it replaces the model's attention, so no row may follow."""
     yield from baseline_rows(task, baselines, rate)
     floor = floor_seconds(task.size, rate, task.work.lengths, task.work.mean_rank)
     yield measured_row(WEFTUNE, task, floor, lambda: weftune_step(task))
@@ -92,7 +92,7 @@ def baseline_rows(task: ProcessTask, baselines: Sequence[str], rate: float) -> I
 
 
 def strongest(rows: Sequence[StepRow]) -> StepRow | None:
-    """Return the fastest way to train without Weftune."""
+    """Return the fastest row that trains adapters without Weftune."""
     others = [
         row
         for row in rows

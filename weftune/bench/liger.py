@@ -1,4 +1,4 @@
-"""PEFT in its best tuned form: Liger's kernels, torch.compile, and batches without padding.
+"""PEFT in its fastest form: Liger's kernels, torch.compile, and batches without padding.
 
 Shapes: T tokens of all samples of a job, concatenated in one row.
 """
@@ -23,7 +23,7 @@ from weftune.bench.timing import Hardware, MeasuredStep, fresh, measure, repeate
 def peft_with_liger(task: ProcessTask) -> MeasuredStep:
     """Measure one job's step and multiply it by the number of jobs.
 
-    It runs in a process of its own, since Liger changes the classes of transformers.
+    Called in a separate process, since Liger modifies the classes of transformers.
     """
     if lacking := missing(task.hardware):
         return MeasuredStep(None, None, lacking)
@@ -31,7 +31,7 @@ def peft_with_liger(task: ProcessTask) -> MeasuredStep:
 
 
 def missing(hardware: Hardware) -> str:
-    """Return why Liger cannot run here; empty if it can."""
+    """Return why Liger cannot run on this machine; empty if it can."""
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger_kernel is not installed"
     if hardware.device.type != "cuda":
@@ -66,10 +66,10 @@ def padding_free(task: ProcessTask, compiled: bool) -> MeasuredStep:
 
 
 def compile_layers(model: Any, backend: str = "inductor") -> None:
-    """Compile layer by layer.
+    """Compile the model layer by layer.
 
-    In a graph of the whole model, transformers cannot see that a row holds one sample, and gives SDPA a mask
-    instead of its fast causal path. One compiled layer also serves all others.
+    If the whole model is one graph, transformers cannot see that a row holds one sample, and SDPA gets a mask
+    instead of its fast causal path. All layers also share one compiled layer.
     """
     torch._dynamo.config.recompile_limit = 128
     for layer in model.get_base_model().model.layers:
@@ -77,10 +77,10 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
 
 
 def packed_step(model: Any, task: ProcessTask) -> Callable[[], None]:
-    """Return a step on the job's samples in one row; positions that restart at 0 keep them apart.
+    """Return a step on the job's samples in one row; positions that restart at 0 separate the samples.
 
-    flash_attention_2 in transformers would take such a row as it is, but needs a package that is seldom
-    installed; SDPA gets a block mask, and none at all for a single sample.
+    flash_attention_2 in transformers supports such a row directly, but needs a package that is seldom
+    installed; SDPA gets a block mask, and no mask for a single sample.
     """
     work: BaselineWork = task.work
     ids_1T = random_ids(task.size, 1, work.batch * work.length, task.hardware)

@@ -1,7 +1,7 @@
-"""Baselines that need processes of their own: many PEFT jobs at once on one device, or one that must not
-change this process.
+"""Baselines that need separate processes: many PEFT jobs at once on one device, or a job that modifies its
+process.
 
-A child reports when it began and ended its steps on the clock that all processes of a machine share.
+A child reports when it began and ended its steps, on the clock that all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from weftune.bench.sizes import Size, random_ids
 from weftune.bench.timing import Hardware, MeasuredStep, Repeats, fresh, peak_bytes, wait
 
 PATIENCE = 150.0
-"""Seconds that processes wait for one another before the row is abandoned."""
+"""Seconds that processes wait for one another before the measurement is abandoned."""
 CONTEXT_BYTES = 700 << 20
 SLACK = 1.12
-"""Memory of a process besides its tensors: the CUDA context, and the allocator's slack as a factor."""
+"""Memory of a process besides its tensors: bytes of the CUDA context, and the factor of slack."""
 SHORT, WAITED = "out of memory", "another process did not come"
 
 
@@ -47,9 +47,9 @@ class Answer:
 
 
 def peft_at_once(task: ProcessTask, one_peak: int | None) -> MeasuredStep:
-    """Measure every job in a process of its own, all at once; if memory is short, as many as fit, in turns.
+    """Measure every job in a separate process, all at once; if memory is short, as many at a time as fit.
 
-    `one_peak` is the peak in bytes of one job by itself. Every process holds its own copy of the weights.
+    `one_peak` is the peak in bytes of a single job. Every process has its own copy of the weights.
     """
     jobs = task.work.jobs
     for count in range(min(jobs, _room(task.hardware, one_peak)), 0, -1):
@@ -77,7 +77,7 @@ def _room(hardware: Hardware, one_peak: int | None) -> int:
 
 
 def alone(run: Callable[[ProcessTask], MeasuredStep], task: ProcessTask) -> MeasuredStep:
-    """Call `run`, a function at the top level of a module, in a process of its own and return its result."""
+    """Call `run`, a function at the top level of a module, in a separate process and return its result."""
     fresh(task.hardware.device)
     (answer,) = _in_children(_Alone(run, task), 1)
     return MeasuredStep(None, None, answer.problem) if answer.problem else answer.measured
@@ -122,7 +122,7 @@ def _child(act: Callable[[Any], Answer], barrier: Any, answers: Any) -> None:
 
 
 def _is_short(error: Exception) -> bool:
-    """Return whether the error is a lack of memory, which cuBLAS and the driver report in their own words."""
+    """Return whether the error is a lack of memory, for which cuBLAS and the driver have other messages."""
     words = str(error)
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in words or "ALLOC_FAILED" in words
 
@@ -142,7 +142,7 @@ class _Alone:
 
 @dataclass(frozen=True, slots=True)
 class _Stepping:
-    """One job among others; all begin at the same time."""
+    """One job that runs beside others in separate processes; all begin at the same time."""
 
     task: ProcessTask
 

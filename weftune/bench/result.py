@@ -1,4 +1,4 @@
-"""Output shared by all benchmarks: `--json FILE`, and the machine, date and commit beside the numbers."""
+"""Output of all benchmarks: `--json FILE`, with the machine, date and commit beside the numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def machine() -> dict[str, Any]:
-    """Return a description of the machine that the numbers were measured on."""
+    """Return a description of this machine, on which the numbers were measured."""
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     return {
         "date": datetime.now(UTC).date().isoformat(),

@@ -1,4 +1,4 @@
-"""Bases of real sizes with random weights, and the least time that a step on them can take."""
+"""Bases of real sizes with random weights, and the minimum time of a step on them."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class Size:
     context: int
     rope_theta: float
     family: str = "llama"
-    """The model type of its config."""
+    """The `model_type` of the model's config."""
     head: int | None = None
     """Width of a head. None if it is the hidden width divided by the number of heads."""
     tied: bool = False
-    """Whether the output layer is the embedding."""
+    """Whether the output layer shares its weights with the embedding."""
     experts: int = 0
-    """Number of experts per layer, in place of an MLP; `intermediate` is the width of each."""
+    """Number of experts per layer, in place of an MLP; `intermediate` is the width of each expert."""
     active: int = 1
     """Number of experts per token."""
 
     @property
     def wide(self) -> int:
-        """The width of all query heads."""
+        """Total width of all query heads."""
         return self.heads * self.head_width
 
     @property
@@ -46,9 +46,9 @@ class Size:
 
     @property
     def sites(self) -> tuple[tuple[int, int], ...]:
-        """In and out features of the linears that a token passes in a layer.
+        """In and out features of the linears that a token passes through in a layer.
 
-        There are seven, or four where some are fused; each active expert has two.
+        There are seven, or four if some are fused; each active expert has two.
         """
         kv, o = self.head_width * self.kv_heads, (self.wide, self.hidden)
         down = (self.intermediate, self.hidden)
@@ -62,7 +62,7 @@ class Size:
 
     @property
     def expert(self) -> tuple[tuple[int, int], ...]:
-        """The linears of one expert: gate and up, which are fused, and down."""
+        """In and out features of the linears of one expert: gate and up, which are fused, and down."""
         return (self.hidden, 2 * self.intermediate), (self.intermediate, self.hidden)
 
     @property
@@ -191,19 +191,19 @@ SIZES = {
 
 
 def toy_of(size: Size) -> Size:
-    """Return a tiny shape of the same family."""
+    """Return a tiny model config of the same family."""
     toy = replace(SIZES["toy"], family=size.family, head=size.head and 16, tied=size.tied)
     return replace(toy, experts=4, active=2) if size.experts else toy
 
 
 def build(size: Size, hardware: Hardware) -> PreTrainedModel:
-    """Build the model on its device and in its dtype: the 8B shape never passes through the host."""
+    """Build the model directly on its device in its dtype, so that large models are never in host memory."""
     torch.manual_seed(0)
     return outline(size, hardware.device, hardware.dtype)
 
 
 def outline(size: Size, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the frozen model. On the meta device it has names and shapes, and takes no memory."""
+    """Build the frozen model. On the meta device it has names and shapes but takes no memory."""
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config(size), dtype=dtype, attn_implementation="sdpa"
@@ -229,7 +229,7 @@ def config(size: Size) -> PretrainedConfig:
 
 
 def _of_family(size: Size) -> dict[str, Any]:
-    """Return the config values of a family besides the sizes: rotary embeddings and windows."""
+    """Return the config values of a family besides the sizes: rotary embeddings and attention windows."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": size.rope_theta}
     match size.family:
         case "phi3":
@@ -276,10 +276,10 @@ def base_bytes(size: Size, bytes_per_value: int = 2) -> int:
 def floor_seconds(
     size: Size, rate: float, lengths: Sequence[int], rank: float, recomputed: float = 0.0
 ) -> float:
-    """Return the seconds of one step over samples of these lengths at `rate` operations per second.
+    """Return the minimum seconds of one step on samples of these lengths at `rate` operations per second.
 
     Counted are forward and dX of the frozen linears and the head; causal attention, whose backward costs 2.5
-    times its forward; and the six products of the adapters' two factors. Rank 0 is the base alone.
+    times its forward; and the six products of the adapters' two factors. Rank 0 means the base alone.
     `recomputed` is the share of the layers whose forward is computed twice.
     """
     tokens = sum(lengths)

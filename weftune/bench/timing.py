@@ -14,7 +14,7 @@ from weftune.errors import UserError
 from weftune.run.events import OutOfMemory
 
 Block = Callable[[int], Callable[[], object]]
-"""A function that prepares a number of steps, which is not timed, and returns the function to time."""
+"""Function that prepares a number of steps, which is not timed, and returns the function to time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """Numbers of warm-up steps, of blocks, and of steps per block; synchronisation is only between blocks."""
+    """Numbers of warm-up steps, blocks, and steps per block; the device is synchronised between blocks."""
 
     warmup: int = 3
     blocks: int = 5
@@ -36,7 +36,7 @@ class Repeats:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A measured round of all jobs. If `seconds` is None, `note` says why it could not be measured."""
+    """A measured round of all jobs. If `seconds` is None, `note` says why the round could not be measured."""
 
     seconds: float | None
     peak_bytes: int | None
@@ -46,7 +46,7 @@ class MeasuredStep:
 
 
 def bench_hardware(toy: bool) -> Hardware | None:
-    """Return the GPU in bfloat16, or for a toy the CPU in float32; None if there is no GPU."""
+    """Return the GPU with bfloat16 or, for a toy, the CPU with float32; None if there is no GPU."""
     if toy:
         return Hardware(torch.device("cpu"), torch.float32)
     if not torch.cuda.is_available():
@@ -55,7 +55,7 @@ def bench_hardware(toy: bool) -> Hardware | None:
 
 
 def measure(block: Block, hardware: Hardware, pace: Repeats) -> MeasuredStep:
-    """Measure the seconds of one step, and the peak memory since `fresh`."""
+    """Measure the seconds of one step, and the peak memory since the last call of `fresh`."""
     block(pace.warmup)()
     taken = []
     for _ in range(pace.blocks):
@@ -80,7 +80,7 @@ def repeated(step: Callable[[], object]) -> Block:
 
 
 def attempted(run: Callable[[], MeasuredStep], hardware: Hardware) -> MeasuredStep:
-    """Call `run` with the device to itself and return its result.
+    """Call `run` while nothing else uses the device, and return its result.
 
     A lack of memory, or a case that cannot be planned, becomes a note instead of an error, so that the
     remaining rows are still measured.
@@ -97,7 +97,7 @@ def attempted(run: Callable[[], MeasuredStep], hardware: Hardware) -> MeasuredSt
 
 
 def fresh(device: torch.device) -> None:
-    """Free what the last row left behind, and reset the peak."""
+    """Free the memory of the last measurement, and reset the peak."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -114,7 +114,7 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 def gemm_rate(hardware: Hardware, edge: int | None = None) -> float:
-    """Return the operations per second of one large product, the device's best, used for every floor."""
+    """Return the operations per second of one large matrix product, the basis of all minimum times."""
     edge = edge or (8192 if hardware.device.type == "cuda" else 256)
     a = torch.randn(edge, edge, device=hardware.device, dtype=hardware.dtype)
     b = torch.randn_like(a)

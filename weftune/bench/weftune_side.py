@@ -1,4 +1,4 @@
-"""Weftune's own row in a benchmark: jobs on random samples in one executor, without files, store or loop."""
+"""Weftune's row in a benchmark: jobs on random samples in one executor, without files, store or loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
 
 Lengths = Sequence[Sequence[int]]
-"""The lengths of the samples of each global batch of a job; after the last batch the first one repeats."""
+"""Lengths of the samples of each global batch of a job; after the last batch, the first one follows."""
 
 RECIPE = Recipe(steps=10**9, learning_rate=1e-4, schedule="constant")
 
@@ -83,7 +83,7 @@ class AttachedJobs:
         del self.stocks[job]
 
     def plan(self, rounds: int, capacity: int) -> Program:
-        """Plan the next rounds of every attached job."""
+        """Plan the next `rounds` global batches of every attached job."""
         courses = []
         for job, stock in self.stocks.items():
             steps = range(stock.step + 1, stock.step + rounds + 1)
@@ -109,9 +109,9 @@ class AttachedJobs:
         return passes
 
     def block(self, capacity: int) -> Callable[[int], Callable[[], list[Passed]]]:
-        """Return a block for `timing.measure`.
+        """Return a `Block` that plans rounds and returns the function that runs them, for `timing.measure`.
 
-        Planning is not timed, since the loop plans while the device computes.
+        Planning is not timed, since the training loop plans while the device computes.
         """
 
         def prepared(rounds: int) -> Callable[[], list[Passed]]:
@@ -158,7 +158,7 @@ def random_samples(lengths: Sequence[int], vocabulary: int, seed: int) -> Sample
 
 
 def rows_computed(passes: Sequence[Passed]) -> int:
-    """Return the number of rows that went through the base, padding included."""
+    """Return the number of rows that the base computed, including padding."""
     return sum(passed.microbatch.rows for passed in passes)
 
 

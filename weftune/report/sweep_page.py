@@ -176,7 +176,7 @@ def _trial_view(
     measured_at = trial.left_at if trial.score_step is None else trial.score_step
     badge = ""
     if trial.name in record.best:
-        # The first is `best` only if the held-out rows are enough to tell.
+        # The first is `best` only if there are enough held-out rows to say so.
         is_best = record.best[0] == trial.name and view is not None and is_enough(view.job)
         badge = "best" if is_best else "kept"
     is_dropped = trial.state == "left" and measured_at is not None and trial.score is not None
