@@ -256,7 +256,7 @@ class RunningSweep:
     # -- admission ---------------------------------------------------------------------------------------
 
     def read_metrics(self) -> None:
-        """Read the trials' metrics and numbers of trained samples from the lines of the run's metrics."""
+        """Read the trials' evaluations and training losses so far from the lines of the run's metrics."""
         self._values.clear()
         self._trends.clear()
         for name in self.trials:
