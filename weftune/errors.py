@@ -68,7 +68,7 @@ class AdapterError(UserError):
 
 
 class PlanError(UserError):
-    """No plan exists for these jobs on these devices. The message names the job and the number at fault."""
+    """No plan exists for these jobs on these devices. The message names the number at fault."""
 
 
 class HostTooSmall(PlanError):

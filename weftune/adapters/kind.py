@@ -33,7 +33,7 @@ WeightOf = Callable[[str], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class JobAdapter:
-    """A job's adapter: its spec, the seed of its random numbers, and what else its kind needs."""
+    """A job's adapter: its spec, the seed of its random numbers, and other inputs of its kind."""
 
     job: str
     spec: Any

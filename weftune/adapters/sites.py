@@ -156,8 +156,8 @@ class ExpertGroup:
     def forward(
         self, plain: Callable[..., Tensor], x_TD: Tensor, chosen_Tk: Tensor, weights_Tk: Tensor
     ) -> Tensor:
-        """Compute the experts: with their own forward, or with adapters if a job in the pass has any here, or
-        with kernels that multiply all experts at once."""
+        """Compute the experts: with adapters if a job in the pass adapts them, with kernels that multiply all
+        experts at once where available, otherwise with their own forward."""
         bound = self.current.bound
         banks = [] if bound is None else [bank for bank in self.banks.values() if bank.present(bound)]
         if bound is not None and bound.route is Route.tiled and len(banks) <= 1 and self._is_gated():

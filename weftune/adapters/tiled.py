@@ -32,7 +32,8 @@ class TiledBank:
         self._parts: dict[str, tuple[int, Sequence[TiledPart | None]]] = {}
         """Maps each job to its slot and its parts, whose tensors stay alive: tables hold addresses."""
         self._tables: Group | None = None
-        """The tables that the kernels read. None until a job needs them."""
+        """The tables that the kernels read. None until a pass needs them, and after a change of their
+        sizes."""
         self._unsent = False
         self._rank, self._large_rank, self._drops = MIN_RANK, MIN_RANK, False
         self._scales_out = self._scales_in = self._lengths = self._computes = False
@@ -54,8 +55,8 @@ class TiledBank:
 
     def _grow(self, job: str, parts: Sequence[TiledPart | None]) -> None:
         """Raise the limits to include a job. Limits only grow, so that detaching a job does not invalidate a
-        captured graph. The exception are large ranks, which count only while a job with one is attached:
-        there are then two limits, and graphs of both are kept."""
+        captured graph. Large ranks are an exception: they count only while a job with one is attached, so
+        that there are two limits, and graphs of both are kept."""
         before = self._bands, self._has
         largest = max((part.low_rank.rank for part in parts if part and part.low_rank), default=1)
         rank = 1 << (largest - 1).bit_length()

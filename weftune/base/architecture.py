@@ -1,4 +1,4 @@
-"""The sizes of a base from its config.json alone: the same ModelShape that the model itself would give."""
+"""The sizes of a base from its config.json alone: the same ModelShape as from the loaded model."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ Config = Mapping[str, Any]
 
 
 _Linears = Sequence[tuple[str, int, int, bool]]
-"""(path inside a layer, inputs, outputs, whether it has a bias) of linears, in the model's order."""
+"""Linears in the model's order, each as (path inside a layer, inputs, outputs, whether it has a bias)."""
 
 
 _Layer = tuple[tuple[SiteShape, ...], int]
-"""The sites by their paths inside a layer, and the number of all its parameters."""
+"""The sites of a layer, named by their paths inside it, and the number of all its parameters."""
 
 
 def _layer(
     linears: _Linears, others: int, experts: Sequence[SiteShape] = (), transposed: bool = False
 ) -> _Layer:
-    """Return a layer of these linears, then experts, with `others` parameters besides theirs."""
+    """Return a layer with these linears, then experts, and `others` further parameters."""
     sites = (
         *(SiteShape(name, inputs, outputs, transposed) for name, inputs, outputs, _ in linears),
         *experts,
@@ -50,7 +50,7 @@ def _layer(
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The parts of a family's model."""
+    """The layers of a family's model, and the sites and parameters outside them."""
 
     hidden: int
     layers: tuple[_Layer, ...]
@@ -59,7 +59,7 @@ class _Parts:
     stem: str = "model.layers"
     """Module path of the list of layers."""
     outside: tuple[SiteShape, ...] = ()
-    """Sites that belong to no layer; they come first."""
+    """Sites that belong to no layer. They precede those of the layers."""
 
 
 DEFAULTS: Mapping[str, Config] = {
@@ -103,15 +103,15 @@ DEFAULTS: Mapping[str, Config] = {
         "linear_num_value_heads": 32,
     },
 }
-"""Family → default values of keys that its config.json may omit."""
+"""Maps each family to default values of keys that its config.json may omit."""
 
 LONG_ROPE = ("longrope", "su")
-"""Names of the long rope type; "su" is the name in early files."""
+"""Names of the rope type LongRoPE in config.json; "su" is used in early files."""
 
 
 def spec_shape(spec: BaseSpec, config: Config, bytes_per_value: int) -> ModelShape:
-    """Return the shape of a base with that config.json, quantised as requested. Raise BaseModelError if its
-    family is not known here."""
+    """Return the sizes of a base with this config.json, quantised as `spec` requests. Raise BaseModelError if
+    its family is unknown."""
     shape, found = model_shape(config, spec.model, bytes_per_value), quantised(config, spec)
     if found is None:
         return shape
@@ -121,7 +121,8 @@ def spec_shape(spec: BaseSpec, config: Config, bytes_per_value: int) -> ModelSha
 
 
 def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
-    """Return the shape of the base `name` in plain weights. Raise BaseModelError for an unknown family."""
+    """Return the sizes of the base `name` without quantisation. Raise BaseModelError if its family is
+    unknown."""
     wrapped = config.get("model_type") in WRAPPERS
     config = text_values(config) if wrapped else config
     family = str(config.get("model_type"))
@@ -161,8 +162,8 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
 
 
 def _context(config: Config) -> int:
-    """Return the context length, as for the model itself: long rope ends at its original length, whose key
-    depends on the file's age."""
+    """Return the context length. With LongRoPE it is the original length, whose key in config.json depends on
+    the file's age."""
     longest = int(config.get("max_position_embeddings") or config["n_positions"])
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     for one in [rope, *(value for value in rope.values() if isinstance(value, Mapping))]:
@@ -201,8 +202,8 @@ def _norms(facts: DecoderFacts, config: Config) -> int:
 
 
 def _mixture(facts: MixtureFacts, config: Config) -> _Parts:
-    """Return the parts of a model with Llama-like attention, then a router and experts; some layers may have
-    an MLP instead, which is no site."""
+    """Return the parts of a model with Llama-like attention, then a router and experts. Some layers may have
+    an MLP instead, which cannot be adapted."""
     hidden, inner, layers = (int(config[key]) for key in ("hidden_size", facts.inner, "num_hidden_layers"))
     count = int(config.get("num_experts") or config["num_local_experts"])
     active = int(config["num_experts_per_tok"])
@@ -219,7 +220,7 @@ def _mixture(facts: MixtureFacts, config: Config) -> _Parts:
 
 
 def _heads(config: Config) -> tuple[int, int, int]:
-    """Return the width of one head, of all query heads, and of all key heads."""
+    """Return the widths of one head, of all query heads together, and of all key heads together."""
     heads = int(config["num_attention_heads"])
     head = int(config.get("head_dim") or config["hidden_size"] // heads)
     return head, heads * head, int(config.get("num_key_value_heads") or heads) * head
@@ -268,8 +269,8 @@ def _gpt2(config: Config) -> _Parts:
 
 
 def _qwen3_5(config: Config) -> _Parts:
-    """Return the parts of a model with Gated DeltaNet in most layers and attention with a gated q in the
-    rest."""
+    """Return the parts of a model with Gated DeltaNet in most layers and, in the others, attention whose q is
+    gated."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     head, wide, narrow = _heads(config)
     bias = bool(config["attention_bias"])

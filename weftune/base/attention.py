@@ -1,6 +1,6 @@
-"""The attention of a packed forward: every row sees the earlier rows of its own sample and nothing else.
+"""The attention of packed samples: every row attends to itself and the earlier rows of its own sample only.
 
-Transformers calls `attend` in place of its own attention; the samples' boundaries arrive as one keyword.
+Transformers calls `attend` in place of its own attention, with the samples' boundaries as one keyword.
 Shapes: T rows of the pack, L rows of one sample, Z rows of samples that are gathered, H query heads, G key
 and value heads, D width of a head.
 """
@@ -25,74 +25,74 @@ from weftune.errors import BaseModelError
 NAME = "weftune"
 
 HARMLESS = frozenset({"position_ids", "cache_position", "position_embeddings"})
-"""Keywords that an attention receives but can ignore, because they took effect before it."""
+"""Keywords that `attend` can ignore, because they took effect before it is called."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """The samples of a pack: sample i is the rows from boundaries[i] to boundaries[i + 1]."""
+    """A pack of samples: sample i is the rows from boundaries[i] to boundaries[i + 1]."""
 
     lengths: tuple[int, ...]
     boundaries: Tensor
     longest: int
     even: bool = False
-    """Whether all samples are equally long. They are then a plain batch, which has faster kernels."""
+    """Whether all samples are equally long and so form a plain batch, for which faster kernels exist."""
     prefixes: Prefixes | GatheredPrefixes | None = None
 
 
 ReadKeys = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
-"""Layer number → the keys and the values, [P, G · D], of each job that puts P of them before every sample."""
+"""Function that returns, for a layer number, each prefix job's keys and values, [P, G · D]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """Keys and values before samples of a pack, in the same number for all samples of one job."""
+    """Prefix keys and values of the samples of a pack. All samples of one job have the same number."""
 
     runs: tuple[SampleRun, ...]
-    """Runs of all samples, in order."""
+    """Runs that cover all samples of the pack, in order."""
     read: ReadKeys
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredPrefixes:
-    """Keys and values before samples in a captured pass, which finds the samples by indices. The samples are
-    laid out a second time, in Z rows, with their keys and with unused rows of zeros."""
+    """Prefix keys and values in a captured pass, which selects samples by index. The samples are copied to Z
+    further rows, together with their prefix keys and with unused rows of zeros."""
 
     read: ReadKeys
     pack: Pack
-    """The pack of the Z rows."""
+    """Boundaries of the samples, with their prefix keys, in the Z rows."""
     source_Z: Tensor
-    """Row of the pack that each of the Z rows is a copy of; any of the job's own rows if it is not a copy."""
+    """Row of the pack that each of the Z rows copies; an arbitrary row of the job if it is no copy."""
     is_row_Z: Tensor
     keys_at: tuple[Tensor, ...]
-    """For each job, the indices of its keys among the Z rows, sample after sample."""
+    """For each job, the indices of its prefix keys among the Z rows, sample after sample."""
     rows_R: Tensor
-    """Rows of the pack that have keys before them, repeated to fill the tensor."""
+    """Rows of the pack whose samples have prefix keys, repeated to fill the tensor."""
     place_R: Tensor
-    """Index of each of `rows_R` among the Z rows."""
+    """Index of each element of `rows_R` among the Z rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRun:
-    """Consecutive samples of a pack: those of one job with keys before them, or samples without keys."""
+    """Consecutive samples of a pack: those of one job with prefix keys, or samples without prefix keys."""
 
     rows: int
-    """Number of rows of the samples themselves."""
+    """Number of rows of the samples, not counting prefix keys."""
     pack: Pack
-    """The pack of the samples with their keys."""
+    """Boundaries of the samples, each together with its prefix keys."""
     rows_T: Tensor | None = None
-    """Indices of the rows among rows and keys. None if no keys stand before the samples."""
+    """Indices of the samples' rows in `pack`. None if the samples have no prefix keys."""
     keys_T: Tensor | None = None
-    """Indices of the keys among rows and keys."""
+    """Indices of the prefix keys in `pack`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A layer's attention rule within one sample."""
+    """A layer's parameters of attention: scale of the scores, sliding window and soft-cap."""
 
     scale: float | None
     window: int | None
-    """Number of rows that a row sees, itself included. None means all rows before it."""
+    """Number of rows to which a row attends, itself included. None means all earlier rows of the sample."""
     softcap: float | None
 
 
@@ -102,8 +102,8 @@ def pack(lengths: Sequence[int], device: torch.device) -> Pack:
 
 
 def with_prefixes(packed: Pack, counts: Sequence[int], jobs: Sequence[slice], read: ReadKeys) -> Pack:
-    """Return the pack with counts[i] keys before sample i; `jobs` are the samples of each job that has
-    keys."""
+    """Return the pack with counts[i] prefix keys for sample i; `jobs` are the sample ranges of the jobs that
+    have prefix keys."""
     device, runs, sample = packed.boundaries.device, list[SampleRun](), 0
     for job in (*jobs, slice(len(packed.lengths), None)):
         if plain := packed.lengths[sample : job.start]:
@@ -115,7 +115,7 @@ def with_prefixes(packed: Pack, counts: Sequence[int], jobs: Sequence[slice], re
 
 
 def _prefixed_run(lengths: Sequence[int], count: int, device: torch.device) -> SampleRun:
-    """Return a run of samples with `count` keys before each."""
+    """Return a run of samples with `count` prefix keys each."""
     whole = [length + count for length in lengths]
     begins = [stop - length for stop, length in zip(accumulate(whole), whole, strict=True)]
     keys = [torch.arange(begin, begin + count) for begin in begins]
@@ -125,9 +125,9 @@ def _prefixed_run(lengths: Sequence[int], count: int, device: torch.device) -> S
 
 
 def register() -> None:
-    """Make `weftune` a name that transformers knows. Calling this twice does no harm. `attend` keeps samples
-    apart. For an attention without a mask function transformers makes no masks; with one, every pass would
-    first query the device whether positions begin anew, and wait for the answer."""
+    """Register `attend` in transformers under the name `weftune`. Repeated calls are harmless. No mask
+    function is registered, since `attend` keeps samples apart: with one, transformers would query the device
+    in every pass whether positions restart, and wait for the answer."""
     AttentionInterface.register(NAME, attend)
 
 
@@ -145,7 +145,7 @@ def attend(
     weftune_pack: Pack | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention, [1, T, H, D]. The signature is transformers'."""
+    """Compute the attention, [1, T, H, D], with the signature that transformers requires."""
     if weftune_pack is None:
         raise BaseModelError(
             f"{type(module).__name__} does not hand the samples' boundaries to its attention."
@@ -167,7 +167,7 @@ def attend(
 def attend_behind(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule, layer: int | None
 ) -> Tensor:
-    """Compute `attend_packed` with the keys and values that adapters put before samples."""
+    """Compute the attention of packed samples, including adapters' prefix keys and values."""
     prefixes = pack.prefixes
     if prefixes is None:
         return attend_packed(q_THD, k_TGD, v_TGD, pack, rule)
@@ -181,7 +181,7 @@ def attend_behind(
         if run.rows_T is None or run.keys_T is None:
             seen.append(attend_packed(q, k, v, run.pack, rule))
             continue
-        # The keys get queries of zeros beside them, so that every sample stays square, as all kernels
+        # Prefix keys get queries of zeros, so that every sample has as many queries as keys, as all kernels
         # require; the results of these queries are dropped.
         q, k, v = (_spread(x, run.pack, run.rows_T) for x in (q, k, v))
         k, v = (_with_keys(x, own, run.keys_T) for x, own in zip((k, v), next(before), strict=True))
@@ -190,7 +190,7 @@ def attend_behind(
 
 
 def _spread(x_TGD: Tensor, pack: Pack, rows_T: Tensor) -> Tensor:
-    """Return the rows at their indices among the rows of a pack, which are zeros elsewhere."""
+    """Scatter the rows to the indices `rows_T` of a pack. All other rows of the result are zero."""
     return x_TGD.new_zeros(sum(pack.lengths), *x_TGD.shape[1:]).index_copy(0, rows_T, x_TGD)
 
 
@@ -203,8 +203,8 @@ def _attend_gathered(
     rule: Rule,
     layer: int,
 ) -> Tensor:
-    """Attend all rows as if there were no keys before them, then replace the results of rows that have keys
-    by results that include the keys."""
+    """Compute the attention of all rows without prefix keys, then replace the results of rows that have
+    prefix keys by results that include them."""
     q_THD, k_TGD, v_TGD, q_ZHD, k_ZGD, v_ZGD = _LaidAgain.apply(prefixes, q_THD, k_TGD, v_TGD)
     plain_THD = attend_packed(q_THD, k_TGD, v_TGD, pack, rule)
     for (keys_PN, values_PN), at in zip(prefixes.read(layer), prefixes.keys_at, strict=True):
@@ -215,9 +215,9 @@ def _attend_gathered(
 
 
 class _LaidAgain(torch.autograd.Function):
-    """A function that returns tensors unchanged, and a second copy of their rows that have keys before them.
-    The results of such rows without keys are replaced, so the gradients of the first copy are zero there:
-    those of the second copy take their place, and nothing as large as the pack has to be added."""
+    """Returns its tensors, and a second copy of the rows that have prefix keys. Since `_Replaced` discards
+    the first copy's results for those rows, its gradients are zero there: the second copy's gradients are
+    written in their place, and no addition over the whole pack is needed."""
 
     @staticmethod
     def forward(ctx: Any, prefixes: GatheredPrefixes, *given: Tensor) -> tuple[Tensor, ...]:
@@ -235,7 +235,7 @@ class _LaidAgain(torch.autograd.Function):
 
 
 class _Replaced(torch.autograd.Function):
-    """A function that replaces the results of the rows that have keys before them."""
+    """Replaces the results of the rows that have prefix keys."""
 
     @staticmethod
     def forward(ctx: Any, prefixes: GatheredPrefixes, plain_THD: Tensor, seen_ZHD: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ def _with_keys(x_ZGD: Tensor, before_PN: Tensor, at: Tensor) -> Tensor:
 
 
 def attend_packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule) -> Tensor:
-    """Compute the attention, [T, H, D]."""
+    """Compute the attention of packed samples without prefix keys, [T, H, D]."""
     if kernel_fits(q_THD, v_TGD, rule):
         if pack.even and (rule.window is None or rule.window >= pack.longest):
             return attend_as_batch(q_THD, k_TGD, v_TGD, pack, rule)
@@ -271,7 +271,7 @@ def attend_packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule:
 
 
 def refuse_others(module: str, others: dict[str, Any]) -> None:
-    """Raise for unknown arguments: attention sinks, position biases and the like change the result."""
+    """Raise for unknown arguments, such as attention sinks or position biases, which change the result."""
     given = {name for name, value in others.items() if value is not None and value is not False}
     if unknown := [name for name in others if name in given - HARMLESS]:
         raise BaseModelError(
@@ -280,7 +280,7 @@ def refuse_others(module: str, others: dict[str, Any]) -> None:
 
 
 def attend_by_sample(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, pack: Pack, rule: Rule) -> Tensor:
-    """Attend one sample after another. `split`, not slices: its backward writes each gradient once."""
+    """Compute the attention sample by sample. The backward of `split` writes each gradient once."""
     samples = zip(*(x.split(pack.lengths, dim=2) for x in (q_1HTD, k_1GTD, v_1GTD)), strict=True)
     sample_attention = attend_within if rule.softcap is None else attend_within_capped
     return torch.cat([sample_attention(q, k, v, rule).transpose(1, 2) for q, k, v in samples], dim=1)
@@ -301,7 +301,7 @@ def attend_within(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: Rule) ->
 
 
 def attend_within_capped(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: Rule) -> Tensor:
-    """Compute the attention without a fused kernel, because none caps the scores: cap · tanh(score / cap)."""
+    """Compute the attention without a fused kernel, with the scores capped: cap · tanh(score / cap)."""
     assert rule.softcap is not None
     groups, width = k_1GLD.shape[1], q_1HLD.shape[-1]
     scale = width**-0.5 if rule.scale is None else rule.scale
@@ -315,7 +315,7 @@ def attend_within_capped(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: R
 
 
 def visible(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return a mask of the rows (second index) that each row (first index) of one sample sees."""
+    """Return a mask [L, L]: whether row i of a sample (first index) attends to row j."""
     row_L = torch.arange(length, device=device)
     distance_LL = row_L[:, None] - row_L
     return (distance_LL >= 0) & (distance_LL < (length if window is None else window))
@@ -329,7 +329,7 @@ def kernel_fits(q_THD: Tensor, v_TGD: Tensor, rule: Rule) -> bool:
 
 
 def kernel_serves(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Whether the kernel takes heads of this width. It reads boundaries on the device, as graphs require."""
+    """Whether torch's variable-length kernel, which CUDA graphs can capture, supports such heads."""
     half = dtype in (torch.bfloat16, torch.float16)
     return device.type == "cuda" and half and width <= 256 and width % 8 == 0 and has_kernel(device.index)
 
@@ -340,7 +340,7 @@ def has_kernel(device_index: int | None) -> bool:
 
 
 def attend_as_batch(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule) -> Tensor:
-    """Attend S samples of L rows each as a batch."""
+    """Compute the attention of S samples of L rows each as a plain batch."""
     q_SHLD, k_SGLD, v_SGLD = (
         x.unflatten(0, (-1, pack.longest)).transpose(1, 2) for x in (q_THD, k_TGD, v_TGD)
     )

@@ -1,5 +1,5 @@
-"""The models that can be a base: the families that are known, the kinds that are refused, and the check at
-load that packed samples get the logits that transformers gives them one by one.
+"""The models that can be a base: known families, refused kinds, and the check at load that packed samples get
+the same logits as transformers computes for each sample alone.
 
 Shapes: T rows of the pack, L rows of one sample, V vocabulary.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weftune.base.model import Base
 
 KNOWN = frozenset({*DECODERS, *MIXTURES, "opt", "gpt2", "qwen3_5_text"})
-"""Model types tested with packed samples; any other must pass the check at load to be accepted."""
+"""Model types that the tests cover. A model of another type is accepted if it passes the check at load."""
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 EXPERT_MODULES = re.compile(r"Experts|MoE|Moe")
@@ -33,24 +33,24 @@ TRAINED = (
     f"{' and '.join(MIXTURES)}."
 )
 SEPARATED = frozenset({"qwen3_5_text"})
-"""Model types whose recurrent layers begin anew with every sample (base/delta_net.py)."""
+"""Model types whose recurrent layers are reset at the start of every sample (base/delta_net.py)."""
 LAYER_KINDS = ("layer_types", "layers_block_type")
-"""Keys of a config that hold a word for each layer."""
+"""Config keys whose value is a list with the type of each layer."""
 RECURRENT = frozenset(
     {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding"}
 )
 OTHER_SENSES = {"vision_config": "vision", "audio_config": "audio"}
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
-"""Dtype → tolerance relative to the logits' spread. Rows that see another sample, or have a wrong position,
-miss it by far; rounding, and eager attention's softmax in float32, stay far below it."""
+"""Maps a dtype to the tolerance relative to the logits' spread. Rows that attend to another sample, or have a
+wrong position, exceed it by far; rounding errors, also of eager attention, stay far below it."""
 
 CHEAP_WINDOW = 64
-"""Largest sliding window of a known family that is exercised at load; the tests cover longer ones."""
+"""Largest sliding window of a known family that the check at load covers; the tests cover longer ones."""
 LONGEST_WINDOW = 8192
 
 
 def refuse_config(config: PretrainedConfig, name: str) -> None:
-    """Raise if the config of a causal language model alone shows that it cannot be a base."""
+    """Raise if a model's config alone shows that it cannot be a base."""
     kind = kind_refused(config)
     if kind is not None:
         raise BaseModelError(f"{name} is {kind}; {TRAINED}")
@@ -64,7 +64,7 @@ def refuse_config(config: PretrainedConfig, name: str) -> None:
 
 
 def recurrent_layers(config: PretrainedConfig) -> str | None:
-    """Return the config's name for layers that carry a state from row to row. None if the model has none."""
+    """Return the config's name of layers with a recurrent state, or None if the model has no such layers."""
     kinds = [str(kind) for key in LAYER_KINDS for kind in getattr(config, key, None) or ()]
     found = [kind for kind in kinds if kind in RECURRENT]
     if not found and getattr(config, "state_size", None) is not None:
@@ -73,7 +73,7 @@ def recurrent_layers(config: PretrainedConfig) -> str | None:
 
 
 def refuse_modules(model: PreTrainedModel, name: str) -> None:
-    """Raise for a mixture of experts whose config does not say so: the names of its modules show it."""
+    """Raise for a mixture of experts that only its modules' names, not its config, identify as one."""
     if model.config.model_type in MIXTURES:
         return
     if any(EXPERT_MODULES.search(type(module).__name__) for module in model.modules()):
@@ -97,7 +97,7 @@ def kind_refused(config: PretrainedConfig) -> str | None:
 @phase(Phase.CHECKING)
 @torch.no_grad()
 def check_packing(base: Base, plain: str) -> None:
-    """Compare with the separate forwards under the attention `plain`, and refuse the model if they differ."""
+    """Raise if a packed forward differs from forwards of each sample under the attention `plain`."""
     name, known = base.spec.model, base.model.config.model_type in KNOWN
     samples = [sample(length, base) for length in sample_lengths(base, known)]
     routing = Routing(base.model)
@@ -129,7 +129,7 @@ def check_packing(base: Base, plain: str) -> None:
 
 
 def sample_lengths(base: Base, known: bool) -> tuple[int, ...]:
-    """Return three lengths, one past the sliding window if it has to be exercised, or can be cheaply."""
+    """Return three sample lengths, one beyond the sliding window if the check has to cover the window."""
     config, context = base.model.config, base.shape.context
     window = getattr(config, "sliding_window", None)
     longest = 12
@@ -144,7 +144,7 @@ def sample_lengths(base: Base, known: bool) -> tuple[int, ...]:
 
 
 def sample(length: int, base: Base) -> Tensor:
-    """Return tokens spread over the vocabulary, the same ones every time."""
+    """Return deterministic tokens that are spread over the vocabulary."""
     return (torch.arange(length, device=base.device) * 7919 + 13 * length) % base.shape.vocabulary
 
 
@@ -162,7 +162,7 @@ def microbatch_of(samples: list[Tensor]) -> Microbatch:
 
 
 def distance(a_LV: Tensor, b_LV: Tensor) -> float:
-    """Return the distance of the logits relative to their spread. NaN if either tensor is not finite."""
+    """Return the distance of the logits relative to their spread. NaN if a value is not finite."""
     a_LV, b_LV = a_LV.double(), b_LV.double()
     spread = (b_LV - b_LV.mean(dim=-1, keepdim=True)).norm()
     return ((a_LV - b_LV).norm() / spread).item()
@@ -179,13 +179,13 @@ def attention_set(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 Decision = tuple[Tensor, ...]
-"""Output of a router: logits, weights and indices of the experts of every token."""
+"""Output of a router: logits, and weights and indices of the chosen experts of every token."""
 
 
 class Routing:
-    """The decisions of a mixture's routers, recorded and replayed. Two experts may be almost equally good for
-    a token; a different rounding then sends it to the other one. When two computations of the same rows are
-    compared, the second takes the decisions of the first."""
+    """Records and replays the decisions of a mixture's routers. If two experts have almost equal scores for a
+    token, a different rounding may select the other one. So when two computations of the same rows are
+    compared, the second uses the decisions of the first."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         mixes = model.config.model_type in MIXTURES
@@ -196,7 +196,7 @@ class Routing:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the decisions of all passes inside."""
+        """Record the routers' decisions in all passes within the context."""
 
         def keep(router: nn.Module, _: Any, decision: Decision) -> None:
             self._made[router].append(decision)
@@ -206,7 +206,7 @@ class Routing:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Make a pass over all those tokens, concatenated, take the recorded decisions."""
+        """Make a pass over all tokens of the recorded passes, concatenated, use the recorded decisions."""
 
         def give(router: nn.Module, _: Any, __: Decision) -> Decision:
             return tuple(torch.cat(parts) for parts in zip(*self._made[router], strict=True))

@@ -1,8 +1,8 @@
-"""A base's config.json and tokenizer, and the files of a base that may be opened: safetensors, under names
-that stay inside the base's own folder. No torch here: commands that only count import this.
+"""A base's config.json and tokenizer, and the rule which of its files may be opened: safetensors inside the
+base's own folder. This module does not import torch, for commands that only count.
 
-A pickle (`pytorch_model.bin`) runs its author's code as soon as it is opened, and `weights_only` has been
-circumvented more than once. Therefore none is opened, and the error message says how to convert it.
+A pickle (`pytorch_model.bin`) can run its author's code as soon as it is opened, and `weights_only` has been
+circumvented more than once. Therefore pickles are not opened, and the error message says how to convert them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONFIG = "config.json"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 SAFETENSORS = ".safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack")
-"""Endings of weight files that are refused."""
+"""File endings of weight formats that are refused."""
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors")
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -39,7 +39,7 @@ CONVERT = (
 
 
 def read_config(spec: BaseSpec) -> dict[str, Any]:
-    """Return the values of config.json. A model that cannot be a base is refused only when it is loaded."""
+    """Return the values of config.json. Whether the model can be a base is checked only when it is loaded."""
     folder = model_folder(spec)
     file = Path(folder) / CONFIG if Path(folder).is_dir() else _fetched(spec)
     try:
@@ -53,7 +53,7 @@ def read_config(spec: BaseSpec) -> dict[str, Any]:
 
 
 def read_tokenizer(spec: BaseSpec) -> Any:
-    """Return the fast tokenizer, through its own class: the automatic one imports torch."""
+    """Return the fast tokenizer, loaded by its own class, since AutoTokenizer imports torch."""
     from transformers import PreTrainedTokenizerFast
 
     try:
@@ -68,7 +68,7 @@ def bytes_per_value(spec: BaseSpec, gpu: bool) -> int:
 
 
 def model_folder(spec: BaseSpec) -> str:
-    """Return a local folder, or a Hub id. Raise if the base would have to be converted first."""
+    """Return the base's local folder or its Hub id. Raise if the base would have to be converted first."""
     if spec.model == DEMO:
         return _converted(cache_folder() / "demo", "*", spec)
     path = Path(spec.model).expanduser()
@@ -89,13 +89,13 @@ def local_folder(spec: BaseSpec) -> str | None:
 
 
 def refuse_absent(spec: BaseSpec) -> None:
-    """Raise if the Hub does not provide this Hub id, which takes one request."""
+    """Raise if the Hub does not have this base. This sends one request."""
     if sentence := why_absent(spec.model, "model", spec.revision):
         raise BaseModelError(sentence)
 
 
 def _converted(folder: Path, pattern: str, spec: BaseSpec) -> str:
-    """Return the newest conversion. Raise if there is none, since converting needs torch."""
+    """Return the newest converted folder. Raise if there is none, since a conversion needs torch."""
     made = [
         file.parent for file in folder.glob(f"{pattern}/{CONFIG}") if not file.parent.name.startswith(".")
     ]
@@ -120,14 +120,14 @@ def _fetched(spec: BaseSpec) -> Path:
 
 
 def convert_command(model: str) -> str:
-    """Return a command that writes the same model with safetensors beside it."""
+    """Return a shell command that writes the same model as safetensors to a folder beside it."""
     target = f"{Path(model).name}-safetensors" if not Path(model).is_dir() else f"{model}-safetensors"
     return f'python -c "{CONVERT}" {shlex.quote(model)} {shlex.quote(target)}'
 
 
 def refuse_unsafe(folder: Path, name: str) -> None:
-    """Raise for a folder whose weights are all pickles, or for an adapter folder, by the user's `name` for
-    it."""
+    """Raise if all weights in a folder are pickles, or if it is an adapter folder. The message calls the
+    folder `name`."""
     if (folder / ADAPTER_CONFIG).is_file():
         raise BaseModelError(
             f"The folder {name} holds an {ADAPTER_CONFIG}: as a base, name the model that the adapter is for."
@@ -149,7 +149,7 @@ def no_safetensors(name: str, found: str | None = None) -> BaseModelError:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Return tensor → file from the index of a sharded model. Every file must be a plain name beside it."""
+    """Return a dict from tensor to file from a sharded model's index. Files must be in the index's folder."""
     try:
         values: Any = json.loads(index.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -167,7 +167,7 @@ def weight_map(index: Path) -> dict[str, str]:
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file. The error for an empty or truncated file names it."""
+    """Open a safetensors file. If it is empty or truncated, raise an error with its name."""
     try:
         file = safe_open(path, framework="pt")
     except SafetensorError as error:

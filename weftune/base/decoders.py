@@ -1,9 +1,9 @@
-"""The facts about a family's decoder layers that transformers' own code does not tell. No torch here.
+"""Properties of a family's decoder layers that transformers does not state as data. No torch is imported.
 
-The facts of a family are one entry of `DECODERS`, or of `MIXTURES`, whose layers have experts in the place of
-an MLP, or of `WRAPPERS`, in which the language model is one tower of a model that also sees images. They
-determine the fused layers (run/passes/layers.py), the sizes known from config.json alone
-(base/architecture.py), and where the base can be cut into stages (base/stages.py).
+A family has one entry in `DECODERS`; in `MIXTURES`, if its layers have experts instead of an MLP; or in
+`WRAPPERS`, if its language model is the text tower of a multimodal model. The entries determine the fused
+layers (run/passes/layers.py), the sizes known from config.json alone (base/architecture.py), and where the
+base can be cut into stages (base/stages.py).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class DecoderFacts:
     config: Mapping[str, Any]
     """Default values of keys that the family's config.json may omit."""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """Paths of q, k and v in this order, also if they are one linear."""
+    """Paths of q, k and v in this order, or of the one linear that computes all three."""
     o: str = "self_attn.o_proj"
     o_first: bool = False
-    """Whether o comes before q, k and v among the layer's modules, and so in adapters' layouts."""
+    """Whether o precedes q, k and v among the layer's modules, and therefore in the layouts of adapters."""
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     qkv_bias: bool | None = None
@@ -35,11 +35,11 @@ class DecoderFacts:
     """Whether `attention_bias` and `mlp_bias` in the config have an effect."""
     before_attention: str = "input_layernorm"
     after_attention: str | None = None
-    """Norm of the branch's output, before the residual is added."""
+    """Norm of the attention branch's output, before the residual is added. None if there is no such norm."""
     before_mlp: str = "post_attention_layernorm"
     after_mlp: str | None = None
     head_norms: tuple[str, str] | None = None
-    """Norms of every head of q and of k, before the rotation."""
+    """Norms applied to every head of q and of k before the rotary embedding."""
     norm_offset: float = 0.0
     """Value added to the weights of all norms."""
     norm_eps: str = "variance_epsilon"
@@ -47,11 +47,11 @@ class DecoderFacts:
     activation_key: str = "hidden_act"
     """Key of the activation in the config."""
     activations: tuple[str, ...] = ("silu",)
-    """Activations that fused layers support; a config with another one runs as in transformers."""
+    """Activations that fused layers support. With any other, the layers run as in transformers."""
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """Norms that are as wide as the hidden state."""
+        """Paths of the norms that are as wide as the hidden state."""
         every = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
         return tuple(name for name in every if name is not None)
 
@@ -64,7 +64,7 @@ COMMON: Mapping[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-"""Default values that most configs have in common."""
+"""Default values of config keys that most families share."""
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 DECODERS: Mapping[str, DecoderFacts] = {
@@ -132,12 +132,12 @@ DECODERS: Mapping[str, DecoderFacts] = {
         activations=("gelu_pytorch_tanh",),
     ),
 }
-"""Model type → facts."""
+"""Maps a model type to its properties."""
 
 
 def extra_values(family: str, sites: Sequence[SiteShape]) -> int:
-    """Return the number of values per token that a fused layer keeps beyond those of a Llama layer with
-    linears of these widths; 0 for a family whose layers are not fused."""
+    """Return the number of values per token that a fused layer of this family keeps beyond those of a Llama
+    layer with the same linears. 0 if the family's layers are not fused."""
     if (facts := DECODERS.get(family)) is None:
         return 0
 
@@ -155,22 +155,22 @@ def extra_values(family: str, sites: Sequence[SiteShape]) -> int:
 # -- mixtures of experts: a router sends every token to a few experts --------------------------------------
 
 EXPERTS, ROUTER = "mlp.experts", "mlp.gate"
-"""Module paths inside a layer."""
+"""Module paths of the experts and of the router inside a layer."""
 GATE_UP, DOWN = EXPERT_PARAMETERS
 """Parameters of the experts' module: [experts, 2 · inner, hidden] and [experts, hidden, inner]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureFacts:
-    """A family with the attention of a dense one, also for adapters. Its layers run as in transformers."""
+    """A mixture-of-experts family with the attention of a dense family. Its layers run as in transformers."""
 
     attention: DecoderFacts
     inner: str
-    """Key of an expert's width in the config."""
+    """Config key of an expert's inner width."""
     stored: tuple[str, str, str]
-    """Names of gate, up and down of one expert in files."""
+    """Names of one expert's gate, up and down projections in weight files."""
     stored_mlp: str = "mlp"
-    """Name of the module around the experts in files."""
+    """Name in weight files of the module that contains the experts."""
 
 
 MIXTURES: Mapping[str, MixtureFacts] = {
@@ -213,7 +213,7 @@ MIXTURES: Mapping[str, MixtureFacts] = {
         stored=("gate_proj", "up_proj", "down_proj"),
     ),
 }
-"""Model type → facts."""
+"""Maps a model type to its properties."""
 
 
 # -- wrappers: only their text tower is trained, under the names that it has in the wrapper, so that PEFT and
@@ -225,19 +225,19 @@ WRAPPERS: Mapping[str, str] = {
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_5": "qwen3_5_text",
 }
-"""Model type of a wrapper → that of its text tower, used if config.json does not say."""
+"""Maps a multimodal model type to the default model type of its text tower."""
 
 SAME_ON_TEXT: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_vl_text": ("qwen3", {"max_position_embeddings": 128000}),
 }
-"""Text tower without a causal language model of its own → the family that computes the same on text, and
+"""Maps a text tower without its own causal model class to the family that computes the same on text, and
 default values that differ. (Qwen3-VL rotates by three positions, which are equal for text.)"""
 ROTATES_IMAGES = ("mrope_section", "mrope_interleaved")
-"""Keys of the rotary embedding that do not affect text."""
+"""Config keys of the rotary embedding that have no effect on text."""
 
 
 def text_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the text tower's values of a wrapper's config.json, for the family that computes it."""
+    """Return a wrapper's config values for its text tower, as a config of the family that computes it."""
     own = {key: value for key, value in (config.get("text_config") or {}).items() if value is not None}
     kind = str(own.get("model_type") or WRAPPERS[config["model_type"]])
     tied = config.get("tie_word_embeddings")
@@ -251,12 +251,12 @@ def text_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def within(name: str) -> str:
-    """Return the name in the wrapper of a module or weight of the text model."""
+    """Return the name that a module or weight of the text model has in the wrapper."""
     return f"{TEXT_TOWER}.{name.removeprefix('model.')}" if name.startswith("model.") else name
 
 
 def older_name(name: str) -> str:
-    """Return the name of a weight of the wrapper in files from before transformers 4.52."""
+    """Return the name of a wrapper's weight in files written before transformers 4.52."""
     if in_wrapper(name):
         return f"language_model.model.{name.removeprefix(f'{TEXT_TOWER}.')}"
     return f"language_model.{name}"

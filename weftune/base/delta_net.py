@@ -1,11 +1,11 @@
 """Gated DeltaNet (linear attention) over packed rows: every sample begins with an empty state.
 
 A layer mixes rows with a short convolution and with a recurrence, and transformers' own forward would carry
-both from one sample of a pack into the next. Here samples are laid side by side as a padded batch for these
-two, while the layer's linears see the rows of the pack as they are.
+both from one sample of a pack into the next. Here these two run on a padded batch of samples, while the
+layer's linears run on the packed rows.
 
-Shapes: T rows of the pack, S samples of a batch, L rows of its longest, H value heads, V width of a value
-head, N inputs of the convolution (q, k and v).
+Shapes: T rows of the pack, S samples of a batch, L rows of the longest of them, H value heads, V width of a
+value head, N inputs of the convolution (q, k and v).
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from weftune.base.attention import Pack
 from weftune.core.deterministic import are_kernels_deterministic
 
 MODULES = frozenset({"Qwen3_5GatedDeltaNet"})
-"""Classes of transformers whose parts are known here."""
+"""Names of the layer classes in transformers that this module supports."""
 CHUNK = 64
-"""Number of rows that the recurrence takes at a time; transformers pads samples to a multiple of it."""
+"""Number of rows per chunk of the recurrence. Transformers pads samples to a multiple of it."""
 
 
 def separate_samples(model: PreTrainedModel) -> None:
-    """Make every such layer of the model begin with an empty state for each sample of a pack."""
+    """Make every Gated DeltaNet layer of the model start each sample of a pack with an empty state."""
     for module in model.modules():
         if type(module).__name__ in MODULES:
             setattr(module, "forward", PackedDeltaNet(module))  # noqa: B010 (a method, to mypy)
 
 
 class PackedDeltaNet:
-    """The forward of a layer, with transformers' signature. Without a pack it runs transformers' own."""
+    """The forward of a layer, with transformers' signature. Without a pack it calls the original forward."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module
@@ -98,8 +98,8 @@ class PackedDeltaNet:
 
 
 class SumsByProducts(TorchFunctionMode):
-    """A mode that computes running sums of floats as products with a triangle of ones: on a GPU torch has no
-    other deterministic form of them, and their backward is a running sum again."""
+    """A mode that computes cumulative sums of floats as products with a triangular matrix of ones: on a GPU
+    torch has no other deterministic cumulative sum, and the backward is a cumulative sum, too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -117,7 +117,7 @@ def refused_sums_made_otherwise() -> AbstractContextManager[object]:
 
 
 def equally_long(lengths: Sequence[int]) -> list[list[int]]:
-    """Return groups of samples with equal numbers of chunks, which a batch pads no more than each alone."""
+    """Return groups of samples with equal numbers of chunks, so that batches need no extra padding."""
     found: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         found.setdefault(-(-length // CHUNK), []).append(index)

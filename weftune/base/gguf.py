@@ -1,9 +1,9 @@
 """Conversion of GGUF files to ordinary model folders, once, in the cache.
 
-Transformers takes half a minute to read a GGUF file and loses some of its tokenizer; the folder loads in a
-second and has been repaired. The header of a file is checked before anything is made from it: its lengths and
-counts are 64-bit numbers that readers trust, and one flipped bit requests a list of billions of values or a
-model of terabytes.
+Transformers takes half a minute to read a GGUF file and loses a part of its tokenizer; the folder loads in a
+second, with a complete tokenizer. The header of a file is checked first: its lengths and counts are 64-bit
+numbers that readers trust, and one flipped bit can request a list of billions of values or a model of
+terabytes.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from weftune.core.files import cache_folder, ordinary_modes
 from weftune.errors import BaseModelError, MissingPackage, UserError
 
 FORMAT = 1
-"""Part of every cache key. Increase it when a conversion writes different files than before."""
+"""Version in every cache key. Increase it when a conversion writes different files than before."""
 
 CHECKSUMS = "checksums.json"
-"""File with the checksums of every other file of a converted folder, so that a flipped bit is found."""
+"""Name of the file with the checksums of all other files of a converted folder."""
 PIECE_BYTES = 16 * 2**20
 
 SINGLE_DIGITS = frozenset({"smollm", "starcoder"})
-"""The `tokenizer.ggml.pre` names whose digits are tokens of their own; transformers drops that rule."""
+"""Values of `tokenizer.ggml.pre` that make every digit a token, a rule that transformers drops."""
 PLAIN_BYTES = frozenset({"", "default", "gpt-2"})
-"""The `tokenizer.ggml.pre` names that need no rule besides splitting into bytes."""
+"""Values of `tokenizer.ggml.pre` that need no rule besides splitting into bytes."""
 
 GGUF_MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Number of a type → bytes per value."""
+"""Maps the number of a GGUF value type to bytes per value."""
 INTEGERS = frozenset({0, 1, 2, 3, 4, 5, 10, 11})
 STRING, ARRAY = 8, 9
 MAX_KEYS = 10_000
@@ -62,19 +62,19 @@ MAX_TENSORS = 100_000
 MAX_KEY_BYTES = 65_535
 MAX_DIMENSIONS = 4
 LENGTHS = ("context_length", "window")
-"""Parts of the names of sizes that no tensor has."""
+"""Parts of the names of header sizes that are not the size of any tensor."""
 MAX_LENGTH = 2**27
 
 
 def converted(file: Path) -> Path:
-    """Return the model folder made from `file`, from the cache if it was made before."""
+    """Return the model folder converted from `file`. It is cached."""
     if not file.is_file():
         raise BaseModelError(f"There is no GGUF file {file}.")
     return converted_into(cache_folder() / "gguf" / f"{file.stem}-{fingerprint(file)}", file)
 
 
 def fingerprint(file: Path) -> str:
-    """Return a value that changes when the file does. Only its start is read: a GGUF file can have 100 GB."""
+    """Return a hash of the file's size, time and first MiB: a GGUF file can have 100 GB."""
     status = file.stat()
     with file.open("rb") as stream:
         start = hashlib.sha256(stream.read(1 << 20)).hexdigest()
@@ -82,8 +82,8 @@ def fingerprint(file: Path) -> str:
 
 
 def converted_into(folder: Path, file: Path) -> Path:
-    """Make `folder` from `file` unless it exists and is intact. Of several processes the first to rename
-    wins, and none sees an incomplete folder."""
+    """Convert `file` into `folder` unless it exists and is intact. If several processes do so, the first to
+    rename wins, and none sees an incomplete folder."""
     bad = damaged(folder) if folder.is_dir() else ""
     if folder.is_dir() and not bad:
         return folder
@@ -109,9 +109,8 @@ def converted_into(folder: Path, file: Path) -> Path:
 
 
 def damaged(folder: Path) -> str:
-    """Return the name of a file of a converted folder whose checksum does not match; "" if all match. Every
-    byte is read, which also brings the files into memory for the load that follows. A folder without
-    checksums is not trusted."""
+    """Return the name of a file of a converted folder whose checksum does not match, or "". All bytes are
+    read, which also caches them for loading. A folder without checksums counts as damaged."""
     try:
         stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
         return _damaged(folder, tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
@@ -121,7 +120,7 @@ def damaged(folder: Path) -> str:
 
 @cache
 def _damaged(folder: Path, seen: tuple[tuple[str, int, int], ...]) -> str:
-    """Compute `damaged` once per process, as long as no file changes."""
+    """Compute `damaged`, cached in the process until a file changes."""
     try:
         record = json.loads((folder / CHECKSUMS).read_bytes())
         if not {"config.json", "model.safetensors"} <= record.keys():
@@ -133,7 +132,7 @@ def _damaged(folder: Path, seen: tuple[tuple[str, int, int], ...]) -> str:
 
 
 def file_checksums(path: Path) -> list[int]:
-    """Return the CRC32 of every piece, computed on several threads: zlib releases the interpreter lock."""
+    """Return the CRC32 of every PIECE_BYTES of a file, computed in threads: zlib releases the GIL."""
 
     def checksum(start: int) -> int:
         with path.open("rb") as file:
@@ -172,7 +171,7 @@ def write_folder(file: Path, folder: Path) -> None:
 
 @contextmanager
 def readable(file: Path) -> Iterator[None]:
-    """Turn whatever a damaged file raises into one BaseModelError; a tokenizer's panic is no Exception."""
+    """Turn any exception from a damaged file, also a tokenizer's panic, into one BaseModelError."""
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit):
@@ -183,7 +182,7 @@ def readable(file: Path) -> Iterator[None]:
 
 
 def refuse_larger(file: Path) -> None:
-    """Raise for a file whose header describes a larger model than its tensors form."""
+    """Raise if the header of a file describes a larger model than the file's tensors."""
     sizes = [prod(shape) for shape in read_header(file).tensors.values()]
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     with torch.device("meta"):
@@ -195,13 +194,13 @@ def refuse_larger(file: Path) -> None:
 
 @contextmanager
 def read_once(gguf: Any) -> Iterator[None]:
-    """Parse a GGUF file once inside, and list the names of a model's tensors once. transformers parses the
-    file for the tokenizer, the config and the weights, which takes seconds each time, and lists the names
+    """Cache the parsed GGUF file and a model's tensor names within the context. Otherwise transformers parses
+    the file for the tokenizer, the config and the weights, which takes seconds each time, and lists the names
     again for every module."""
     reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
 
     class PlainReader(reader):  # type: ignore[misc, valid-type]
-        """A reader of a plain array: each of a million slices of a memory map would be a slow object."""
+        """A reader that uses a plain array, since each of a million slices of a memory map would be slow."""
 
         def __setattr__(self, key: str, value: Any) -> None:
             super().__setattr__(key, np.asarray(value) if key == "data" else value)
@@ -226,7 +225,7 @@ def write_model(model: PreTrainedModel, folder: Path) -> None:
 
 
 def mend_tokenizer(tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, file: Path) -> None:
-    """Restore the splitting rule that the GGUF names and transformers did not restore."""
+    """Restore the pre-tokenizer rule of the GGUF file that transformers drops."""
     backend = tokenizer.backend_tokenizer
     if pre_tokenizer in SINGLE_DIGITS:
         digits = pre_tokenizers.Digits(individual_digits=True)
@@ -241,8 +240,8 @@ def mend_tokenizer(tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, file:
 
 
 def narrowed(weight: Tensor) -> Tensor:
-    """Return the weight in the narrowest type that keeps every bit of it. Dequantised blocks (scale · integer
-    + minimum) need float32; weights that had 16 bits before they went into the file get 16 bits again."""
+    """Return the weight in the narrowest dtype that represents it exactly. Dequantised blocks (scale ·
+    integer + minimum) need float32; weights that were stored with 16 bits get 16 bits again."""
     for dtype in (torch.bfloat16, torch.float16):
         narrow = weight.to(dtype)
         if torch.equal(narrow.to(weight.dtype), weight):
@@ -251,7 +250,7 @@ def narrowed(weight: Tensor) -> Tensor:
 
 
 def flush(path: Path) -> None:
-    """Flush a file to disk: a folder that survives a power cut must not hold files that did not."""
+    """Flush a file to disk, so that a converted folder is complete after a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -267,15 +266,15 @@ def read_header(path: Path) -> GgufHeader:
 
 
 class GgufHeader:
-    """The header of a GGUF file: every length ends within the file, every tensor lies in it, and no size of
-    the model exceeds what its tensors have."""
+    """The checked header of a GGUF file: all lengths and tensors lie within the file, and no size of the
+    model exceeds those of its tensors."""
 
     def __init__(self, file: BinaryIO) -> None:
-        """Read the header. Raise ValueError with the reason if it cannot be true."""
+        """Read the header. Raise ValueError with the reason if it is inconsistent."""
         self.integers: dict[str, int] = {}
-        """Key → value, for every key whose value is one integer."""
+        """Maps each key with a single integer as its value to that integer."""
         self.tensors: dict[str, tuple[int, ...]] = {}
-        """Name of a tensor → its shape."""
+        """Maps the name of each tensor to its shape."""
         self._file = file
         self._remaining_bytes = os.fstat(file.fileno()).st_size
         if self._take(4) != GGUF_MAGIC:
@@ -355,7 +354,7 @@ class GgufHeader:
         self._file.seek(size, os.SEEK_CUR)
 
     def _read_tensor(self) -> tuple[int, int]:
-        """Read the header of a tensor; return where the tensor begins and its number of bytes."""
+        """Read a tensor's header. Return the offset of its data and their size in bytes."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         name, dimensions = self._name(), self._number(4)

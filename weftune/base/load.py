@@ -1,5 +1,5 @@
-"""Loading of a base's tokenizer, its shape, or the base itself, from the user's name for it: the demo, a GGUF
-file, a local folder, or a Hub id. Only the text tower of a wrapper is loaded, under the wrapper's names."""
+"""Loading of a base, its shape or its tokenizer by the user's name for it: the demo, a GGUF file, a local
+folder, or a Hub id. Of a multimodal wrapper, only the text tower is loaded, with the wrapper's names."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ UNREADABLE = (
     OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, MemoryError,
     ImportError, SafetensorError,
 )  # fmt: skip
-"""Exceptions that transformers raises if a file holds unexpected values."""
+"""Exceptions that transformers may raise if a file holds unexpected values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,13 @@ class BaseConfig:
     text: PretrainedConfig
     """Config of the causal language model that is trained."""
     wrapped: bool = False
-    """Whether that model is the text tower of a wrapper."""
+    """Whether the trained model is the text tower of a multimodal wrapper."""
     quantised: Quantised | None = None
-    """Format of the weights of its layers, if they are not plain matrices."""
+    """Quantisation format of the base's linear layers. None if they are not quantised."""
 
 
 class Tower(nn.Module):
-    """A stand-in for a wrapper's own model that has only its text tower."""
+    """A replacement for a wrapper's inner model that has only the text tower."""
 
     def __init__(self, language_model: nn.Module) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Tower(nn.Module):
 
 
 def model_source(spec: BaseSpec) -> str:
-    """Return the folder of a base, converted if necessary, or its Hub id, as `from_pretrained` takes it."""
+    """Return the base's folder, converted if necessary, or its Hub id, for `from_pretrained`."""
     if spec.model == DEMO:
         return str(demo_folder())
     path = Path(spec.model).expanduser()
@@ -108,13 +108,13 @@ def model_source(spec: BaseSpec) -> str:
 
 
 def demo_folder() -> Path:
-    """Return the folder of SmolLM2-135M-Instruct, converted from the package that contains it."""
+    """Return the folder of SmolLM2-135M-Instruct, converted from the GGUF file in an installed package."""
     file = demo_file()
     return converted_into(cache_folder() / "demo" / f"{file.stem}-{FORMAT}", file)
 
 
 def demo_file() -> Path:
-    """Return the demo's GGUF file. Its package is found, not imported: it would import llama.cpp."""
+    """Return the demo's GGUF file. Its package is not imported, since it would import llama.cpp."""
     package = importlib.util.find_spec(DEMO_PACKAGE)
     if package is None or package.origin is None:
         raise MissingPackage(f"The demo base is in a package that is not installed: {DEMO_INSTALL}")
@@ -165,7 +165,7 @@ def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
 
 @phase(Phase.LOADING)
 def inspect(spec: BaseSpec, device: torch.device | None = None) -> ModelShape:
-    """Return the shape the base would have on `device` (None: the best one here), from its config alone."""
+    """Return the sizes of the base on `device`, by default the best one, from its config alone."""
     source = model_source(spec)
     config = load_config(spec, source)
     dtype = base_dtype(spec, device or best_device())
@@ -180,7 +180,7 @@ def load_base(spec: BaseSpec, device: torch.device) -> Base:
 
 
 def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
-    """Return the model as transformers runs it, read directly to the device."""
+    """Return the model without Weftune's changes, loaded directly to the device."""
     where = model_source(spec)
     config = load_config(spec, where)
     transformers_logging.disable_progress_bar()
@@ -209,7 +209,7 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
 def _load_read(
     spec: BaseSpec, config: BaseConfig, files: WeightFiles, device: torch.device
 ) -> PreTrainedModel:
-    """Load weights tensor by tensor: quantised ones, and those of a wrapper's text tower alone."""
+    """Load weights tensor by tensor: quantised weights, and those of a wrapper's text tower."""
     model = bare_model(config, base_dtype(spec, device), files)
     missing = lacking(model, files)
     if missing and config.quantised and not (config.wrapped or config.quantised.stored):
@@ -224,8 +224,8 @@ def _load_read(
 
 
 def _load_quantising(spec: BaseSpec, config: BaseConfig, device: torch.device) -> PreTrainedModel:
-    """Load with transformers, which knows how the files name their weights if the model names them otherwise.
-    All of them are in host memory before they are quantised."""
+    """Load with transformers, then quantise. Transformers maps names in the files that differ from the
+    model's, but all plain weights are in host memory first."""
     assert config.quantised is not None
     dtype = cast(Dtype, str(base_dtype(spec, device)).removeprefix("torch."))
     model = load_plain(replace(spec, quantize=None, dtype=dtype), torch.device("cpu"))
@@ -235,7 +235,7 @@ def _load_quantising(spec: BaseSpec, config: BaseConfig, device: torch.device) -
 
 
 def bare_model(config: BaseConfig, dtype: torch.dtype, files: WeightFiles | None) -> PreTrainedModel:
-    """Return the model on the meta device; its quantised linears are as in the files, if those have any."""
+    """Return the model on the meta device, with linears quantised as in `files` if these are quantised."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config.text, dtype=dtype)
     model = as_tower(model) if config.wrapped else model
@@ -253,7 +253,7 @@ def _refuse_lacking(spec: BaseSpec, config: BaseConfig, names: Collection[str]) 
 
 
 def load_config(spec: BaseSpec, where: str) -> BaseConfig:
-    """Return the config of the model that is trained: for a wrapper, that of its text tower."""
+    """Return the config of the trained model, which for a wrapper is its text tower."""
     with explained(spec):
         config = AutoConfig.from_pretrained(where, revision=spec.revision, trust_remote_code=False)
         found = _base_config(config, spec, where)
@@ -270,7 +270,6 @@ def load_config(spec: BaseSpec, where: str) -> BaseConfig:
 
 
 def _base_config(config: PretrainedConfig, spec: BaseSpec, source: str) -> BaseConfig:
-    """Return the config of the model that is trained."""
     if config.model_type not in WRAPPERS:
         return BaseConfig(config)
     text = _of_causal_model(copy.deepcopy(config.text_config))
@@ -296,7 +295,7 @@ def is_tower(model: PreTrainedModel) -> bool:
 
 
 def as_tower(model: PreTrainedModel) -> PreTrainedModel:
-    """Give the modules and weights of a text model the names that they have in a wrapper."""
+    """Rename the modules and weights of a text model to their names in a wrapper."""
     tied = model._tied_weights_keys or {}
     setattr(model, model.base_model_prefix, Tower(model.base_model))
     model._tied_weights_keys = {within(name): within(source) for name, source in dict(tied).items()}
@@ -311,7 +310,7 @@ def base_dtype(spec: BaseSpec, device: torch.device) -> torch.dtype:
 
 
 def own_dtype(spec: BaseSpec) -> torch.dtype:
-    """Return the dtype of the base's files, whatever dtype it is trained in."""
+    """Return the dtype of the weights in the base's files, which may differ from that of training."""
     where = model_source(spec)
     with explained(spec):
         files = weight_files(where, spec.revision)
@@ -320,8 +319,8 @@ def own_dtype(spec: BaseSpec) -> torch.dtype:
 
 
 def quantised_as(spec: BaseSpec, stored_only: bool = False) -> Quantised | None:
-    """Return the format of a base's quantised weights. None if they are plain or, with `stored_only`, if the
-    files hold plain weights."""
+    """Return the format of a base's quantised weights. None if they are not quantised or, with `stored_only`,
+    if they are not quantised in the files."""
     found = load_config(spec, model_source(spec)).quantised
     return None if found is None or (stored_only and not found.stored) else found
 
@@ -331,13 +330,13 @@ def best_device() -> torch.device:
 
 
 def _this_gpu() -> torch.device:
-    """Return the GPU with its index, which torch needs for memory queries. A process that has not used a GPU
-    so far has not chosen one; querying torch would start CUDA in processes that only start others."""
+    """Return the current GPU with its index, which torch needs for memory queries. It is 0 in a process that
+    has not initialised CUDA: querying torch would do so, even in processes that only launch others."""
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
 def device_named(name: str | None) -> torch.device:
-    """Return the device that the user requested. None selects the best one here."""
+    """Return the device that the user requested, or the best one of this machine for None."""
     if name is None:
         return best_device()
     try:

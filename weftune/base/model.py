@@ -1,4 +1,4 @@
-"""The frozen base, or one stage of it: packed samples in, last hidden states out.
+"""The frozen base, or one stage of it, which computes the last hidden states of packed samples.
 
 Shapes: T rows of the pack, D width of the last hidden state.
 """
@@ -37,27 +37,27 @@ class Base:
     device: torch.device
     dtype: torch.dtype
     held: LayerRange | None = None
-    """The layers that are here, if not all are; `shape` then counts only what is here. With several stages,
+    """The local layers; None if all layers are local. `shape` counts only these. With several local stages,
     the range extends from the beginning of the first to the end of the last."""
     all_sites: tuple[SiteShape, ...] = ()
-    """Sites of all stages, if not all layers are here."""
+    """Sites of all stages. Empty if all layers are local."""
     stored: Callable[[str], Tensor | None] | None = None
-    """Function that returns the parameter of that name from where it is kept, if layers are streamed. It
-    returns None for one that stays on the device."""
+    """Function that returns a streamed parameter by name from the host, or None if it is on the device. None
+    if no layers are streamed."""
 
     @property
     def first(self) -> bool:
-        """Whether it takes tokens; a later stage takes the hidden states of the stage before it."""
+        """Whether the input is tokens. A later stage gets the hidden states of the previous stage."""
         return self.held is None or self.held.first
 
     @property
     def last(self) -> bool:
-        """Whether it has the head."""
+        """Whether this is the last stage, which has the head."""
         return self.held is None or self.held.last
 
     @property
     def tied(self) -> bool:
-        """Whether the head multiplies by the embedding."""
+        """Whether the head's weight is tied to the embedding."""
         return bool(getattr(self.model.config, "tie_word_embeddings", False))
 
     @property
@@ -66,7 +66,7 @@ class Base:
 
     @classmethod
     def from_model(cls, model: PreTrainedModel, spec: BaseSpec, device: torch.device) -> Base:
-        """Freeze `model`, take it over, and check that packing does not change what it computes."""
+        """Freeze `model` in place, and check that packing samples does not change its outputs."""
         refuse_config(model.config, spec.model)
         refuse_modules(model, spec.model)
         if not isinstance(model.get_output_embeddings(), nn.Linear):
@@ -83,14 +83,14 @@ class Base:
         return base
 
     def sites(self) -> dict[str, nn.Module]:
-        """Return every linear that can have an adapter, by module path, in the model's own order; then
-        experts, by the paths of their parameters."""
+        """Return all linears that can be adapted, by module path, in the model's own order, then experts, by
+        the paths of their parameters."""
         return site_modules(self.model)
 
     def weight_reader(self) -> Callable[[str], Tensor]:
-        """Return a function that reads the weight [N, K] of a site, or of the embedding, by its path,
-        wherever it is kept. With `.embed_scale` after the embedding's path, it returns the factor of its
-        rows."""
+        """Return a function that reads the weight [N, K] of a site or of the embedding by its path, from the
+        device or the host. For the embedding's path with `.embed_scale` appended, it returns the factor of
+        the embeddings."""
         modules: dict[str, nn.Module] = {}
 
         def read(site: str) -> Tensor:
@@ -118,16 +118,16 @@ class Base:
         return read
 
     def _kept(self, site: str, name: str, here: Tensor) -> Tensor:
-        """Return a parameter of a site from where it is kept, or as it is `here`."""
+        """Return a site's parameter from the host if it is streamed, otherwise `here`."""
         stored = None if self.stored is None else self.stored(f"{site}.{name}")
         return here if stored is None else stored
 
     def hidden(
         self, microbatch: Microbatch, pack: attention.Pack | None = None, given_TD: Tensor | None = None
     ) -> Tensor:
-        """Compute the last hidden states h_TD; the last stage applies the final norm, for the head. A given
-        `pack` replaces the microbatch's own sample lengths. `given_TD` are the hidden states of the stage
-        before; the first stage has none and takes the tokens."""
+        """Compute the last hidden states h_TD; the last stage also applies the final norm. A given `pack`
+        replaces the microbatch's own sample lengths. `given_TD` are the hidden states of the previous stage;
+        the first stage computes the embeddings of the tokens instead."""
         assert (given_TD is None) == self.first, "the first stage takes tokens, every other hidden states"
         pack = pack or attention.pack(microbatch.sample_lengths, self.device)
         assert pack.longest <= self.shape.context, "a sample is longer than the base has positions for"
@@ -153,21 +153,21 @@ class Base:
 
 
 def take_packs(model: PreTrainedModel) -> None:
-    """Make every layer that mixes rows keep the samples of a pack apart."""
+    """Make every layer that mixes rows treat the samples of a pack separately."""
     attention.register()
     model.set_attn_implementation(attention.NAME)
     separate_samples(model)
 
 
 def plain_attention(config: PretrainedConfig) -> str:
-    """Return the attention that transformers would use; eager where older versions' sdpa drops the
-    soft-cap."""
+    """Return the attention that transformers would use, but eager with a soft-cap, which older versions' sdpa
+    ignores."""
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     return "eager" if capped else str(config._attn_implementation)
 
 
 def logit_multiplier(config: PretrainedConfig) -> float:
-    """Return the factor of the logits: Cohere multiplies them by a constant, Granite divides them by one."""
+    """Return the factor of the logits. Cohere's config has a multiplier, Granite's a divisor."""
     scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
     if scale is not None:
         return float(scale)
@@ -175,7 +175,7 @@ def logit_multiplier(config: PretrainedConfig) -> float:
 
 
 def own_config(model: PreTrainedModel) -> None:
-    """Give the model a config of its own: transformers shares it by reference with other holders."""
+    """Replace the model's config by a copy, since transformers shares it by reference."""
     shared, own = model.config, copy.deepcopy(model.config)
     if own.model_type in MIXTURES:
         # There is no loss on the routers' logits, and torch has no grouped products in float64.

@@ -1,4 +1,4 @@
-"""The records of sizes of a transformers model, real or on the meta device."""
+"""The sizes of a transformers model, real or on the meta device."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from weftune.core.weights import HoldsWeight, Weight, held_bytes, is_coded
 
 
 def linears(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return every linear but the output layer, by module path; of a mixture of experts those of attention.
-    There PEFT takes the names of other linears, which a few layers may have, for those of experts."""
+    """Return all linears except the output layer, by module path. In a mixture of experts, only those of
+    attention: PEFT would take the names of other linears, which a few layers may have, for experts' names."""
     output, mixes = model.get_output_embeddings(), model.config.model_type in MIXTURES
     return {
         name: module
@@ -34,19 +34,19 @@ def experts(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def site_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the module of every site: a linear, or experts."""
+    """Return the module of every site: a linear, or the experts of a layer."""
     mixed = {f"{path}.{name}": module for path, module in experts(model).items() for name in (GATE_UP, DOWN)}
     return linears(model) | mixed
 
 
 def embedding_module(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the embedding by its module path."""
+    """Return a dict from the embedding's module path to the embedding."""
     embedding = model.get_input_embeddings()
     return {name: module for name, module in model.named_modules() if module is embedding}
 
 
 def model_sites(model: PreTrainedModel) -> Iterator[SiteShape]:
-    """Yield every site for an adapter, in the model's own order."""
+    """Yield every site that an adapter can have, in the model's own order."""
     found, mixed = linears(model), experts(model)
     for name, _ in model.named_modules():
         if name in found:
@@ -89,7 +89,7 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
 
 
 def values(model: PreTrainedModel) -> int:
-    """Return the number of values of the parameters, for a quantised weight those of its matrix."""
+    """Return the number of parameter values. A quantised weight counts as its dequantised matrix."""
     count = sum(parameter.numel() for parameter in model.parameters())
     for module in linears(model).values():
         if isinstance(module, HoldsWeight):
@@ -99,7 +99,7 @@ def values(model: PreTrainedModel) -> int:
 
 
 def _site_bytes(modules: Collection[nn.Module]) -> float | None:
-    """Return the bytes per value of the sites' weights. None if all are matrices of the model's own dtype."""
+    """Return the mean bytes per value of the sites' weights. None if no site is quantised."""
     if not any(isinstance(module, HoldsWeight) for module in modules):
         return None
     stored = 0
@@ -115,9 +115,9 @@ def _weights(module: nn.Module) -> int:
 
 
 def context(config: PretrainedConfig) -> int:
-    """Return the longest sample whose positions do not depend on its neighbours in the pack. Long rope
-    changes the rotation of all rows once the longest sample exceeds the original length, so the context of
-    such a base ends there."""
+    """Return the largest sample length for which a sample's positions do not depend on others in the pack.
+    LongRoPE changes the rotation of all rows if the longest sample exceeds the original length, which is
+    therefore the limit for such a base."""
     longest = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}
     for layer_rope in [rope, *(value for value in rope.values() if isinstance(value, dict))]:

@@ -1,4 +1,4 @@
-"""The keys with which a user describes the base. No torch here: `jobs` builds on this."""
+"""The keys with which a user describes the base. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEMO_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseSpec:
-    """A Hub id, a local folder, a GGUF file, or `demo`."""
+    """The base: `model` is a Hub id, a local folder, a GGUF file, or `demo`."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
@@ -23,11 +23,11 @@ class BaseSpec:
     """Dtype of the base. None selects bfloat16 on a GPU and float32 on a CPU."""
     revision: str | None = None
     quantize: Quantize | None = None
-    """Format in which the weights of the layers are stored. None keeps the format of the base's files."""
+    """Quantisation format of the layers' weights. None keeps the format of the base's files."""
     written: str | None = None
-    """Name as written by the user, if `model` is the absolute path of it; never a key of jobs.yaml."""
+    """The user's original name if `model` is its absolute path. It is never a key of jobs.yaml."""
 
     @property
     def published_name(self) -> str:
-        """The name of the base in an exported adapter."""
+        """Name of the base in the config of an exported adapter."""
         return DEMO_HUB_ID if self.model == DEMO else self.written or self.model

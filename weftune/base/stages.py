@@ -1,7 +1,7 @@
 """One stage of a base: consecutive layers, the first with the embedding, the last with final norm and head.
 
-Modules of other stages are replaced by modules that pass their input on, so that module paths, layer indices
-and every family's own forward stay as they are.
+Modules of other stages are replaced by modules that return their input, so that module paths, layer indices
+and the family's own forward stay the same.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from weftune.errors import BaseModelError
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Names of a family's modules around its layers, as children of the decoder."""
+    """Names of a family's modules before and after its layers, as children of the decoder."""
 
     layers: str = "layers"
     embedding: str = "embed_tokens"
     positions: str | None = None
-    """Module whose output the forward adds to the embedding, which must happen only once."""
+    """Module whose output is added to the embedding, which only the first stage must do. None if none is."""
     before: tuple[str, ...] = ()
-    """Other modules between embedding and layers; they may be absent."""
+    """Other modules between the embedding and the layers. A model may lack them."""
     after: tuple[str, ...] = ("norm",)
 
 
@@ -65,14 +65,14 @@ class Elsewhere(nn.Module):
 
 
 class NoPositions(nn.Module):
-    """A replacement for learned positions, which the first stage has already added."""
+    """A replacement for learned positions, which only the first stage adds."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         return torch.zeros(())
 
 
 def load_stage(spec: BaseSpec, device: torch.device, held: LayerRange) -> Base:
-    """Read only the tensors of the layers `held` from the base's files."""
+    """Load one stage: only the tensors of the layers `held` are read from the base's files."""
     if held.first and held.last:
         return load_base(spec, device)
     model, files = outlined(spec, device)
@@ -80,14 +80,14 @@ def load_stage(spec: BaseSpec, device: torch.device, held: LayerRange) -> Base:
     with explained(spec):
         cut(model, held)
         if files is None or not read_weights(model, files, device):
-            # The files name their weights in another way than the model does; transformers knows how.
+            # The names in the files differ from the model's; transformers can map them.
             model = load_plain(spec, torch.device("cpu"))
             cut(model, held)
     return stage_of(model, spec, device, held, whole)
 
 
 def outlined(spec: BaseSpec, device: torch.device) -> tuple[PreTrainedModel, WeightFiles | None]:
-    """Return a base that can be cut, as on `device` but without its weights, and the files with them."""
+    """Return a model that can be cut, as on `device` but without its weights, and its weight files."""
     source = model_source(spec)
     config = load_config(spec, source)
     refuse_uncut(config.text, spec.model)
@@ -107,7 +107,7 @@ def refuse_uncut(config: PretrainedConfig, name: str) -> None:
 def stage_of(
     model: PreTrainedModel, spec: BaseSpec, device: torch.device, held: LayerRange, whole: ModelShape
 ) -> Base:
-    """Return a model that was cut as a frozen base with Weftune's attention."""
+    """Return a model that was reduced to one stage by `cut` as a frozen base with Weftune's attention."""
     refuse_modules(model, spec.model)
     nn.Module.to(model, device)
     model.eval().requires_grad_(False)
@@ -118,12 +118,12 @@ def stage_of(
 
 
 def shape_here(model: PreTrainedModel, whole: ModelShape, layers: int) -> ModelShape:
-    """Return the shape of a base of which only `layers` layers are here."""
+    """Return the shape of a base of which only `layers` layers are local."""
     return replace(whole, layers=layers, parameters=values(model), sites=tuple(model_sites(model)))
 
 
 def cut(model: PreTrainedModel, *held: LayerRange) -> None:
-    """Replace everything that none of these stages, given in order, needs by `Elsewhere`."""
+    """Replace all modules that none of these stages, given in order, needs by `Elsewhere`."""
     ends = ENDS[model.config.model_type]
     decoder = decoder_of(model)
     layers = cast(nn.ModuleList, getattr(decoder, ends.layers))
@@ -146,7 +146,7 @@ def cut(model: PreTrainedModel, *held: LayerRange) -> None:
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """Return the module that runs the layers; OPT, and a wrapper's text tower, have one more around it."""
+    """Return the module that contains the layers. OPT and text towers have another module around it."""
     base = model.base_model
     if isinstance(base, Tower):
         return base.language_model

@@ -1,5 +1,5 @@
-"""Reading of single tensors from a base's safetensors files, and writing of a wrapper's files with a changed
-text tower."""
+"""Reading of single tensors from a base's safetensors files, and writing of a multimodal wrapper's files with
+a changed text tower."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from weftune.base.spec import BaseSpec
 from weftune.core.shapes import layer_of
 
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Name of a dtype in safetensors → dtype."""
+"""Maps the name of a dtype in safetensors files to the dtype."""
 HEAD = "lm_head.weight"
 
 BESIDE = (
@@ -45,20 +45,20 @@ BESIDE = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""Files that a wrapper has beside its weights, its config and its tokenizer."""
+"""Files of a wrapper's folder besides its weights, its config and its tokenizer."""
 
 StoredNames = Mapping[str, tuple[str, ...]]
-"""Parameter of a model → names of its parts in the files, usually one."""
+"""Maps each parameter of a model to the names of its parts in the files, usually one."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The tensors of a folder, or of a Hub repository, and the file that holds each."""
+    """The tensors of a folder or a Hub repository, and the file of each."""
 
     where: str
     revision: str | None
     files: Mapping[str, str]
-    """Tensor → file."""
+    """Maps the name of each tensor to its file."""
 
     def path(self, name: str) -> Path:
         found = found_file(self.where, self.files[name], self.revision)
@@ -68,7 +68,7 @@ class WeightFiles:
 
 
 def weight_files(where: str, revision: str | None) -> WeightFiles | None:
-    """Return the files from the index, or the only file. None if the weights are not in safetensors files."""
+    """Return the weight files, from the index if there is one. None if there are no safetensors files."""
     index = found_file(where, SAFE_WEIGHTS_INDEX_NAME, revision)
     if index is not None:
         return WeightFiles(where, revision, weight_map(index))
@@ -82,8 +82,8 @@ def weight_files(where: str, revision: str | None) -> WeightFiles | None:
 def file_reader(
     model: PreTrainedModel, files: WeightFiles, device: torch.device
 ) -> Callable[[str, Tensor], None] | None:
-    """Return a function that writes a parameter of `model`, by its name, into a tensor. None if the files do
-    not have all parameters. Weights are quantised on `device`."""
+    """Return a function that writes a parameter of `model`, by its name, into a tensor. None if parameters
+    are missing in the files. Weights are quantised on `device`."""
     known = stored_names(model, files)
     if known is None:
         return None
@@ -124,14 +124,14 @@ def _read(files: WeightFiles, known: StoredNames, name: str, out: Tensor) -> Non
 
 
 def part_of(parameter: Tensor, parts: Sequence[str], part: str) -> Tensor:
-    """Return the view of one stored part of a parameter whose parts lie one below another."""
+    """Return the view of one stored part of a parameter, whose parts are concatenated row-wise."""
     if len(parts) == 1:
         return parameter
     return parameter.flatten(0, -2).chunk(len(parts))[parts.index(part)]
 
 
 def stored_names(model: PreTrainedModel, files: WeightFiles) -> StoredNames | None:
-    """Return the names in the files of all parameters of `model`. None if any is missing there."""
+    """Return the names in the files of all parameters of `model`. None if any parameter is missing."""
     found: dict[str, tuple[str, ...]] = {}
     beside = parts_beside(model)
     for name, _ in model.named_parameters(remove_duplicate=False):
@@ -145,7 +145,7 @@ def stored_names(model: PreTrainedModel, files: WeightFiles) -> StoredNames | No
 
 
 def _parts(model: PreTrainedModel, name: str) -> list[str]:
-    """Return the parts of a parameter in files: those of a mixture hold every expert's linears separately."""
+    """Return the parts of a parameter in files, which hold every expert's linears as separate tensors."""
     facts = MIXTURES.get(model.config.model_type)
     if facts is None:
         return [name]
@@ -162,8 +162,8 @@ def _parts(model: PreTrainedModel, name: str) -> list[str]:
 def quantised_forms(
     model: PreTrainedModel, chosen: Quantised, files: WeightFiles | None
 ) -> dict[str, WeightFormat]:
-    """Return the linears of `model` to be quantised, by path, and their formats: all linears in layers, or
-    those that the files hold quantised; without files, as if those were plain."""
+    """Return the formats of the linears of `model` to quantise, by path: all linears in layers or, if the
+    files are already quantised, those that they hold quantised."""
     found = [path for path in linears(model) if layer_of(path) is not None]
     if files is None or not chosen.stored:
         return dict.fromkeys(found, FORMATS[chosen.quantize])
@@ -176,8 +176,8 @@ def quantised_forms(
 
 
 def read_weights(model: PreTrainedModel, files: WeightFiles, device: torch.device) -> bool:
-    """Bring the parameters of `model`, which is on the meta device, to `device`. Return False and do nothing
-    if the files do not have one of them by its name."""
+    """Load the parameters of `model`, which is on the meta device, to `device`. Return False without any
+    change if a parameter is missing in the files."""
     known = stored_names(model, files)
     if known is None:
         return False
@@ -202,7 +202,7 @@ def read_weights(model: PreTrainedModel, files: WeightFiles, device: torch.devic
 
 
 def _read_each(model: PreTrainedModel, files: WeightFiles, device: torch.device) -> None:
-    """Read one parameter after another, so that only one plain weight at a time is in memory."""
+    """Read one parameter at a time, so that only one unquantised weight is in memory."""
     read = file_reader(model, files, device)
     assert read is not None
     for name, names in shared_names(model).items():
@@ -213,7 +213,7 @@ def _read_each(model: PreTrainedModel, files: WeightFiles, device: torch.device)
 
 
 def lacking(model: PreTrainedModel, files: WeightFiles) -> list[str]:
-    """Return the parameters of `model` that the files do not have."""
+    """Return the names of the parameters of `model` that are missing in the files."""
     beside = parts_beside(model)
     return sorted(
         name
@@ -223,12 +223,12 @@ def lacking(model: PreTrainedModel, files: WeightFiles) -> list[str]:
 
 
 def head_stored(files: WeightFiles) -> bool:
-    """Whether a wrapper's files hold an output layer."""
+    """Whether a wrapper's files contain the weight of the output layer."""
     return any(name in files.files for name in (HEAD, older_name(HEAD)))
 
 
 def shared_names(model: PreTrainedModel) -> dict[str, list[str]]:
-    """Return the first name of every parameter → all its names: a tied head has another one."""
+    """Return a dict from the first name of every parameter to all its names: tied parameters have several."""
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)
@@ -236,8 +236,8 @@ def shared_names(model: PreTrainedModel) -> dict[str, list[str]]:
 
 
 def _name_in(files: WeightFiles, model: PreTrainedModel, name: str) -> str | None:
-    """Return the name of a parameter in the files, or None. A tied head is stored as the embedding, and some
-    files omit the name of the inner model, or use older names."""
+    """Return the name of a parameter in the files, or None. A tied head is stored as the embedding; some
+    files omit the prefix of the inner model, or use older names."""
     tied = dict(model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
     for known in (name, tied.get(name)):
         if known is None:
@@ -265,7 +265,7 @@ def refuse_other_shape(name: str, stored: torch.Size, shape: torch.Size) -> None
 
 
 def make_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Create buffers that no file holds (rotary frequencies, a scale) as transformers does."""
+    """Create the buffers that files do not contain, such as rotary frequencies, as transformers does."""
     for module in model.modules():
         held = dict(module.named_buffers(recurse=False))
         if not held:
@@ -281,8 +281,8 @@ def found_file(where: str, name: str, revision: str | None) -> Path | None:
 
 
 def stored_dtype(files: WeightFiles) -> torch.dtype | None:
-    """Return the dtype of most tensors of the first file, not counting those of quantised weights. None if
-    models are not trained in it."""
+    """Return the most frequent dtype of the first file, not counting quantised weights. None if it is not a
+    supported dtype."""
     first = next(iter(files.files))
     with open_safetensors(files.path(first)) as file:
         plain = [name for name in file.keys() if not is_part(name, files.files)]  # noqa: SIM118
@@ -293,7 +293,7 @@ def stored_dtype(files: WeightFiles) -> torch.dtype | None:
 
 
 def write_wrapper(model: PreTrainedModel, spec: BaseSpec, source: str, target: Path) -> None:
-    """Write the base's whole wrapper in the dtype of `model`, its text tower, one file at a time."""
+    """Write the whole wrapper with `model` as its text tower, in the dtype of `model`, one file at a time."""
     files = weight_files(source, spec.revision)
     assert files is not None
     sizes = {file: _write_file(model, files, file, target) for file in sorted(set(files.files.values()))}
@@ -309,7 +309,7 @@ def write_wrapper(model: PreTrainedModel, spec: BaseSpec, source: str, target: P
 
 
 def _write_file(model: PreTrainedModel, files: WeightFiles, file: str, target: Path) -> int:
-    """Write one file with the tower's own weights in their places, and return the bytes of its tensors."""
+    """Write one file with the weights of `model` in it, and return the size of its tensors in bytes."""
     names = stored_names(model, files)
     assert names is not None, "the tower was read from these files"
     found = [(name, parts, part) for name, parts in names.items() for part in parts]
@@ -326,6 +326,6 @@ def _write_file(model: PreTrainedModel, files: WeightFiles, file: str, target: P
 
 
 def _in_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Set the dtype of the config and of the configs in it; older files have another key for it."""
+    """Return the config with `dtype` set, also in nested configs, in place of the older key `torch_dtype`."""
     inner = {key: _in_dtype(value, dtype) for key, value in config.items() if key.endswith("_config")}
     return {key: value for key, value in config.items() if key != "torch_dtype"} | inner | {"dtype": dtype}

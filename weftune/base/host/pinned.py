@@ -19,13 +19,13 @@ from weftune.errors import BaseModelError
 
 ALIGNMENT = 256
 ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK")
-"""Advice for the pages: large pages are allocated and locked many times as fast, and a fork must not copy
-pages that a GPU writes to."""
+"""`madvise` flags: huge pages are allocated and locked many times as fast, and a fork must not copy pages
+that a GPU writes to."""
 
 
 class Pages(mmap.mmap):
-    """Memory of this process alone. `leaving` undoes what has to be undone before it is unmapped: when a weak
-    reference is notified, the addresses may already be in use again."""
+    """Private memory of this process. `leaving` is called before the memory is unmapped. A weak reference's
+    callback would come too late: the addresses may already be in use again."""
 
     leaving: Callable[[], object] | None = None
 
@@ -35,7 +35,7 @@ class Pages(mmap.mmap):
 
 
 def host_bytes(size: int, device: torch.device) -> Tensor:
-    """Allocate `size` bytes, page-locked if `device` is a GPU, until the tensor and its views are gone."""
+    """Allocate `size` bytes, page-locked if `device` is a GPU. They are freed with the last view."""
     try:
         pages = Pages(-1, max(size, 1), flags=mmap.MAP_PRIVATE)
     except OSError as error:
@@ -51,7 +51,7 @@ def host_bytes(size: int, device: torch.device) -> Tensor:
 
 def _lock(pages: Pages, buffer: Tensor) -> None:
     for name in ADVICE:
-        # Not every system knows each advice, and none is required.
+        # Not every system supports each flag, and none is required.
         with suppress(OSError, AttributeError):
             pages.madvise(getattr(mmap, name))
     # All threads touch the pages at once; locking untouched pages would fetch them in a single thread.
@@ -67,7 +67,7 @@ def _lock(pages: Pages, buffer: Tensor) -> None:
 
 
 def host_vectors(shapes: list[tuple[int, torch.dtype]], device: torch.device) -> list[Tensor]:
-    """Allocate vectors of zeros with these sizes and dtypes in one such piece."""
+    """Allocate vectors of zeros with these sizes and dtypes in one buffer of `host_bytes`."""
     sizes = [-(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, dtype in shapes]
     buffer = host_bytes(sum(sizes), device)
     starts = [0, *accumulate(sizes)]

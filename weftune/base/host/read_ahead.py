@@ -1,4 +1,4 @@
-"""Reading of a base's files into the system's cache while the process waits for something else."""
+"""Reading of a base's files into the page cache while the process waits for something else."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from weftune.base.spec import BaseSpec
 
 CHUNK_BYTES = 16 << 20
 FREE_SHARE = 0.5
-"""Largest share of the free memory that files may take: larger ones would evict one another."""
+"""Largest share of the free memory that the files may fill: larger files would evict one another."""
 
 
 @contextmanager
 def base_read_ahead(spec: BaseSpec) -> Iterator[None]:
-    """Read the base's weights in a thread while the context is open, so that loading does not wait for a
-    disk."""
+    """Read the base's weight files in a thread while the context is open, so that a later load finds them in
+    the page cache."""
     stop = threading.Event()
     reader = threading.Thread(target=read_files, args=(weight_files(spec), stop), daemon=True)
     reader.start()
@@ -33,7 +33,7 @@ def base_read_ahead(spec: BaseSpec) -> Iterator[None]:
 
 
 def weight_files(spec: BaseSpec) -> list[Path]:
-    """Return the safetensors files of a base if it is on this machine and fits the free memory."""
+    """Return the safetensors files of a base, or [] if they are not local or do not fit the free memory."""
     folder = Path(model_folder(spec))
     if not folder.is_dir():
         cached = try_to_load_from_cache(spec.model, CONFIG, revision=spec.revision)
@@ -48,7 +48,7 @@ def weight_files(spec: BaseSpec) -> list[Path]:
 def read_files(files: Sequence[Path], stop: threading.Event) -> int:
     """Read the files from beginning to end until `stop` is set, and return the number of bytes read."""
     chunk, done = bytearray(CHUNK_BYTES), 0
-    # Loading reports better what is wrong with a file.
+    # The load that follows reports errors in more detail.
     with suppress(OSError):
         for file in files:
             with file.open("rb", buffering=0) as opened:

@@ -1,7 +1,7 @@
-"""The bytes of a streamed stage while it is not on the device: in host memory, or in its safetensors files.
+"""The source from which a streamed stage is copied to the device: host memory, or safetensors files.
 
 Files are mapped read-only and read through the page cache. A mapped page that cannot be read kills the
-process with a signal. Therefore pages are requested before they are touched, in a way that returns an error
+process with a signal. Therefore pages are requested before they are accessed, in a way that returns an error
 instead, and released afterwards.
 """
 
@@ -33,12 +33,12 @@ from weftune.plan.layout.need import STAGING_BYTES
 
 CHUNK_BYTES = STAGING_BYTES // 2
 MADV_POPULATE_READ = 22
-"""Advice of Linux 5.14 and later: read pages in, and report a failure. Python's mmap has no name for it."""
+"""`madvise` flag of Linux 5.14: read pages now and report failures. Python's mmap does not define it."""
 STORED_AS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class MappedFile:
-    """All bytes of one file. They stay the same if the file is replaced or deleted."""
+    """A read-only mapping of one file. Its content stays the same if the file is replaced or deleted."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -79,11 +79,11 @@ class MappedFile:
         self._advise(start, stop, mmap.MADV_DONTNEED)
 
     def expect(self, start: int, stop: int) -> None:
-        """Make the system read these bytes ahead."""
+        """Ask the operating system to prefetch these bytes into the page cache."""
         self._advise(start, stop, mmap.MADV_WILLNEED)
 
     def leave_cache(self, size: int) -> None:
-        """Drop the first `size` bytes from the page cache, as if memory were short, where supported."""
+        """Drop the first `size` bytes from the page cache, as memory pressure would, where supported."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, size, os.POSIX_FADV_DONTNEED)
 
@@ -101,7 +101,7 @@ class MappedFile:
         )
 
     def _advise(self, start: int, stop: int, advice: int) -> int:
-        """Give advice about a range of bytes, and return the number of the error, or 0."""
+        """Call `madvise` on a range of bytes. Return the error number, or 0."""
         if sys.platform != "linux" or start >= stop:
             return 0
         first = start - start % mmap.PAGESIZE
@@ -112,18 +112,18 @@ class MappedFile:
 
 @cache
 def _system() -> ctypes.CDLL:
-    """Return the C library: Python's own `madvise` would make every thread wait for the disk."""
+    """Return the C library, since Python's own `madvise` holds the GIL while it waits for the disk."""
     return ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
 class MappedTensor:
-    """A tensor as the header of its file describes it."""
+    """A tensor in a mapped file, with the dtype, shape and offsets from the file's header."""
 
     file: MappedFile
     start: int
     stop: int
-    """Range of its bytes, counted from the start of the file."""
+    """`start` and `stop` are the range of the tensor's bytes in the file."""
     dtype: str
     shape: tuple[int, ...]
 
@@ -131,8 +131,8 @@ class MappedTensor:
 def map_weights(
     model: PreTrainedModel, files: WeightFiles | None, base: str
 ) -> dict[str, tuple[MappedTensor, ...]]:
-    """Return each parameter of `model`, the base of that name → its tensor in files, or all of them if it is
-    stored in parts. Raise BaseModelError if they cannot be used as they are stored."""
+    """Return a dict from each parameter of `model` to its tensors in files, several if it is stored in parts.
+    Raise BaseModelError if the tensors cannot be used as stored. `base` is the name for messages."""
     if quant_paths(model):
         raise _not_as_they_are(base, "quantised weights are made when they are loaded, and kept in memory")
     names = None if files is None else stored_names(model, files)
@@ -170,39 +170,39 @@ class HostStage:
 
     held: Tensor
     blocks = False
-    """Whether `copy_to` waits for files, so that a thread should call it."""
+    """Whether `copy_to` blocks on file reads, so that it should be called in a thread."""
 
     @property
     def size(self) -> int:
         return len(self.held)
 
     def copy_to(self, slot: Tensor) -> None:
-        """Copy all bytes, on the current stream."""
-        # In chunks, between which the link can serve transfers for Steps.
+        """Copy all bytes of the stage to a slot, on the current stream."""
+        # In chunks, between which the link can serve transfers of optimizer steps.
         for start in range(0, self.size, CHUNK_BYTES):
             stop = min(start + CHUNK_BYTES, self.size)
             slot[start:stop].copy_(self.held[start:stop], non_blocking=True)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return a range of its bytes on the host, for inspection."""
+        """Return a range of the stage's bytes on the host, for inspection."""
         return self.held[start:stop]
 
 
 class Staging:
-    """Two page-locked buffers: one is filled while the other is copied."""
+    """Two page-locked buffers: one is filled while the other is copied to the device."""
 
     def __init__(self, device: torch.device, chunk: int = CHUNK_BYTES) -> None:
         self.chunk = chunk
         on_gpu = device.type == "cuda"
-        # Blocking: a thread that waits for one sleeps, and leaves its core to the arithmetic's host side.
+        # Blocking: a thread that waits for the event sleeps, and other threads can use its core.
         self._buffers = [
             (buffer, torch.cuda.Event(blocking=True) if on_gpu else None)
             for buffer in host_bytes(2 * chunk, device).split(chunk)
         ]
-        """Each buffer with an event on a GPU that is done when the buffer's last content has arrived."""
+        """Pairs of a buffer and, on a GPU, an event that is done when the buffer's last copy has finished."""
 
     def bring(self, fill: Callable[[Tensor], None], target: Tensor) -> None:
-        """Call `fill` to write at most one chunk of bytes for `target`, and copy them to it."""
+        """Fill a buffer by calling `fill`, and copy it to `target`, which is at most one chunk."""
         buffer, sent = self._buffers[0]
         if sent is not None:
             sent.synchronize()
@@ -216,7 +216,7 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class SourcePart:
-    """A parameter of a stage, at the byte `start` of it."""
+    """A parameter of a stage, at the offset `start` of the stage's bytes."""
 
     start: int
     held: MappedTensor
@@ -226,25 +226,25 @@ class SourcePart:
         return self.start + self.held.stop - self.held.start
 
     def read(self, start: int, out: Tensor) -> None:
-        """Read the part of it that `out` covers; `out` holds the stage's bytes from `start` on."""
+        """Read the parameter's bytes that lie in `out`, which holds the stage's bytes from `start` on."""
         first, last = max(self.start, start), min(self.stop, start + len(out))
         if first < last:
             offset = self.held.start - self.start
             self.held.file.read(first + offset, last + offset, out[first - start : last - start])
 
     def expect(self, start: int, stop: int) -> None:
-        """Make the system read ahead its part of these bytes of the stage."""
+        """Ask the operating system to prefetch this parameter's bytes within the given range of the stage."""
         offset = self.held.start - self.start
         self.held.file.expect(max(self.start, start) + offset, min(self.stop, stop) + offset)
 
 
 @dataclass(frozen=True, slots=True)
 class MappedStage:
-    """A stage in mapped files, copied a chunk at a time."""
+    """A stage in mapped files, copied to the device in chunks."""
 
     parts: tuple[SourcePart, ...]
     staging: Staging | None
-    """Buffers for the copies. None if the device is simulated: its memory can be read into directly."""
+    """Buffers for the copies. None if the device is simulated, since files are then read into it directly."""
     blocks = True
 
     @property
@@ -272,7 +272,7 @@ class MappedStage:
         return out
 
     def _read(self, start: int, out: Tensor) -> None:
-        """Read the stage's bytes from `start` on into `out`. Nothing is written between two parameters."""
+        """Read the stage's bytes from `start` on into `out`. Gaps between parameters are not written."""
         for part in self.parts:
             part.read(start, out)
 

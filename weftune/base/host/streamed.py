@@ -1,8 +1,8 @@
-"""A base whose layers are kept in host memory, or in their files, and take turns in a few slots of the
+"""A streamed base: its layers are in host memory or in files, and are copied in turn to a few slots on the
 device.
 
-Every streamed stage is a run of bytes on the host and has one slot on the device, where the parameters of its
-layers lie: loading a stage copies its bytes there, and no address ever changes.
+Every streamed stage is a contiguous range of bytes on the host and has one slot on the device, which contains
+the parameters of its layers: loading a stage copies its bytes to the slot, and no address ever changes.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from weftune.core.shapes import LayerRange, ModelShape
 from weftune.plan.program.layout import Layout, OnWorker
 
 ALIGNMENT = 16
-"""Alignment in bytes: the size of a kernel's loads. Sites that share their input then lie side by side."""
+"""Alignment in bytes: the width of a kernel's loads. Matrices that share their input remain contiguous."""
 
 MappedWeights = Mapping[str, tuple[MappedTensor, ...]]
-"""Parameter of a model → the tensors in files that it consists of."""
+"""Maps each parameter of a model to the tensors in files that it consists of."""
 Fill = Callable[[str, Tensor], None]
-"""(name of a parameter, tensor): writes the values of the parameter into the tensor."""
+"""Function (name of a parameter, tensor) that writes the values of the parameter into the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPiece:
-    """A parameter among the bytes of its stage."""
+    """A parameter's range in the bytes of its stage."""
 
     name: str
     start: int
@@ -70,16 +70,16 @@ class WeightPiece:
 @dataclass(frozen=True, eq=False)
 class StreamedBase:
     whole: Base
-    """The whole base; the parameters of streamed layers hold the content of their slot."""
+    """The whole base. The parameters of streamed layers are views of their slots."""
     part: OnWorker
     sources: Mapping[int, StageSource]
-    """Streamed stage → the source of its bytes; resident stages have none."""
+    """Maps each streamed stage to the source of its bytes. Resident stages are absent."""
     arena: Tensor
     """Slots on the device, [slots, bytes]."""
 
     @cached_property
     def stages(self) -> tuple[Base, ...]:
-        """The stages, each as a base of its own over the same modules."""
+        """The stages, each as a separate Base over the same modules."""
         return tuple(stage_view(self.whole, self.part.held(n)) for n in range(len(self.part.stages)))
 
     def slot(self, stage: int) -> Tensor:
@@ -87,7 +87,7 @@ class StreamedBase:
         return self.arena[self.part.slot(stage), : self.sources[stage].size]
 
     def refuse_copies(self) -> None:
-        """Refuse a base in which sites multiplied together read a copy of their weights, not their slot."""
+        """Assert that the parameters of streamed layers still are views of their slots, not copies."""
         arena = self.arena.untyped_storage().data_ptr()
         for stage in self.part.streamed:
             for piece in _pieces(self.whole.model, self.part.held(stage)):
@@ -98,21 +98,21 @@ class StreamedBase:
 def load_streamed(
     spec: BaseSpec, device: torch.device, layout: Layout, mapped: bool = False, worker: int = 0
 ) -> StreamedBase:
-    """Load a worker's stages from the base's files, each tensor directly to its place: streamed ones to host
-    memory, or, if `mapped`, left where they are."""
+    """Load a worker's stages from the base's files. Each tensor is read directly to its final location: the
+    device, or host memory if streamed. With `mapped`, streamed tensors stay in the files."""
     model, files = outlined(spec, device)
     with explained(spec):
         whole = _keep_own(model, layout.on(worker))
         weights = map_weights(model, files, spec.model) if mapped else None
         fill = None if files is None else file_reader(model, files, device)
         if fill is None:
-            # The files name their weights in another way than the model does; transformers knows how.
+            # The names in the files differ from the model's; transformers can map them.
             return stream_model(load_plain(spec, torch.device("cpu")), spec, device, layout, worker)
         return streamed_base(model, whole, spec, device, layout.on(worker), fill, weights)
 
 
 def weights_in_files(spec: BaseSpec, device: torch.device) -> dict[MappedFile, set[str]]:
-    """Return the files of a base whose weights a run on `device` would read in every step, each with the
+    """Return the files of a base that a run on `device` would read in every optimizer step, each with the
     parameters in it. Raise BaseModelError with the reason if the run cannot do that."""
     model, files = outlined(spec, device)
     found: dict[MappedFile, set[str]] = {}
@@ -126,7 +126,7 @@ def weights_in_files(spec: BaseSpec, device: torch.device) -> dict[MappedFile, s
 def stream_model(
     model: PreTrainedModel, spec: BaseSpec, device: torch.device, layout: Layout, worker: int = 0
 ) -> StreamedBase:
-    """Stream a worker's stages of a model in memory, which is taken over."""
+    """Build a streamed base from a worker's stages of a model in memory, which is consumed."""
     refuse_uncut(model.config, spec.model)
     whole = _keep_own(model, layout.on(worker))
     values = dict(model.named_parameters())
@@ -138,7 +138,7 @@ def stream_model(
 
 
 def _keep_own(model: PreTrainedModel, part: OnWorker) -> ModelShape:
-    """Keep only the worker's own stages in a model, and return the shape that it had before."""
+    """Remove the stages of other workers from a model, and return the shape of the whole model."""
     whole = model_shape(model, matrix_dtype(model))
     cut(model, *(part.held(stage) for stage in part.own))
     return whole
@@ -153,8 +153,8 @@ def streamed_base(
     fill: Fill,
     mapped: MappedWeights | None = None,
 ) -> StreamedBase:
-    """Build a streamed base. `model` gives the names and shapes of the worker's parameters, `whole` the shape
-    of the whole base and `fill` the values. Streamed weights that are `mapped` stay in their files."""
+    """Build a streamed base. `model` has the names and shapes of the worker's parameters, `whole` the shape
+    of the whole base, and `fill` writes the values. Streamed weights in `mapped` stay in their files."""
     layers = part.layout.layers
     assert whole.layers == layers, f"the base has {whole.layers} layers, not {layers}"
     refuse_modules(model, spec.model)
@@ -187,8 +187,8 @@ def streamed_base(
 
 
 def _take_pages(device: torch.device) -> None:
-    """Make torch allocate GPU memory page by page, unless the user has set it otherwise: free memory in
-    several places then serves one large tensor, and a run gets as close to its limit as planned."""
+    """Make torch allocate GPU memory in expandable segments, unless the user has configured the allocator:
+    fragmented free memory can then hold one large tensor, and a run can use all memory that was planned."""
     chosen = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     if device.type == "cuda" and not chosen:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
@@ -197,7 +197,7 @@ def _take_pages(device: torch.device) -> None:
 def _in_memory(
     pieces: Mapping[int, Sequence[WeightPiece]], device: torch.device, fill: Fill
 ) -> dict[int, StageSource]:
-    """Allocate one piece of host memory, with a run of bytes for each stage."""
+    """Allocate one buffer of host memory, with a contiguous range for each stage."""
     starts, total = {}, 0
     for stage, found in pieces.items():
         starts[stage] = total
@@ -229,8 +229,8 @@ def _in_files(
 
 
 def _pieces(model: PreTrainedModel, held: LayerRange) -> list[WeightPiece]:
-    """Return the parameters of a stage's layers: in each layer quantised weights, the tensors of each
-    together, then matrices, so that those which share their input are neighbours, then biases, then norms."""
+    """Return the parameters of a stage's layers. The order in each layer is: quantised weights, each with its
+    tensors together; matrices, with those that share their input adjacent; biases; norms."""
     found: list[WeightPiece] = []
     start = 0
     beside = parts_beside(model)
@@ -256,7 +256,7 @@ def _layers_path(model: PreTrainedModel) -> str:
 
 
 def _place_the_rest(model: PreTrainedModel, device: torch.device, streamed: set[str], fill: Fill) -> None:
-    """Put everything that stays resident on the device; a tied head stays tied."""
+    """Copy all parameters that are not streamed to the device. A tied head stays tied."""
     placed: dict[int, nn.Parameter] = {}
     for name, value in list(model.named_parameters(remove_duplicate=False)):
         if name in streamed:
@@ -282,7 +282,7 @@ def _set(model: PreTrainedModel, name: str, value: Tensor) -> nn.Parameter:
 
 
 def stage_view(base: Base, held: LayerRange) -> Base:
-    """Return one stage of a base over the same modules; the modules of other stages are only left out."""
+    """Return one stage of a base over the same modules, without the modules of other stages."""
     model = cast(PreTrainedModel, _twin(base.model))
     parent: nn.Module = model
     for name in _layers_path(base.model).split("."):
@@ -295,7 +295,7 @@ def stage_view(base: Base, held: LayerRange) -> Base:
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """Return a copy with the same parts, whose children can be replaced without changing the original."""
+    """Return a shallow copy of a module, whose children can be replaced without changing the original."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     return twin

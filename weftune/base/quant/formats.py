@@ -34,17 +34,17 @@ CODE = (
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
     1.0,
 )  # fmt: skip
-"""The values of NF4: quantiles of the normal distribution (Dettmers et al. 2023), rounded as there."""
+"""The values of NF4: quantiles of the normal distribution, rounded as in Dettmers et al. (2023)."""
 READ_VALUES = 1 << 24
-"""Number of values that are quantised at a time: whole rows, or whole blocks of either kind."""
+"""Number of values that are quantised at a time: a multiple of both block sizes, or whole rows."""
 PIECE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Device type → number of values that plain torch dequantises at a time: the intermediate values stay in a
-CPU's caches, or keep a GPU busy, and are small beside the matrix."""
+"""Maps a device type to the number of values that plain torch dequantises at a time: the intermediate values
+fit a CPU's caches, or keep a GPU busy, and are small compared to the matrix."""
 LEAST = 1e-38
-"""Lower limit of a maximum when values are divided by it: a block may be all zeros."""
+"""Lower limit of a divisor, since the maximum of a block of zeros is 0."""
 LARGEST = 127
 LEAST_CAPABILITY = (8, 9)
-"""CUDA capability of the first GPUs with fp8 tensor cores: Ada, then Hopper."""
+"""Lowest CUDA compute capability with fp8 tensor cores (Ada; Hopper is next)."""
 
 
 def _without_values(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -60,14 +60,14 @@ class Int8:
     codes = torch.int8
 
     def parts(self, outputs: int, inputs: int) -> dict[str, Tensor]:
-        """Return the tensors of a matrix of that shape by name, without values; the largest is `weight`."""
+        """Return the tensors of a quantised matrix by name, on the meta device. The largest is `weight`."""
         return {
             "weight": _without_values(self.codes, outputs, inputs),
             "scale": _without_values(torch.float32, outputs),
         }
 
     def quantise(self, weight_NK: Tensor) -> dict[str, Tensor]:
-        """Return these tensors, on the device of the matrix."""
+        """Quantise a matrix into the tensors of `parts`, on the matrix's device."""
         codes_NK = torch.empty(weight_NK.shape, dtype=self.codes, device=weight_NK.device)
         scale_N = torch.empty(len(weight_NK), device=weight_NK.device)
         rows = max(1, READ_VALUES // weight_NK.shape[1])
@@ -79,14 +79,14 @@ class Int8:
         return {"weight": codes_NK, "scale": scale_N}
 
     def _row_codes(self, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes and scales of some rows."""
+        """Return the codes and the scales of the given rows."""
         scale_N = weight_NK.abs().amax(dim=1) / LARGEST
         # A row of zeros has the scale 0, and its codes do not matter.
         codes_NK = (weight_NK / scale_N.where(scale_N != 0, 1)[:, None]).round_().clamp_(-LARGEST, LARGEST)
         return codes_NK.to(torch.int8), scale_N
 
     def write(self, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
-        """Write the matrix, in the dtype of `out_NK`, which is contiguous in memory."""
+        """Dequantise `parts` into `out_NK`, which is contiguous, in its dtype."""
         rows = max(1, piece_values(out_NK.device) // out_NK.shape[1])
         pieces = (tensor.split(rows) for tensor in (out_NK, parts["weight"], parts["scale"]))
         for out_RK, codes_RK, scale_R in zip(*pieces, strict=True):
@@ -111,7 +111,7 @@ class Fp8(Int8):
 @dataclass(frozen=True, slots=True)
 class Nf4:
     nested: bool = True
-    """Whether the maxima are quantised too; weights that are stored without this are read as they are."""
+    """Whether the maxima are also quantised. It is False for files that were stored without this."""
 
     @property
     def name(self) -> Quantize:
@@ -171,12 +171,12 @@ class Nf4:
 
 
 WeightFormat = Int8 | Nf4
-"""Any format; fp8 extends int8."""
+"""Any quantisation format. Fp8 is a subclass of Int8."""
 
 
 def _in_blocks(values: Tensor, code: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Return the largest absolute value of each block, and the nearest code of each value as a byte. Values
-    are processed in pieces, since they may be a matrix that fills much of the memory."""
+    """Return the largest absolute value of each block, and the nearest code of each value as uint8. Values
+    are processed in pieces to limit the memory for intermediate results."""
     pieces = [_piece_in_blocks(piece, code, block) for piece in values.split(READ_VALUES)]
     return torch.cat([absmax for absmax, _ in pieces]), torch.cat([codes for _, codes in pieces])
 
@@ -192,7 +192,7 @@ def _piece_in_blocks(values: Tensor, code: Tensor, block: int) -> tuple[Tensor, 
 
 
 def _scaled(values: Tensor, scale: Tensor, block: int) -> Tensor:
-    """Multiply every block of the values by its scale; the last block may be shorter."""
+    """Multiply every block of the values by its scale. The last block may be incomplete."""
     rest = len(values) % block
     if not rest:
         return (values.view(-1, block) * scale[:, None]).view(-1)
@@ -202,8 +202,8 @@ def _scaled(values: Tensor, scale: Tensor, block: int) -> Tensor:
 
 @cache
 def dynamic_code() -> Tensor:
-    """Return the 8-bit code of the maxima: 0, 1, and in every decade from 1e-6 up twice as many values as in
-    the one below, of either sign (Dettmers 2016)."""
+    """Return the 8-bit code of the maxima: 0, 1, and values of both signs in decades from 1e-6 up, each
+    decade with twice as many as the one below (Dettmers 2016)."""
     found = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
@@ -213,7 +213,7 @@ def dynamic_code() -> Tensor:
 
 
 def refuse_without_fp8(spec: BaseSpec, device: torch.device) -> None:
-    """Raise BaseModelError if `spec` requests fp8 and the device cannot multiply it: emulating it would be
+    """Raise BaseModelError if `spec` requests fp8 but the device has no fp8 tensor cores: emulation would be
     slower than any other format."""
     if spec.quantize != "fp8" or multiplies_fp8(device):
         return

@@ -1,4 +1,4 @@
-"""Linears of the base whose weight is quantised.
+"""Linear layers of the base with quantised weights.
 
 Shapes: T rows, K inputs, N outputs.
 """
@@ -28,7 +28,7 @@ from weftune.core.weights import (
 FORMATS: Mapping[Quantize, WeightFormat] = {"nf4": Nf4(), "int8": Int8(), "fp8": Fp8()}
 
 Dequantise = Callable[[WeightFormat, Mapping[str, Tensor], Tensor], None]
-"""(format, its tensors, out_NK): writes the matrix."""
+"""Function (format, its tensors, out_NK) that writes the dequantised matrix into out_NK."""
 
 
 def plainly(form: WeightFormat, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
@@ -36,8 +36,8 @@ def plainly(form: WeightFormat, parts: Mapping[str, Tensor], out_NK: Tensor) -> 
 
 
 class QuantLinear(nn.Linear):
-    """A linear of the base. It computes its matrix for every product, and again for its backward, unless
-    products are computed from the format directly."""
+    """A linear with a quantised weight. It dequantises the weight in every forward and again in the backward,
+    unless products are computed from the codes directly."""
 
     def __init__(
         self,
@@ -48,14 +48,14 @@ class QuantLinear(nn.Linear):
         device: torch.device,
         fan_in_fan_out: bool = False,
     ) -> None:
-        """Create the linear without values. `shape` is (outputs, inputs), `dtype` that of the matrix;
-        `fan_in_fan_out` says that the replaced weight was stored as [K, N]."""
+        """Create the linear without values. `shape` is (outputs, inputs), and `dtype` that of the dequantised
+        matrix; `fan_in_fan_out` says that the original weight was stored as [K, N]."""
         nn.Module.__init__(self)
         self.out_features, self.in_features = shape
         self.form, self.matrix_dtype, self.fan_in_fan_out = form, dtype, fan_in_fan_out
         self.dequantise: Dequantise = plainly
         self.multiply: MultiplyCodes = multiply_codes
-        """Multiplication by codes. `compute_by` sets this and `dequantise` to a device's kernels."""
+        """Function that multiplies by codes. `compute_by` sets it, and `dequantise`, to kernels."""
         stored = form.parts(*shape)
         self._parts = tuple(stored)
         for name, part in stored.items():
@@ -66,7 +66,7 @@ class QuantLinear(nn.Linear):
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """The tensors of its weight."""
+        """The tensors of the quantised weight, by name."""
         return {
             name: value for name, value in self._parameters.items() if name != "bias" and value is not None
         }
@@ -79,14 +79,14 @@ class QuantLinear(nn.Linear):
 
     @torch.no_grad()
     def matrix_of(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return the matrix that such tensors represent, on their device."""
+        """Return the dequantised matrix of `parts`, on their device."""
         shape, device = (self.out_features, self.in_features), parts["weight"].device
         out_NK = torch.empty(shape, dtype=self.matrix_dtype, device=device)
         self.form.write(parts, out_NK)
         return out_NK
 
     def take(self, values: Mapping[str, Tensor]) -> None:
-        """Take over tensors as the parts of its weight."""
+        """Set the tensors of the quantised weight."""
         for name, value in values.items():
             setattr(self, name, nn.Parameter(value, requires_grad=False))
 
@@ -96,7 +96,7 @@ class QuantLinear(nn.Linear):
 
 @dataclass(frozen=True, slots=True)
 class QuantWeight:
-    """The weight of such a linear, wherever its tensors are when it is read."""
+    """The weight of a QuantLinear, whose tensors may be replaced between reads."""
 
     module: QuantLinear
 
@@ -124,7 +124,7 @@ class QuantWeight:
 
 
 class Fp8Weight(QuantWeight):
-    """A weight from which products are computed as it is stored; see `CodedWeight`."""
+    """An fp8 weight, by whose codes products are computed directly; see `CodedWeight`."""
 
     def codes(self) -> Tensor:
         return self.module.weight
@@ -141,7 +141,7 @@ class Fp8Weight(QuantWeight):
 
 
 def replace_linears(model: PreTrainedModel, forms: Mapping[str, WeightFormat]) -> None:
-    """Replace the linears with these paths by linears without values."""
+    """Replace the linears at these paths by quantised linears without values."""
     dtype = model.dtype
     for path, form in forms.items():
         model.set_submodule(path, _empty(model.get_submodule(path), form, dtype))
@@ -154,7 +154,7 @@ def _empty(plain: nn.Module, form: WeightFormat, dtype: torch.dtype) -> QuantLin
 
 
 def quantise_linears(model: PreTrainedModel, forms: Mapping[str, WeightFormat]) -> None:
-    """Quantise the weights of a model in memory, one after another."""
+    """Quantise the linears at these paths of a model in memory, one after another."""
     dtype = model.dtype
     for path, form in forms.items():
         plain = model.get_submodule(path)
@@ -168,7 +168,7 @@ def quantise_linears(model: PreTrainedModel, forms: Mapping[str, WeightFormat]) 
 def compute_by(
     model: PreTrainedModel, dequantise: Dequantise = plainly, multiply: MultiplyCodes = multiply_codes
 ) -> None:
-    """Make all quantised weights of `model` use these functions to dequantise and multiply."""
+    """Set the functions with which all quantised linears of `model` dequantise and multiply."""
     for module in model.modules():
         if isinstance(module, QuantLinear):
             module.dequantise, module.multiply = dequantise, multiply
@@ -176,7 +176,7 @@ def compute_by(
 
 @contextmanager
 def unrounded(model: PreTrainedModel) -> Iterator[None]:
-    """Multiply by the matrices that fp8 weights represent, without rounding activations."""
+    """Within the context, multiply by dequantised fp8 weights without rounding the activations."""
     compute_by(model, multiply=multiply_unrounded)
     try:
         yield
@@ -208,6 +208,6 @@ def _plain(module: QuantLinear) -> nn.Module:
 
 
 def matrix_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype in which passes compute: some tensors of quantised weights are float32 in any case."""
+    """Return the dtype in which passes compute. Some tensors of quantised weights are always float32."""
     quantised = (module for module in model.modules() if isinstance(module, QuantLinear))
     return next((module.matrix_dtype for module in quantised), None) or model.dtype

@@ -1,5 +1,5 @@
-"""Reading of quantised weights from a base's files: quantised while they are read, one matrix at a time, or
-taken as bitsandbytes has stored them.
+"""Reading of a base's quantised weights: plain files are quantised one matrix at a time, and bitsandbytes
+files are read as they are.
 
 Shapes: K inputs, N outputs.
 """
@@ -26,26 +26,26 @@ STORED_PARTS = {
     "nested_absmax": ".nested_absmax",
     "nested_code": ".nested_quant_map",
 }
-"""Weftune's name of a tensor → the suffix that bitsandbytes appends to the name of the matrix."""
+"""Maps Weftune's name of a tensor to the suffix that bitsandbytes appends to the name of the matrix."""
 
 ReadTensor = Callable[[str], Tensor]
-"""Name of a tensor in the files → the tensor."""
+"""Function that returns a tensor of the files by its name."""
 
 
 def is_stored(name: str, stored: Collection[str]) -> bool:
-    """Whether the files hold the matrix of that name in the form of bitsandbytes."""
+    """Whether the files hold the matrix of this name as quantised by bitsandbytes."""
     return f"{name}.{STATE}" in stored
 
 
 def is_part(name: str, stored: Collection[str]) -> bool:
-    """Whether a tensor of the files belongs to such a matrix."""
+    """Whether a tensor in the files belongs to a matrix quantised by bitsandbytes."""
     endings = (f".{STATE}", *(ending for ending in STORED_PARTS.values() if ending))
     matrix = next((name.removesuffix(ending) for ending in endings if name.endswith(ending)), name)
     return is_stored(matrix, stored)
 
 
 def parts_beside(model: PreTrainedModel) -> dict[str, str]:
-    """Return the smaller tensors of quantised weights → the largest, whose name is the matrix's in files."""
+    """Return a dict from each smaller tensor of a quantised weight to the `weight` tensor it belongs to."""
     return {
         f"{path}.{part}": f"{path}.weight"
         for path, module in model.named_modules()
@@ -56,8 +56,8 @@ def parts_beside(model: PreTrainedModel) -> dict[str, str]:
 
 
 class QuantReader:
-    """A function that writes a parameter of a model, by its name, into a tensor. The tensors of a weight are
-    expected one after another: only those of the last matrix are kept."""
+    """A callable that writes a parameter of a model, by its name, into a tensor. The tensors of a weight
+    should be requested in succession: only those of the last matrix are cached."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class QuantReader:
         read: ReadTensor,
         device: torch.device,
     ) -> None:
-        """Create a reader. `names` maps the path of each quantised linear to the name of its matrix in the
-        files. The matrix is quantised on `device` wherever it stays, so that its bits are the same."""
+        """Create a reader. `names` maps the path of each quantised linear to the name of its matrix in files.
+        Matrices are quantised on `device` wherever they are kept, so that their bits are the same."""
         self._linears = {path: module for path, module in model.named_modules() if path in names}
         self._names, self._stored, self._read, self._device = names, stored, read, device
         self._path, self._parts = "", dict[str, Tensor]()
@@ -100,14 +100,14 @@ class QuantReader:
 
 
 def stored_format(name: str, stored: Collection[str]) -> Nf4:
-    """Return the format of a matrix that the files hold in the form of bitsandbytes."""
+    """Return the format of a matrix that bitsandbytes has quantised."""
     return Nf4(nested=f"{name}{STORED_PARTS['nested_absmax']}" in stored)
 
 
 def stored_parts(
     name: str, read: ReadTensor, form: WeightFormat, shape: tuple[int, int]
 ) -> dict[str, Tensor]:
-    """Return the tensors of a matrix as bitsandbytes has stored them."""
+    """Return the tensors of a matrix that bitsandbytes has quantised, after checking its metadata."""
     state = _state(name, read(f"{name}.{STATE}"))
     announced = form.parts(*shape)
     nested = "nested_absmax" in announced
@@ -130,7 +130,7 @@ def stored_parts(
 
 
 def stored_matrix(name: str, read: ReadTensor, stored: Collection[str]) -> Tensor:
-    """Return the matrix that the files hold in the form of bitsandbytes, in float32."""
+    """Return a matrix that bitsandbytes has quantised, dequantised to float32."""
     shape: Any = _state(name, read(f"{name}.{STATE}")).get("shape")
     if not isinstance(shape, list) or len(shape) != 2 or not all(isinstance(size, int) for size in shape):
         raise ValueError(f"{name} is stored with the shape {shape}")

@@ -1,5 +1,5 @@
-"""The quantisation of a base, from its spec or from its own config, and the bytes of its weights. No torch
-here: commands that only count import this."""
+"""The quantisation of a base, from its spec or its config, and the size of its weights in bytes. This module
+does not import torch, for commands that only count."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from weftune.errors import BaseModelError
 CONFIG_KEY = "quantization_config"
 INSTEAD = "name the unquantised model as the base, with quantize: nf4 or int8 where memory is short"
 NF4_BLOCK, NESTED_BLOCK = 64, 256
-"""Number of values that share a maximum, and of maxima that share one in turn, as in bitsandbytes."""
+"""Number of values per block, which share a maximum, and of maxima per nested block, as in bitsandbytes."""
 NF4_CODES, NESTED_CODES = 16, 256
 MULTIPLIED_AS_STORED: tuple[Quantize, ...] = ("fp8",)
-"""Formats from which products are computed directly, so that no matrix is computed for them."""
+"""Formats by whose codes products are computed directly, without dequantising the matrix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """Format of the weights of the layers."""
+    """Quantisation format of the weights of a base's layers."""
 
     quantize: Quantize
     stored: bool = False
     """Whether the base's files hold the weights in this format."""
     nested: bool = True
-    """Whether maxima of blocks are quantised too, for nf4."""
+    """Whether the maxima of nf4 blocks are also quantised."""
 
 
 def quantised(config: Mapping[str, Any], spec: BaseSpec) -> Quantised | None:
-    """Return the quantisation, None for plain weights. Raise BaseModelError if `spec` requests another."""
+    """Return the base's quantisation or None. Raise BaseModelError if `spec` contradicts the base's files."""
     if spec.quantize is not None and spec.quantize not in get_args(Quantize):
         *others, last = get_args(Quantize)
         known = f"{', '.join(others)} or {last}"
@@ -75,9 +75,9 @@ def _stored(values: Mapping[str, Any], model: str) -> Quantised:
 
 
 def stored_bytes(quantize: Quantize, outputs: int, inputs: int, nested: bool = True) -> int:
-    """Return the bytes of a quantised matrix. int8 has one byte per value and a float32 scale per row, fp8
-    one byte per value in either order. nf4 has two values per byte and one maximum per block; if `nested`,
-    maxima take one byte each, plus the values that they are relative to."""
+    """Return the bytes of a quantised matrix. int8 has one byte per value and a float32 scale per row; fp8
+    stores its bytes twice, also transposed. nf4 has two values per byte and a maximum per block; if `nested`,
+    each maximum is one byte, plus the nested maxima."""
     values = outputs * inputs
     if quantize != "nf4":
         return (2 if quantize == "fp8" else 1) * values + 4 * outputs
@@ -90,7 +90,7 @@ def stored_bytes(quantize: Quantize, outputs: int, inputs: int, nested: bool = T
 def site_bytes_per_value(
     sites: Iterable[SiteShape], quantize: Quantize, bytes_per_value: int, nested: bool = True
 ) -> float:
-    """Return the bytes per value of the sites' weights if those of the layers are quantised."""
+    """Return the mean bytes per value of the sites' weights if the layers are quantised."""
     stored = values = 0
     for site in sites:
         values += site.weights
