@@ -1,7 +1,7 @@
 """Distribution of latencies over a given number of buckets whose sums vary as little as possible.
 
 The mean of the sums is fixed, so the least variance is the least sum of squares. It is found exactly for few
-latencies; for many, the longest are placed first, then moved and swapped until nothing helps.
+latencies. For many, the longest are placed first, then moved and swapped while that reduces the sum.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def level(buckets: Buckets, latencies: Sequence[float]) -> Buckets:
 
 
 def _best_change(each: NDArray[np.float64], home: NDArray[np.int_], count: int) -> dict[int, int]:
-    """Return latency → new bucket for the best move or swap. Empty if nothing helps."""
+    """Return the best move or swap, which maps each moved latency to its new bucket. Empty if none helps."""
     held = np.bincount(home, weights=each, minlength=count)
     # Moving d from a bucket of sum A to one of sum B changes the squares by 2d(B − A + d).
     moves = 2 * each[:, None] * (held[None, :] - held[home][:, None] + each[:, None])
@@ -76,7 +76,7 @@ def _best_change(each: NDArray[np.float64], home: NDArray[np.int_], count: int) 
 
 
 class _Search:
-    """An exhaustive search over as many buckets as a given distribution has, pruned where it is no better."""
+    """An exhaustive search over distributions, which skips those that cannot beat the best so far."""
 
     def __init__(self, latencies: Sequence[float], known: Buckets) -> None:
         self.latencies = latencies

@@ -1,6 +1,5 @@
 """The choice of how to run: the layout of the base on the devices, the token capacity, and the reasons.
-Nothing else decides it: `weftune train` calls it for the machine at hand, `weftune plan` for that one or
-another.
+`weftune train` calls `choose` for the machine that it runs on, `weftune plan` for that or another machine.
 
 The base is held whole on one device if it fits there, otherwise it is streamed from host memory. Several
 workers hold a stage each, or stream the base together if a stage does not fit on one of them.
@@ -44,7 +43,7 @@ WINDOW_ROUNDS, PIPELINE_ROUNDS = 4, 16
 PROCESS_BYTES = 512 << 20
 """Bytes that a process training on a CPU is assumed to hold before anything is loaded, if not measured."""
 MAX_TOKENS = {False: 1024, True: 8192}
-"""Largest token capacity chosen by default: whether the device is a GPU → tokens."""
+"""Default of the most tokens per microbatch, on a GPU (True) and on a CPU (False)."""
 AUTO = 0
 """Number of workers or shares that lets `choose` decide."""
 
@@ -67,7 +66,7 @@ class Machine:
     stream_budget: int | None = None
     """Device bytes available when the base is streamed. None disables streaming."""
     limited: bool = False
-    """Whether the user has set the device bytes: only then may the stages that `choose` finds stream."""
+    """Whether the user set the device bytes. Only then may the stages that `choose` selects be streamed."""
     host_budget: int = 0
     """Bytes of host memory available to the run, all hosts together."""
     capacity: int | None = None
@@ -82,10 +81,10 @@ class Machine:
     worker_profile: Profile | None = None
     """Profile measured with as many threads as one of several workers has."""
     gpu: Callable[[int, int, int], StreamDevice] = _no_link
-    """Returns a GPU with these budgets (its own and the host's) for this number of workers, as measured or
-    from its data sheet. Called only if a base has to be streamed."""
+    """Returns the GPU, measured or from its data sheet, given device bytes, host bytes and the number of
+    workers. Called only if a base has to be streamed."""
     files: Callable[[StreamDevice, HostTooSmall], StreamDevice] = lambda device, _short: in_files(device)
-    """Returns the device for weights that stay in their files, or raises if they cannot."""
+    """Returns the device for a base that is streamed from its files, or raises if that is impossible."""
 
     @property
     def max_tokens(self) -> int:
@@ -105,7 +104,7 @@ class Machine:
         return self.gpu(budget, self.host_budget, self.workers)
 
     def shared_by(self, replicas: int) -> Machine:
-        """Return the machine of one of `replicas` replicas: its part of the devices, or of the only one."""
+        """Return the machine of one replica: its part of the devices, or of the memory of the only device."""
         if self.devices >= replicas:
             return replace(self, devices=self.devices // replicas)
         return replace(self, devices=1, budget=self.budget * self.devices // replicas)
@@ -129,7 +128,7 @@ class Choice:
     host_bytes: int = 0
     """Host bytes of all workers."""
     unhidden: float = 0.0
-    """Share of a round in which devices wait for the host."""
+    """Share of a round's time in which devices wait for the host."""
     why: str
     """Reason, as the rest of a sentence that begins with `The base is`."""
     note: str = ""
@@ -145,7 +144,7 @@ class Choice:
     first_seconds: float = 0.0
     """Extra seconds of one worker's first pass. Several workers begin while others still wait for rows."""
     unhidden_steps: Rate = NO_TIME
-    """Time that devices wait for Steps whose state is in host memory. Already included in `cost`."""
+    """Time that devices wait for optimizer steps with state in host memory. Already included in `cost`."""
     times: StageTimes | None = None
     """Times of each stage's passes. None unless several workers have a profile."""
     loads: LoadPace | None = None
@@ -161,12 +160,12 @@ class Choice:
 
     @property
     def captured(self) -> bool:
-        """Whether passes are captured, on GPUs with fused layers, and therefore keep to few sizes."""
+        """Whether passes are captured as CUDA graphs, so that microbatches are padded to a few sizes."""
         return self.memory.fused
 
     @property
     def first_pace(self) -> WindowPace:
-        """Predicted pace of a round before a run has recorded anything."""
+        """Predicted pace of a round before the run has measured anything."""
         if self.seconds is not None:
             return WindowPace(round_seconds=self.seconds)
         cost = self.cost or arithmetic(self.shape)
@@ -181,7 +180,7 @@ class Choice:
 
 
 def choose(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice:
-    """Choose how these jobs run on this machine. PlanError says what does not fit even if jobs wait."""
+    """Choose how these jobs run on this machine. Raise PlanError if a job does not fit even alone."""
     assert jobs, "there is nothing to train"
     if machine.workers == AUTO:
         machine = _with_workers(shape, jobs, machine)
@@ -191,16 +190,16 @@ def choose(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Cho
 
 
 def choose_workers(shape: ModelShape, machine: Machine, jobs: int) -> StageCount:
-    """Choose how many workers or shares a machine gets for this number of jobs. `choose` asks this itself; a
-    run asks before it starts its workers, when the sizes of its jobs are not known yet."""
+    """Choose the number of workers or shares for this number of jobs. `choose` calls this itself; a run calls
+    it before it starts its workers, when the sizes of its jobs are not known yet."""
     memory = MemoryModel(shape, machine.budget, machine.taken, machine.on_gpu)
     kind = "GPU" if machine.on_gpu else "machine"
     return choose_stages(memory, machine.devices, kind, jobs, part_costs(shape, machine))
 
 
 def _with_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Machine:
-    """Return the machine with shares if the base fits a device, else with as few stages as fit, else with all
-    devices that stream the base together."""
+    """Return the machine with the chosen numbers: shares of the jobs if the base fits on one device, else as
+    few stages as fit, else all devices, which stream the base together."""
     streaming = replace(machine, workers=machine.devices, shares=1)
     try:
         found = choose_workers(shape, machine, len(jobs) if machine.shares == AUTO else 1)
@@ -219,7 +218,7 @@ def _with_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine)
 
 
 def part_costs(shape: ModelShape, machine: Machine) -> PartCosts | None:
-    """Return the costs by which stages are cut, if there is a profile."""
+    """Return the measured costs that stages are balanced by. None without a profile."""
     if machine.profile is None:
         return None
     return measured_costs(machine.profile, shape, typical_work(shape, machine.max_tokens))
@@ -386,7 +385,7 @@ def _as_streamed(shape: ModelShape, machine: Machine, device: StreamDevice, choi
 
 
 def _fit(shape: ModelShape, machine: Machine) -> MemoryFit:
-    """Return the factors of the memory model, fitted to the profile's passes over a resident base."""
+    """Return the correction factors of the memory model, fitted to the profile."""
     profile = machine.profile if machine.workers * machine.replicas == 1 else machine.worker_profile
     whole = MemoryModel(shape, machine.budget, machine.taken, machine.on_gpu)
     return UNFITTED if profile is None else memory_of(profile, whole)

@@ -1,5 +1,5 @@
-"""Predicted time of a window on a layout from a profile of the device: one worker's passes are added up,
-those of several workers are simulated."""
+"""Prediction of a window's time from a profile of the device. The times of one worker's passes are summed;
+several workers are simulated."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from weftune.plan.window.pace import LoadPace, timeline_priced
 
 
 def taking_turns(cost: CostModel, known: Directions, layout: Layout, layers: int) -> CostModel:
-    """Return the cost for stages that take turns: each stage is a pass of its own with the fixed cost of a
-    pass, and the backward first recomputes the forward of all stages but the last."""
+    """Return the cost model for stages that share a device in turn: each stage adds the fixed cost of a pass,
+    and the backward of every stage but the last first recomputes its forward."""
     others, recomputed = len(layout.stages) - 1, layers - layout.stages[-1].count
     visit, back = Terms(fixed=known.forward.embedding.fixed), Terms(fixed=known.backward.embedding.fixed)
     again = known.forward.layer.times(recomputed).plus(known.forward.adapter.times(recomputed / layers))

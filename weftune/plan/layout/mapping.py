@@ -1,4 +1,4 @@
-"""Mapping of stages to GPUs in which simultaneous uploads share no root complex (Mobius 3.3, cross mapping).
+"""Mapping of stages to GPUs such that few simultaneous uploads share a root complex (Mobius, section 3.3).
 
 A mapping is an order of the GPUs: stage j runs on the GPU at position j mod N.
 """
@@ -34,10 +34,10 @@ def sequential_order(topology: Topology) -> tuple[int, ...]:
 
 
 def contention(order: Sequence[int], topology: Topology, stages: int) -> float:
-    """Return the contention of Eq 13: the sum, over pairs of stages under a common root, of its GPUs over
-    their distance.
+    """Return the contention by Mobius's equation 13: the sum, over pairs of stages under the same root, of
+    the root's number of GPUs divided by the distance between the stages.
 
-    Pairs on one GPU are excluded: they never upload at the same time.
+    Pairs on one GPU are excluded: they are never uploaded at the same time.
     """
     root_of = topology.root_of
     roots = [root_of[gpu] for gpu in order]
@@ -45,7 +45,7 @@ def contention(order: Sequence[int], topology: Topology, stages: int) -> float:
 
 
 def cross_order(topology: Topology, stages: int) -> tuple[int, ...]:
-    """Return the order of least contention: exact up to EXACT_GPUS GPUs, else no swap improves it."""
+    """Return the order of least contention. With more than EXACT_GPUS GPUs it is only a local optimum."""
     nearness = _nearness(topology.gpus, stages)
     if topology.gpus > EXACT_GPUS:
         return _order(_swapped(topology, nearness), topology)
@@ -54,7 +54,7 @@ def cross_order(topology: Topology, stages: int) -> tuple[int, ...]:
 
 
 def every_order(topology: Topology) -> Iterator[tuple[int, ...]]:
-    """Yield one order of each kind: GPUs under one root are interchangeable, and so are roots of one size."""
+    """Yield all orders, except those that only exchange GPUs under one root or roots of one size."""
     for roots in _root_orders(topology.roots, ()):
         yield _order(roots, topology)
 
@@ -82,7 +82,7 @@ def _order(roots: Sequence[int], topology: Topology) -> tuple[int, ...]:
 
 
 def _nearness(gpus: int, stages: int) -> list[list[float]]:
-    """Return, for two positions of an order, the sum of 1/distance over the pairs of stages there."""
+    """Return, for every two positions, the sum of 1/distance over the pairs of stages at these positions."""
     near = [[0.0] * gpus for _ in range(gpus)]
     for early, late in combinations(range(stages), 2):
         if early % gpus != late % gpus:

@@ -1,11 +1,10 @@
-"""Partition of layers into stages streamed from host memory: the layers of each stage, and the stages that
-stay.
+"""Partition of layers into stages that are streamed from host memory or stay resident on a GPU.
 
 The search is branch and bound over prefixes, layer by layer, from the best result of a local search. It is
 exact as long as no level holds more prefixes than the budget allows, which is the case up to eleven layers.
-Beyond that, the most promising prefixes are kept, and the result carries a bound that no partition can beat.
-The amount to prefetch is not searched: more is never slower under the recurrence, so each prefetch takes the
-least of its bounds.
+Beyond that, the most promising prefixes are kept, and the result includes a lower bound on the step time of
+any partition. The amount to prefetch is not searched: prefetching more is never slower, so each prefetch is
+as large as memory allows.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class _Problem:
         return stages_seconds(self.stages(draft), draft.resident, self.host, self.microbatches)
 
     def excess(self, draft: StreamPartition) -> int:
-        """Return the bytes missing on the GPU that lacks most; at most 0 if everything fits."""
+        """Return the bytes by which the fullest GPU exceeds its memory; at most 0 if everything fits."""
         return -min(free_bytes(self.stages(draft), draft.resident, self.host))
 
 
@@ -164,7 +163,7 @@ def _filled(problem: _Problem, cuts: tuple[int, ...]) -> StreamPartition:
 
 
 def _descend(problem: _Problem, draft: StreamPartition) -> StreamPartition:
-    """Take the first change that helps, until none does."""
+    """Apply the first change that reduces the time, until none does."""
     seconds, tried = problem.seconds(draft), 0
     better: StreamPartition | None = draft
     while better:
@@ -179,8 +178,8 @@ def _descend(problem: _Problem, draft: StreamPartition) -> StreamPartition:
 
 
 def _changes(draft: StreamPartition, gpus: int) -> Iterator[StreamPartition]:
-    """Yield drafts with one boundary moved, removed or added, one resident bit flipped, or a bit passed to
-    another stage."""
+    """Yield drafts with one boundary moved, removed or added, or with one stage made resident or streamed, or
+    two stages exchanged in this respect."""
     cuts, resident = draft.cuts, draft.resident
     for number in range(1, len(cuts) - 1):
         for cut in (cuts[number] - 1, cuts[number] + 1):
@@ -254,7 +253,7 @@ def _children(problem: _Problem, bounds: Bounds, prefix: Prefix) -> Iterator[Pre
 
 @dataclass(frozen=True, slots=True)
 class PartialPlacement:
-    """A decided stage. Its times are lower bounds, since undecided stages can only take memory."""
+    """A stage of a prefix. Its times are lower bounds, since later stages can only take memory."""
 
     stage: StageCost
     resident: bool
@@ -275,7 +274,7 @@ class Prefix:
     fixed: tuple[int, ...]
     """Bytes that each GPU holds all the time."""
     passing: tuple[int, ...]
-    """Largest number of bytes that each GPU needs in addition."""
+    """Peak bytes that each GPU needs in addition while one of its stages computes."""
     seconds: float
     """Lower bound on the seconds of any partition that begins with this prefix."""
 
@@ -285,7 +284,7 @@ class Prefix:
 
 
 class Bounds:
-    """Lower bounds on the cost of partitions that are decided only up to some layer.
+    """Lower bounds on the step time of partitions whose first stages are given.
 
     Times follow the recurrence of `mobius_step`: forward from the first stage on; backward as tails (the
     longest path from a stage's start to the end of the step), which also grow from the first stage on.
@@ -331,7 +330,7 @@ class Bounds:
         above: PartialPlacement | None,
         room: int,
     ) -> PartialPlacement:
-        """Return the placement of a stage, after the stage `before` it and the one `above` on its GPU."""
+        """Place a stage. `before` is the previous stage, `above` the previous stage on the same GPU."""
         bandwidth, more = self.host.bandwidth, self.microbatches - 1
         first = last = 0.0
         last_tail = stage.backward
@@ -362,7 +361,7 @@ class Bounds:
         fixed: Sequence[int],
         newest: PartialPlacement | None,
     ) -> float:
-        """Return the largest of three bounds per direction: GPUs' work, links' bytes, one microbatch."""
+        """Return the largest bound (compute, uploads or one microbatch), summed over both directions."""
         gpus, work = self.host.gpus, self.microbatches
         placed = [one for one in recent if one]
         freed = sum(one.last + one.stage.forward for one in placed)

@@ -41,15 +41,15 @@ class StreamPartition:
 
 @dataclass(frozen=True, slots=True)
 class MobiusVisit:
-    """One stage in one direction: what it computes, and what must be transferred to its GPU before."""
+    """The forward or the backward of one stage: its computation, and the transfers that must precede it."""
 
     seconds: float
     """Seconds per microbatch."""
     hop_bytes: int = 0
-    """Bytes of the activation or gradient that comes from the preceding stage, if that ran on another GPU."""
+    """Bytes of the activation or gradient received from the preceding stage; 0 if it is on the same GPU."""
     upload_bytes: int = 0
     late_bytes: int = 0
-    """Bytes of the upload that have no room until the previous visit on that GPU has ended."""
+    """Bytes of the upload that do not fit until the previous visit on the same GPU has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def stages_seconds(
 
 
 def free_bytes(stages: Sequence[StageCost], resident: Sequence[bool], host: Host) -> list[int]:
-    """Return the bytes left on its GPU while each stage computes; negative if it does not fit."""
+    """Return, for each stage, the free bytes of its GPU while it computes; negative if it does not fit."""
     fixed = [0] * host.gpus
     for number, stage in enumerate(stages):
         held = host.stage_bytes + stage.state_bytes + resident[number] * stage.weight_bytes
@@ -92,7 +92,7 @@ def free_bytes(stages: Sequence[StageCost], resident: Sequence[bool], host: Host
 
 
 def passing_bytes(stage: StageCost, resident: bool) -> int:
-    """Return the bytes of a stage only while it computes: activations and uploaded weights."""
+    """Return the bytes that a stage needs only while it computes: activations and uploaded weights."""
     return stage.kept_bytes + (0 if resident else stage.weight_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Memory that a cut for streaming needs on each device and on the host, and the time of a round."""
+"""Memory that a cut of a streamed base needs on each device and on the host, and the time of a round."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ STREAM_SLACK_BYTES = 2 << 30
 """Slack bytes on a GPU: logits of one chunk and their gradient, temporaries, the allocator's rounding."""
 ASKING_SECONDS = 4e-3
 """Seconds that Python takes on a GPU to launch the dozens of kernels of one pass over one layer. Estimated
-from rounds with microbatches of 4096 and of 8192 tokens, not measured by itself (docs/benchmarks.md). Those
-passes were not captured; what remains of it for captured passes has not been measured."""
+from rounds with microbatches of 4096 and of 8192 tokens (docs/benchmarks.md), whose passes were not captured
+as CUDA graphs. The time for captured passes has not been measured."""
 GPU_BACKWARD = 1.35
 """Time of a layer's backward relative to its forward on a GPU: 1.39 for the 8B shape, 1.33 for 32B, on an
 H200 with 16 jobs of rank 16 (docs/benchmarks.md)."""
@@ -48,7 +48,7 @@ class StreamDevice:
     bandwidth: float
     """Bytes per second from the host, or from the files if weights stay there."""
     both_ways: float | None = None
-    """Bytes per second from the host while as many go back. None uses `bandwidth`."""
+    """Bytes per second from the host while the other direction is busy too. None uses `bandwidth`."""
     flops: float
     """Floating-point operations per second that forward passes reach."""
     memory_bandwidth: float = math.inf
@@ -63,7 +63,7 @@ class StreamDevice:
     launch: float = GPU_LAUNCH
     """Seconds that one pass over one layer takes, however few rows it has."""
     asking: float = 0.0
-    """Seconds that the host takes to launch one pass over one layer: no pass is faster."""
+    """Seconds that the host takes to launch one pass over one layer: a lower bound of its time."""
 
 
 def gpu_device(
@@ -107,13 +107,13 @@ def in_files(device: StreamDevice) -> StreamDevice:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A cut during a search."""
+    """A candidate cut of the base into stages."""
 
     sizes: tuple[int, ...]
     """Number of layers in each stage."""
     resident: tuple[bool, ...]
     slots: tuple[int, ...]
-    """Number of slots of each worker. Slots beyond its streamed stages are useless and are not counted."""
+    """Number of slots of each worker. Memory is not counted for more slots than the worker streams stages."""
 
     @property
     def streamed_layers(self) -> int:
@@ -135,20 +135,20 @@ def draft_of(cut: Layout) -> Draft:
 
 @dataclass(frozen=True)
 class StreamCase:
-    """A base, its jobs and identical devices, one per worker, with microbatches of one capacity. On one
-    device, adapters stay or travel with their stage, and inputs of stages are kept or offloaded."""
+    """A base with its jobs on identical devices, one per worker, and one microbatch capacity. On one device,
+    adapters may be streamed with their stage (`travels`) and inputs of stages offloaded (`offloads`)."""
 
     shape: ModelShape
     jobs: tuple[JobShape, ...]
     device: StreamDevice
     round_tokens: int
-    """Tokens of one round of all jobs. Each stage needs its input for all of them again."""
+    """Tokens of one round of all jobs. Each stage keeps its input of all these tokens for the backward."""
     capacity: int
     travels: bool
     offloads: bool = False
     workers: int = 1
     alone: tuple[StreamCase, ...] = ()
-    """Cases of jobs that are admitted after others have ended: each must fit by itself with the same cut."""
+    """Cases with a single job that is admitted later. Each of them must fit with the same cut."""
 
     def __post_init__(self) -> None:
         assert self.workers == 1 or not (self.travels or self.offloads), (
@@ -195,7 +195,7 @@ class StreamCase:
         return sum([count for count in lacking if count > 0])
 
     def most_bytes(self, draft: Draft) -> int:
-        """Return the peak bytes on the fullest device, with these jobs or with one that must fit alone."""
+        """Return the peak bytes on the fullest device, with these jobs or with any job of `alone`."""
         return max([case.device_bytes(draft) for case in (self, *self.alone)])
 
     # -- seconds -----------------------------------------------------------------------------------------
@@ -217,8 +217,8 @@ class StreamCase:
         return math.ceil(self.round_tokens / self.capacity)
 
     def rounds(self, sizes: Sequence[int]) -> list[StageRound]:
-        """Return the round of each stage. The last stage runs the backward of every microbatch right after
-        its forward, so nothing is recomputed there."""
+        """Return the times and bytes of each stage in a round. The last stage runs the backward of every
+        microbatch right after its forward, so it recomputes nothing."""
         if len(sizes) == 1:
             return [self._last[sizes[0]]]
         first, *inner, last = sizes
@@ -249,13 +249,13 @@ class StreamCase:
 
     @cached_property
     def bandwidth(self) -> float:
-        """Bytes per second from the host, while adapters that travel and offloaded inputs go back."""
+        """Bytes per second from the host, while adapters and inputs may be copied back to the host."""
         goes_back = self.travels or self.offloads
         return (self.device.both_ways if goes_back else None) or self.device.bandwidth
 
     @cached_property
     def bare_seconds(self) -> float:
-        """Seconds per window of the Steps at its end, which no pass hides."""
+        """Seconds of the optimizer steps at the end of a window, which overlap with no pass."""
         if not self.travels:
             return 0.0
         return (
@@ -263,8 +263,8 @@ class StreamCase:
         )
 
     def unhidden(self, draft: Draft) -> float:
-        """Return the share of a round in which the device waits for the host, for bytes or for launches. With
-        several workers it is the share that Loads add."""
+        """Return the share of a round in which the device waits for transfers or kernel launches. With
+        several workers, return the share that transfers of weights add."""
         seconds, at_once = self.seconds(draft), replace(self, device=replace(self.device, asking=0.0))
         if self.workers > 1:
             return max(0.0, seconds - self._round_seconds(draft, math.inf)) / seconds
@@ -272,7 +272,7 @@ class StreamCase:
 
     @cached_property
     def _first(self) -> list[StageRound]:
-        """Rounds of the first stage, indexed by its number of layers."""
+        """Times and bytes of the first stage in a round, indexed by its number of layers."""
         once = self.layer_seconds
         again = 1.0 + self.device.backward
         return [self._stage(size, size * once, again * size * once) for size in range(self.shape.layers + 1)]

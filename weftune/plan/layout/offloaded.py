@@ -1,9 +1,9 @@
 """Time of a round with master weights and moments in host memory, and whether it pays off: for more running
 jobs, for larger microbatches, or for fewer recomputed layers.
 
-Jobs run in two groups that take turns, and the Steps of one group use the link during the passes of the
-other. Steps are hidden only as far as passes are long: those of many adapters on few tokens would take
-several times as long as their passes, and then it is better for jobs to wait for their turn.
+Jobs run in two alternating groups: the optimizer steps of one group use the link during the passes of the
+other. With many adapters and few tokens, optimizer steps take several times as long as the passes that hide
+them, and then it is better to run fewer jobs at a time.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from weftune.plan.layout.seats import in_order, most_that_fit
 from weftune.plan.window.rounds import even_groups
 
 SLOWER = 0.05
-"""Share by which a step of all jobs may be longer so that more of them run together: times are estimates."""
+"""Relative slowdown of a step of all jobs that is accepted if more of them run together."""
 FASTER = 0.03
-"""Share by which a step must be shorter if all jobs run together either way: pinning memory takes time."""
+"""Relative gain that a step must have if all jobs run together either way: pinning memory takes time."""
 
 
 def offloading(memory: MemoryModel, host_budget: int) -> MemoryModel:
@@ -31,8 +31,8 @@ def offloading(memory: MemoryModel, host_budget: int) -> MemoryModel:
 
 @dataclass(frozen=True, slots=True)
 class OffloadedRound:
-    """A round whose Steps transfer state from host memory: seconds of two groups of jobs. Without a second
-    group, no pass hides the Step of the only job."""
+    """Seconds of a round whose optimizer steps use state in host memory, for two groups of jobs. With only
+    one job the second group is empty, and no pass hides the optimizer step."""
 
     passes: tuple[float, float]
     moved: tuple[float, float]
@@ -47,7 +47,7 @@ class OffloadedRound:
 
     @property
     def unhidden(self) -> float:
-        """Seconds in which the device waits for Steps."""
+        """Seconds in which the device waits for transfers of optimizer steps."""
         return self.seconds - self.passes[0] - self.passes[1]
 
 
@@ -83,17 +83,16 @@ def _tokens(jobs: Sequence[JobShape]) -> int:
 def is_worth(
     memory: MemoryModel, resident: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, tokens: int
 ) -> bool:
-    """Return whether a step of all these jobs, each of which fits alone either way, takes about as long as if
-    more of them waited for their turn. `memory` has the optimizer offloaded; microbatches have up to `tokens`
-    tokens."""
+    """Return whether a step of all these jobs with the optimizer offloaded (`memory`) takes about as long as
+    in smaller groups without (`resident`). Microbatches have up to `tokens` tokens; each job fits alone."""
     together = sum(offloaded_round(memory, turn, device, tokens).seconds for turn in turns(jobs, memory))
     waiting = sum(resident_seconds(resident, turn, device, tokens) for turn in turns(jobs, resident))
     return together <= (1 + SLOWER) * waiting
 
 
 def would_gain(resident: MemoryModel, jobs: Sequence[JobShape], max_tokens: int) -> bool:
-    """Return whether more memory could make passes of jobs that all run together cheaper: layers are
-    recomputed, or weights are dequantised for small microbatches."""
+    """Return whether passes could be faster with more memory: layers are recomputed, or weights are
+    dequantised for small microbatches. All jobs run together."""
     recompute = resident.recompute(jobs, max_tokens)
     small = resident.capacity(jobs, max_tokens, recompute) < min(max_tokens, _tokens(jobs))
     return recompute.layers > 0 or (resident.shape.matrix_bytes > 0 and small)
@@ -108,7 +107,7 @@ def is_faster(
 
 
 def turns(jobs: Sequence[JobShape], memory: MemoryModel) -> Iterator[Sequence[JobShape]]:
-    """Yield the groups of jobs that run together, one after another. Each job fits alone."""
+    """Yield groups of jobs, each with as many as fit together. Each job must fit alone."""
     rest = in_order(jobs)
     while rest:
 

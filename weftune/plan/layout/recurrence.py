@@ -1,11 +1,11 @@
-"""Time of a round in which streamed stages take turns in a few slots of a device.
+"""Time of a round in which streamed stages share a few slots of device memory in turn.
 
-On one device, loads share one link and run one after another, in the order of the visits. A visit's load
-begins when the slot's last visit has ended and the link is free; its passes begin when the previous visit has
-ended and its load is done. A round ends with the first stages in the slots and the link idle, as it began, so
-the times of rounds add up.
+A visit is the forward or the backward of one stage for all microbatches. On one device, loads share one link
+and run one after another, in the order of the visits. A visit's load begins when the slot's last visit has
+ended and the link is free; its passes begin when the previous visit has ended and its load is done. A round
+ends with the first stages in the slots and the link idle, as it began, so the times of rounds add up.
 
-Adapters that travel are stepped before their stage's forward. The state for a Step is requested when the
+Streamed adapters are updated before their stage's forward. The state for a Step is requested when the
 forward of the previous stage begins, that of the first stage when the round begins. It uses the link in the
 same order, after the stage's load if there is one, and the updated state goes back once it has arrived. The
 weights are then computed on the device; a load in the backward brings a copy of them, which must have gone
@@ -46,21 +46,21 @@ class StageRound:
     load_bytes: int = 0
     """Bytes transferred whenever the stage is loaded."""
     gone_bytes: int = 0
-    """Bytes that leave after its backward; its slot is occupied until then."""
+    """Bytes copied to the host after the backward. The slot is occupied until the copy ends."""
     copy_bytes: int = 0
     """Bytes of adapter weights transferred with the stage when it is loaded for its backward."""
     step_bytes: int = 0
-    """Bytes of state transferred to the device for its Step, before its forward."""
+    """Bytes of state transferred to the device for the optimizer step before the forward."""
     back_bytes: int = 0
-    """Bytes of that state that go back to the host."""
+    """Bytes of state copied back to the host after the optimizer step."""
     input_bytes: int = 0
-    """Bytes of its input, if that waits on the host between its forward and its backward."""
+    """Bytes of the stage's input, if it is held on the host between forward and backward; else 0."""
 
 
 def slotted_seconds(
     stages: Sequence[StageRound], resident: Sequence[bool], slots: int, bandwidth: float
 ) -> float:
-    """Return the seconds from a round's first Step to the end of the transfers after its last backward."""
+    """Return the seconds from a round's first optimizer step to the last transfer after its last backward."""
     streamed = [number for number, stays in enumerate(resident) if not stays]
     slot_of = {stage: place % slots for place, stage in enumerate(streamed)}
     held = {slot_of[stage]: stage for stage in streamed[:slots]}
@@ -123,7 +123,7 @@ def round_seconds(
     hop: float = 0.0,
     bandwidth: float = math.inf,
 ) -> float:
-    """Return the seconds of one round among many; see `round_ends`."""
+    """Return the seconds per round in steady state; see `round_ends` for the arguments."""
     first, second = round_ends(stages, cut, microbatches, 2, hop, bandwidth)
     return second - first
 
@@ -183,13 +183,13 @@ class _Recurrence:
             self.there[coming] = self.link[worker]
 
     def rest(self) -> float:
-        """Return the time at which all Steps are done and the next round's microbatches are ready."""
+        """Return the time at which the round ends and the microbatches of the next one are ready."""
         self.first = self.last = self.free[0]
         return self.free[0]
 
 
 def _loads(cut: OnWorker, rounds: int) -> Iterator[int | None]:
-    """Yield the stage that is loaded after each visit of a worker, or None."""
+    """Yield, after each visit of a worker, the stage that is loaded next, or None."""
     last = len(cut.stages) - 1
     forward = [stage for stage in cut.own if stage < last]
     for moved in moves([*forward, *reversed(cut.own)] * rounds, cut):

@@ -1,4 +1,4 @@
-"""The search for the cut that streams fastest: the stages, which of them stay, and the number of slots.
+"""Search for the fastest cut of a streamed base: its stages, which of them stay resident, and the slots.
 
 On one device it starts from even stages with residents spread among them, from the partition that `stream`
 finds for Mobius's recurrence, and from Mobius's two plain partitions. Over several workers it starts from
@@ -29,12 +29,12 @@ STARTS = 4
 QUICK = 16
 """Number of drafts kept from those that are tried without a search."""
 CHANGES = 2000
-"""Number of changes that all descents from the starts may try, and again the last descent. It is not a time
-limit, since a plan must not depend on the clock."""
+"""Number of changes that all descents from the starts may try together, and that the last descent may try. A
+time limit would make the plan depend on the clock."""
 PREFIXES = 2000
 """Number of prefixes that the search for a partition examines."""
 HIDDEN = 0.005
-"""Share of a round below which waits leave nothing to gain for Mobius's partition, which reduces waits."""
+"""Share of a round spent waiting below which Mobius's partition, which reduces waits, is not tried."""
 CLOSE = 1 - 1e-9
 """Factor that a time must fall below to count as better: smaller gains are rounding errors."""
 
@@ -44,7 +44,7 @@ class Found:
     case: StreamCase
     draft: Draft
     excess: int
-    """Bytes that the draft needs and that are not available."""
+    """Bytes by which the draft exceeds the available memory."""
     seconds: float
     """Seconds of a round; infinite if bytes are lacking."""
 
@@ -86,7 +86,7 @@ def _judged(case: StreamCase, draft: Draft) -> Found:
 
 
 def _starts(case: StreamCase) -> list[Found]:
-    """Return the drafts to start from; over several workers, some do not fit until they are changed."""
+    """Return the drafts to start from. Over several workers, they may include drafts that do not fit yet."""
     if case.workers == 1:
         return _quick(case)
     return [_judged(case, draft) for draft in filled_drafts(case)]
@@ -99,8 +99,8 @@ def fits_any(case: StreamCase) -> bool:
 
 
 def _quick(case: StreamCase) -> list[Found]:
-    """Return the best few of the drafts that are tried without a search. None is faster than its arithmetic,
-    so most need not be evaluated at all."""
+    """Return the best few of the drafts that are tried without a search. Most are skipped, because their
+    compute time alone is too long."""
     drafts = dict.fromkeys((*even_drafts(case), *frugal_drafts(case), *plain_drafts(case)))
     fitting = [draft for draft in drafts if case.fits(draft)]
     least = {sizes: case.arithmetic_seconds(sizes) for sizes in {draft.sizes for draft in fitting}}
@@ -123,7 +123,7 @@ def _various(found: Sequence[Found]) -> list[Found]:
 
 
 def _kind(found: Found) -> object:
-    """Return the case and the number of slots on one device, the number of stages over several workers."""
+    """Return the key of a kind of draft: the case, with the slots of one device or the stages of workers."""
     case, draft = found.case, found.draft
     return (case.capacity, case.travels, draft.slots) if case.workers == 1 else len(draft.sizes)
 
@@ -170,7 +170,7 @@ def _even(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def _spread(case: StreamCase, sizes: tuple[int, ...], slots: int) -> Iterator[Draft]:
-    """Yield drafts without a resident last stage, and with one, which may then be larger than the slots."""
+    """Yield drafts with a streamed and with a resident last stage, which may then be larger than a slot."""
     for ending in ((), (True,)):
         others = len(sizes) - len(ending)
         most = others
@@ -206,7 +206,7 @@ def smallest_drafts(case: StreamCase) -> Iterator[Draft]:
 
 
 def _partitioned(case: StreamCase) -> Iterator[Draft]:
-    """Yield what Mobius's search finds. It knows no slots, so residents make room for them."""
+    """Yield the result of Mobius's search, with fewer resident stages to make room for slots."""
     with suppress(PlanError):
         microbatches = math.ceil(case.round_tokens / case.capacity)
         found = stream(_costs(case), _host(case), microbatches, PREFIXES, starts=1).partition
@@ -221,7 +221,7 @@ def _drafts(partition: StreamPartition) -> Iterator[Draft]:
 
 
 def _thinned(case: StreamCase, draft: Draft) -> Draft:
-    """Remove the middle one of the residents repeatedly, until the draft fits."""
+    """Make the middle one of the resident stages streamed, repeatedly, until the draft fits."""
     while case.device_bytes(draft) > case.device.budget and any(draft.resident):
         stay = [number for number, stays in enumerate(draft.resident) if stays]
         draft = _toggled(draft, stay[len(stay) // 2])
@@ -248,7 +248,7 @@ def _host(case: StreamCase) -> Host:
 
 
 def _layer_ring(case: StreamCase) -> int:
-    """Return the bytes that each layer of a stage adds, at most, to what Steps pass through."""
+    """Return the bytes that each layer of a stage adds to the buffers of optimizer steps, at most."""
     return case.memory.ring_bytes(2) - case.memory.ring_bytes(1)
 
 
@@ -288,7 +288,7 @@ def _fits_on(case: StreamCase, draft: Draft, worker: int) -> bool:
 
 
 def _descend(found: Found, tries: int) -> Found:
-    """Take the first change that helps, or that frees memory at no cost, until none does."""
+    """Apply the first change that saves time, or that frees memory at no cost, until there is none."""
     case, best = found.case, found
     room = case.device_bytes(best.draft)
     better: Found | None = best
@@ -305,7 +305,7 @@ def _descend(found: Found, tries: int) -> Found:
 
 
 def _changes(found: Found) -> Iterator[Draft]:
-    """Yield changed drafts, small changes first: they help most often."""
+    """Yield changed drafts, those with small changes first because they are better most often."""
     draft = found.draft
     yield from _other_residents(draft)
     if found.case.workers == 1:
@@ -317,7 +317,7 @@ def _changes(found: Found) -> Iterator[Draft]:
 
 
 def _other_residents(draft: Draft) -> Iterator[Draft]:
-    """Yield drafts with a resident bit flipped or passed on within its worker, or one slot changed."""
+    """Yield drafts with one other resident stage on a worker, one more or one fewer, or one slot changed."""
     stages, workers = range(len(draft.resident)), len(draft.slots)
     for number in stages:
         yield _toggled(draft, number)

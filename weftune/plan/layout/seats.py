@@ -1,4 +1,4 @@
-"""Seats: which jobs run together. The scheduler decides it at every window boundary, `choose` before a run.
+"""Choice of the jobs that run together, which have a seat. It is made before a run and at window boundaries.
 
 Jobs are seated by priority; among equals, running jobs come before waiting ones, and then those earlier in
 the jobs file. A job that does not fit beside those seated so far gets no seat, but smaller ones behind it
@@ -23,19 +23,19 @@ Fits = Callable[[Sequence[JobShape]], str | None]
 Jobs that do not fit do not fit with one more either, nor with a larger job in place of a smaller one."""
 
 MOST_OVERTAKEN = 8
-"""Number of jobs that may be admitted before one that is ahead of them and does not fit."""
+"""Number of jobs that may overtake a job that is ahead of them in the queue and does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seats:
-    """All jobs, in the order in which seats are given."""
+    """All jobs with and without a seat, in the order in which they are considered."""
 
     seated: tuple[JobShape, ...]
     unseated: tuple[JobShape, ...]
 
 
 def in_order(jobs: Sequence[JobShape], attached: Sequence[JobShape] = ()) -> list[JobShape]:
-    """Return the jobs in the order in which they are seated."""
+    """Return the jobs in the order in which they are considered for a seat."""
     present = {job.name for job in attached}
     return sorted([*jobs, *attached], key=lambda job: (-job.priority, job.name not in present, job.order))
 
@@ -56,7 +56,7 @@ def seat(
 
 
 def too_large(jobs: Sequence[JobShape], fits: Fits) -> dict[str, str]:
-    """Return name → why the job cannot run even alone. Jobs no larger than one that can are not checked."""
+    """Map each job that cannot even run alone to why. Jobs no larger than one that can are skipped."""
     runnable: list[JobShape] = []
     found: dict[str, str] = {}
     for job in sorted(jobs, key=lambda job: -job.longest):
@@ -70,8 +70,8 @@ def too_large(jobs: Sequence[JobShape], fits: Fits) -> dict[str, str]:
 
 
 class _Seating:
-    """Seats given so far. Each check covers all jobs, so there are few checks: they bisect, and skip jobs
-    that are as large as one that did not fit."""
+    """Seats assigned so far. Checking whether jobs fit is slow, so it is done rarely: by bisection, and not
+    for jobs as large as one that did not fit."""
 
     def __init__(self, attached: Sequence[JobShape], fits: Fits, overtaken: Mapping[str, int]) -> None:
         self.seated: list[JobShape] = []
@@ -87,7 +87,7 @@ class _Seating:
         """Whether a job has been admitted. If not, running jobs stay, whatever their predicted memory."""
 
     def fill(self, rest: Sequence[JobShape]) -> list[JobShape]:
-        """Give seats up to the first job that is found not to fit, and return the jobs behind it."""
+        """Seat jobs up to the first one that does not fit, and return the jobs behind it."""
         tried = self._possible(rest)
         run = [rest[at] for at, _ in tried]
         # After a job that does not fit there is seldom room for many.
@@ -119,7 +119,7 @@ class _Seating:
         return found
 
     def _allowed(self, job: JobShape) -> float:
-        """Return how many jobs may overtake a job without a seat. A preempted job is now in the queue."""
+        """Return how many more jobs may overtake this job, which has no seat."""
         return MOST_OVERTAKEN - self._overtaken.get(job.name, 0)
 
     def _refuse(self, job: JobShape, behind: Sequence[JobShape]) -> None:

@@ -20,13 +20,13 @@ from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSamp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobWork:
-    """The remaining work of a job, as far as its time depends on it."""
+    """The remaining work of a job that determines its remaining time."""
 
     shape: JobShape
     steps: int
     """Number of remaining steps."""
     batches: tuple[GlobalBatch, ...]
-    """Some of its global batches, which represent all of them."""
+    """A sample of the job's global batches, representative of all."""
     evaluations: int = 0
     """Number of remaining evaluations."""
     held_out: tuple[PlacedSample, ...] = ()
@@ -45,7 +45,7 @@ class DeviceShare:
 def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
     """Return the predicted seconds of a job if every microbatch holds only its samples.
 
-    Beside other jobs its passes are shared and cheaper, but by how much depends on jobs not chosen yet.
+    Passes shared with other jobs are cheaper, but by how much depends on which jobs share a device.
     """
     met = {job.shape.name: job.shape.met}
     room = max(capacity, job.shape.longest)
@@ -97,7 +97,7 @@ def share_jobs(
 
 
 def _first_of(name: str, seconds: Mapping[str, float], sources: Mapping[str, str]) -> str:
-    """Return the job that a chain of starts begins with. Jobs that are already trained are in no chain."""
+    """Return the first job of the chain in which each job starts from the adapter of the previous one."""
     while sources.get(name, "") in seconds:
         name = sources[name]
     return name

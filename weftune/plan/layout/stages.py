@@ -29,7 +29,7 @@ ROUNDING = 1e-9
 RANK, LENGTH = 16, 256
 """Adapter rank and sample length that stages are balanced for, before any job is known."""
 LEAST = JobShape("", 0, 0, trainable=0, longest=1024)
-"""Smallest job that must fit beside the base, for passes of 1024 tokens: other jobs can wait."""
+"""Smallest job that must fit beside the base, with samples of 1024 tokens, for a layout to be accepted."""
 
 Costs = NDArray[np.float64]
 """Cost of each possible stage, [stage, first layer, layer after the last]; infinite if it is not allowed."""
@@ -41,7 +41,7 @@ class StageLimit:
 
     memory_bytes: int
     in_flight: int = 1
-    """Number of microbatches that hold activations there at once."""
+    """Number of microbatches whose activations the stage holds at once."""
     pace: float = 1.0
     """Time for the same work relative to the device that the layers were measured on."""
 
@@ -109,7 +109,7 @@ def _memory(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> Costs:
 
 
 def _why_not(layers: Sequence[LayerCost], limits: Sequence[StageLimit], cuts: Sequence[int]) -> str:
-    """Describe the stage with the largest excess, in the cut whose largest excess is smallest."""
+    """Return an error sentence about the stage that exceeds its memory most, in the cut that fits best."""
 
     def excess(number: int) -> int:
         stage = stage_cost(layers, cuts[number], cuts[number + 1])
@@ -143,8 +143,8 @@ class PartCosts:
 
 
 def cut_layers(shape: ModelShape, stages: int, costs: PartCosts | None = None) -> tuple[LayerRange, ...]:
-    """Return one range per stage: the slowest is as fast as possible, and the others are as even as that
-    allows. Without `costs`, arithmetic is counted."""
+    """Return the layers of each stage: the slowest stage is as fast as possible, and the others are as even
+    as possible. Without `costs`, multiplications are counted."""
     if stages < 2:
         raise PlanError(f"--pipeline {stages}: a pipeline has at least 2 stages")
     if stages > shape.layers:
@@ -160,7 +160,7 @@ def cut_layers(shape: ModelShape, stages: int, costs: PartCosts | None = None) -
 
 
 def counted_costs(shape: ModelShape) -> PartCosts:
-    """Return multiplications per token: one per frozen weight and direction, two in the head's forward."""
+    """Return costs in multiplications per token: one per weight and direction, two in the head's forward."""
     inside = sum(site.active_weights for site in shape.sites)
     return PartCosts(0.0, 2 * inside / shape.layers, 2 * shape.hidden * shape.vocabulary)
 

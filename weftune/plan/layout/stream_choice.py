@@ -1,6 +1,6 @@
-"""The choice of how a base is streamed, with the reason as a sentence. On one device it is not streamed if it
-fits; otherwise, and over several workers, the fastest cut is chosen. Errors say what does not fit before
-anything is loaded."""
+"""Choice of how a base is streamed, with the reason as a sentence. A base that fits on one device is not
+streamed; otherwise, and over several workers, the fastest cut is chosen. If nothing fits, an error explains
+why before anything is loaded."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from weftune.plan.program.layout import Layout, one_device
 SMALLEST = 256
 """Smallest number of tokens per pass that is tried, unless every sample is shorter."""
 WORTH = 0.01
-"""Share by which a step must get shorter for inputs to be offloaded or adapters to travel: the prediction
-assumes that the link always reaches its best speed."""
+"""Relative gain required to offload inputs or to stream adapters: the prediction assumes that the link always
+reaches its best speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class HostState:
     """State, other than layers, that is held in host memory."""
 
     travels: bool
-    """Whether adapters are held there and travel with their stage."""
+    """Whether adapters are held in host memory and loaded with their stage."""
     offloads: bool
-    """Whether inputs of stages are held there between their forward and their backward."""
+    """Whether inputs of stages are held in host memory between forward and backward."""
 
 
 HOST_STATES = tuple(HostState(travels, offloads) for travels, offloads in product((False, True), repeat=2))
-"""Choices of what host memory holds, the simplest first. Inputs are offloaded before adapters: no Step waits
-for inputs."""
+"""Choices of what host memory holds, the simplest first. Offloaded inputs come before streamed adapters,
+since no optimizer step waits for inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ def fits_whole(shape: ModelShape, jobs: Sequence[JobShape], budget: int) -> bool
 def choose_for_jobs(
     shape: ModelShape, jobs: Sequence[JobShape], device: StreamDevice, max_tokens: int
 ) -> StreamChoice:
-    """Choose for as many of the jobs as fit at once, in the order of admission, such that each of the others
-    can train by itself later, if possible. PlanError says what does not fit."""
+    """Choose how to stream for as many jobs as fit at once, in the order of admission. If possible, each
+    remaining job can train alone later. Raise PlanError if nothing fits."""
     ordered = in_order(jobs)
 
     def tokens(count: int) -> int:
@@ -101,9 +101,8 @@ def choose_stream(
     """Choose how to stream on one device. Microbatches have at most `max_tokens` tokens, a round of all jobs
     `round_tokens`. The `waiting` jobs are admitted later, and each must fit by itself.
 
-    The base stays whole if it fits. Otherwise the result is the fastest cut and capacity with the first of
-    the `states`, unless another is clearly faster or is the first that fits. PlanError says what does not
-    fit.
+    If the base fits, it is not streamed. Otherwise, return the fastest cut and capacity with the first of
+    the `states` that fits, unless another state is clearly faster. Raise PlanError if none fits.
     """
     assert jobs, "there is nothing to train"
     round_tokens = max(round_tokens, longest(jobs))
@@ -164,7 +163,7 @@ def fits_streamed(
     round_tokens: int,
     waiting: Sequence[JobShape] = (),
 ) -> bool:
-    """Return whether `choose_stream` succeeds, without searching: the smallest microbatches need least."""
+    """Return whether `choose_stream` would succeed. Only the smallest microbatches are tried."""
     round_tokens = max(round_tokens, longest(jobs))
     if _whole(shape, jobs, device, max_tokens, round_tokens, waiting):
         return True
@@ -261,9 +260,9 @@ def choose_for_workers(
     """Return the fastest cut and capacity found for these jobs together; the `later` jobs fit too, one by
     one. `device` is that of every worker, with the host that all of them share. Microbatches have at most
     `max_tokens` tokens. `parted` is the number of bytes that each device would need if nothing were streamed,
-    for the sentence that says why.
+    for the sentence that explains the choice.
 
-    PlanError says what does not fit.
+    Raise PlanError if nothing fits.
     """
     assert jobs, "there is nothing to train"
 
@@ -365,7 +364,7 @@ def _why_not_on_workers(case: StreamCase) -> PlanError:
 
 
 def _too_large(cases: Sequence[StreamCase]) -> str | None:
-    """Return what the most frugal case lacks on the device, as the rest of a sentence. None if it fits."""
+    """Return how much device memory the smallest case lacks, as the end of a sentence. None if it fits."""
     case = min(cases, key=_least_bytes)
     need = _least_bytes(case)
     if need <= case.device.budget:
@@ -383,7 +382,7 @@ def _least_bytes(case: StreamCase) -> int:
 
 
 def _least_host_bytes(case: StreamCase) -> int | None:
-    """Return the host bytes with as many layers on the device as it holds. None if nothing fits there."""
+    """Return the host bytes with as many layers on the device as fit. None if nothing fits."""
     full = filled_drafts(case) if case.workers > 1 else even_drafts(case)
     drafts = (*full, *frugal_drafts(case))
     fitting = (draft for draft in drafts if case.most_bytes(draft) <= case.device.budget)

@@ -20,7 +20,7 @@ ALONE, PIPED = "one after another", "1F1B per job"
 FEW_ROUNDS = 2
 """Number of global batches per job with which alternatives are predicted."""
 CourseOf = Callable[[str, int, bool], JobWindow]
-"""Returns a job's part of the first window, given name, rounds, and whether it first evaluates."""
+"""Returns a job's part of the first window, given its name, its rounds, and whether it evaluates first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class Forecast:
     name: str
     seconds: float
     steps: int
-    """Number of rounds: global batches of the job that has most."""
+    """Number of rounds: the largest number of global batches of any job."""
     tokens: int
     microbatches: int
     busy: float
     """Seconds of computation, summed over devices."""
     devices: int
     peaks: tuple[int, ...]
-    """Peak bytes on each device, with weights and adapters, without slack."""
+    """Peak bytes on each device, including weights and adapters but not slack."""
     fits: bool
     """Whether each device has memory for its peak."""
     capacity: int
@@ -64,7 +64,7 @@ class Ablation:
     cost: float
     """Relative increase in a window's time; negative if the window would be shorter."""
     added: bool = False
-    """Whether the default path leaves this mechanism out."""
+    """Whether this mechanism is off by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ def share_outlook(
     devices: int,
     alone: Callable[[Sequence[JobShape]], Prediction],
 ) -> ShareOutlook:
-    """Return the forecast of shares of equal `seconds`; `alone` predicts one device with a share."""
+    """Return the forecast for shares of about equal `seconds`; `alone` predicts one device's share."""
     sources = {job.name: job.starts_from for job in jobs}
     shares = [share for share in share_jobs(seconds, devices, sources) if share.jobs]
     parts = [alone([job for job in jobs if job.name in share.jobs]) for share in shares]

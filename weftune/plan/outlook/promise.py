@@ -1,7 +1,7 @@
 """Prediction of a run's start: its layout, the attached jobs, and the cost of the first window.
 
-`weftune plan` writes it with its other numbers, and `weftune train` writes it with its records before it
-begins. Both use the same choice and the same planner, so that the two can be compared.
+`weftune plan` prints this prediction, and `weftune train` records it before it begins. Both use the same
+choice and the same planner, so that the two predictions can be compared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weftune.plan.window.window import Pacing, plan_window
 def promise_numbers(
     layout: Layout, program: Program, shapes: JobShapes, promise: Promise, taken: int
 ) -> dict[str, Any]:
-    """Return the prediction as JSON. `taken` are the bytes of processes before anything is loaded."""
+    """Return the prediction as JSON. `taken` counts the bytes of processes before anything is loaded."""
     return {
         "layout": {
             "stages": [

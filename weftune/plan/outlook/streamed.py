@@ -33,7 +33,7 @@ class StreamOutlook:
 
     @property
     def uploaded_bytes(self) -> int:
-        """Bytes of layers uploaded per round: stages in the slots stay when it turns and when it ends."""
+        """Bytes of layers uploaded per round. Stages that are still in a slot are not uploaded again."""
         layout, layers = self.choice.layout, 0
         for worker in range(self.workers):
             own = layout.on(worker)
@@ -120,8 +120,8 @@ def ablate_streams(found: StreamOutlook) -> tuple[Ablation, ...]:
 
 
 def round_timeline(case: StreamCase, layout: Layout, program: Program) -> Timeline:
-    """Simulate the passes and Loads of a window at the speeds with which the choice was made. Transfers for
-    Steps and of offloaded inputs take no time in it."""
+    """Simulate the passes and Load actions of a window at the speeds with which the choice was made.
+    Transfers of optimizer state and of offloaded inputs are not simulated."""
     sizes = [stage.count for stage in layout.stages]
     by_rows = {rows: _passes(case, sizes, rows) for rows in {one.rows for one in program.microbatches}}
     prices = Prices(

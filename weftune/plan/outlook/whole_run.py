@@ -15,9 +15,9 @@ class JobTotal:
 
     steps: int
     tokens: float
-    """Tokens per step with its share of the evaluations, in tokens that take as long as trained ones."""
+    """Tokens per step, with evaluated tokens converted into trained tokens that take equally long."""
     state_bytes: int
-    """Bytes of its adapter with gradient and optimizer state."""
+    """Bytes of the job's adapter, with gradient and optimizer state."""
     at_least: bool = False
     """Whether `steps` is only a lower bound."""
 
@@ -25,7 +25,7 @@ class JobTotal:
 @dataclass(frozen=True, slots=True)
 class WholeRun:
     ends: Mapping[str, float]
-    """Job → seconds from the start of the run to its end."""
+    """Maps each job to the seconds from the start of the run to the end of the job."""
     need_bytes: int
     """Bytes needed on the device that needs most."""
     budget_bytes: int
@@ -48,7 +48,7 @@ def tokens_of(batches: Collection[Collection[int]], held_out: int, evaluations: 
 def endings(
     totals: Mapping[str, JobTotal], attached: Iterable[str], waiting: Iterable[str], seconds: RoundSeconds
 ) -> dict[str, float]:
-    """Return job → seconds until it ends. A waiting job is admitted when another ends."""
+    """Return the seconds until the end of each job. A waiting job is admitted when another ends."""
     left = {name: totals[name].steps for name in attached}
     queue, now, ends = list(waiting), 0.0, {}
     while left:
@@ -65,5 +65,5 @@ def endings(
 
 
 def at_rate(totals: Mapping[str, JobTotal], tokens_per_second: float) -> RoundSeconds:
-    """Return a function for the seconds of a round whose time is proportional to its tokens."""
+    """Return a function that computes the seconds of a round in proportion to its tokens."""
     return lambda names: sum(totals[name].tokens for name in names) / tokens_per_second

@@ -1,4 +1,4 @@
-"""Value of each mechanism: the plan with one switched off, or with one added that is normally left out."""
+"""Ablation of planner mechanisms: the forecast with one switched off, or with one that is off by default."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARDS = 2
 
 
 def ablate(found: Outlook) -> tuple[Ablation, ...]:
-    """Return the cost of switching off each mechanism, others as chosen; then of adding those left out."""
+    """Return the cost of switching off each mechanism, then of adding each that is off by default."""
     scheme, jobs = found.scheme, found.jobs
     switched = [
         ("packing", "best fit only", replace(scheme, limits=GREEDY)),
@@ -88,7 +88,7 @@ def _partition_row(found: Outlook) -> list[Ablation]:
 
 
 def _group_rows(found: Outlook) -> list[Ablation]:
-    """Return results for the groupings that did not win and those left out, in the chosen order."""
+    """Return results for all groupings that were not chosen, in the chosen order."""
     search, added = Search(found.placement, found.jobs), fused_groups(found.jobs, found.placement)
     rows = []
     for mechanism, groups in (candidates(found.jobs, found.placement) | added).items():

@@ -1,4 +1,4 @@
-"""Chunks (MuxTune 3.5): a job's packed samples cut into chunks of one size, and what they gain in a pipeline.
+"""Chunks (MuxTune, section 3.5): a job's packed samples are cut into chunks of one size for a pipeline.
 
 A sample that is longer than a chunk continues in the next ones, which read the keys and values of its earlier
 chunks. Therefore chunks of one sample run in order and their backwards in the opposite order: on every stage
@@ -46,7 +46,7 @@ class Chunk:
     number: int
     pieces: tuple[ChunkPiece, ...]
     reads: tuple[int, ...]
-    """Chunks whose keys and values it reads: the earlier chunks of its first sample."""
+    """Numbers of the chunks whose keys and values this one reads: the earlier chunks of its first sample."""
 
     @property
     def tokens(self) -> int:
@@ -100,11 +100,11 @@ class ChunkSlice:
     step: int
     placed: PlacedSample
     start: int
-    """Number of the sample's tokens before it, whose keys and values it reads."""
+    """Number of tokens of the sample before this slice, whose keys and values the slice reads."""
 
     @property
     def squares(self) -> int:
-        """Its part of the sample's squared length: each token attends to all tokens before it."""
+        """The slice's part of the sample's squared length: each token attends to all tokens before it."""
         return self.placed.length * (2 * self.start + self.placed.length)
 
 
@@ -135,7 +135,7 @@ def chunked_forecast(jobs: Sequence[JobOutline], groups: Groups, size: int, plac
 
 
 def chunk_units(jobs: Sequence[JobOutline], groups: Groups, size: int, capacity: int) -> list[Unit]:
-    """Return units round by round, group by group: longest chains first, side by side while they fit."""
+    """Return the units by round and group. The longest chains are first; chains share a unit if they fit."""
     assert capacity % size == 0, "a microbatch holds whole chunks"
     by_name = {job.name: job for job in jobs}
     units: list[Unit] = []
@@ -168,7 +168,7 @@ def _unit(chains: Sequence[Chain], size: int) -> Unit:
 
 
 def _chains(job: str, step: int, lengths: Sequence[int], size: int, capacity: int) -> Iterator[Chain]:
-    """Yield a job's samples as chains of packs no longer than its longest sample needs."""
+    """Yield a job's samples as chains of chunks, none longer than the longest sample needs."""
     if not lengths:
         return
     offsets = [0, *accumulate(lengths)]

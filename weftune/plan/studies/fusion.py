@@ -73,7 +73,7 @@ class StageAdapters:
 
 
 def one_adapter(forward: float, backward: float, share: float) -> StageAdapters:
-    """Return the times of one job's adapter on a stage; `share` of the device is busy with it."""
+    """Return the times of one job's adapter on a stage, which keeps a `share` of the device busy."""
     return StageAdapters(AdapterTime(share * forward, forward), AdapterTime(share * backward, backward))
 
 
@@ -115,7 +115,7 @@ class Stage:
     forward: StagePass
     backward: StagePass
     resident_bytes: int
-    """Bytes of its part of the base and of the state of all attached adapters."""
+    """Bytes of the stage's part of the base and of the state of all attached adapters."""
     activation_bytes: int
     """Bytes per token that a microbatch in flight keeps for its backward."""
     gradient_bytes: int
@@ -181,7 +181,7 @@ class PipelineCost:
         ]
 
     def paces(self, load: GroupLoad) -> list[float]:
-        """Return the compute seconds of both passes on every stage: `times` without records."""
+        """Return the compute seconds of forward plus backward on every stage, faster than `times`."""
         return [
             (stage.forward.seconds(load) + stage.backward.seconds(load)) / stage.shards
             + adapters.forward.seconds
@@ -227,7 +227,7 @@ def _pass_seconds(one: StagePass, shards: int, load: GroupLoad, adapters: Adapte
 class FusionGroup:
     load: GroupLoad
     seconds: float
-    """Its part of the predicted seconds: end to end for the first group, the added time for the others."""
+    """Predicted seconds of the group: end to end for the first group, the added time for later ones."""
     reason: str
     """Reason why the next job did not join."""
 
@@ -249,11 +249,11 @@ class Fusion:
     seconds: float
     """Predicted seconds of the best grouping."""
     by_count: dict[int, FusionGroups]
-    """Number of groups → best grouping, for the numbers that memory allows."""
+    """Maps each number of groups that memory allows to the best grouping."""
 
 
 _Row = dict[int, tuple[float, int]]
-"""Number of jobs → least seconds of these first jobs, and the start of their last group."""
+"""Maps a number of first jobs to their least seconds and the index at which their last group starts."""
 _Added = Sequence[Sequence[float]]
 """Seconds that the groups starting with each job add, from the shortest to the longest that fits."""
 
@@ -300,7 +300,7 @@ def price(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> float:
 
 
 def _growing(ordered: Sequence[GroupLoad], pipeline: PipelineCost) -> Iterator[GroupLoad]:
-    """Return the fitting groups that start with the first job; a longer one never needs less."""
+    """Return the groups that start with the first job and fit in memory, from the shortest on."""
     return takewhile(lambda load: pipeline.shortage(load) is None, accumulate(ordered, add))
 
 
@@ -396,7 +396,7 @@ class Bucketing:
     seconds: float
     """Seconds of one round end to end."""
     trials: Mapping[int, float | None]
-    """Number of buckets → seconds of one round. None if a bucket does not fit in memory."""
+    """Maps each number of buckets to the seconds of one round, or to None if a bucket does not fit."""
     reason: str = ""
     """Reason for the number of fusion groups."""
 
@@ -422,7 +422,7 @@ def bucket(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> Bucketing:
 
 
 def arrange(fusion: Fusion, pipeline: PipelineCost) -> Bucketing:
-    """Return buckets for the number of fusion groups that suits them best.
+    """Return the best buckets over all numbers of fusion groups.
 
     Fusion assumes that communication is hidden, but a few large groups leave little to hide it behind. If
     there is any communication, the best groupings for other numbers of groups are tried as well.
@@ -457,8 +457,8 @@ def make_bucket(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> Bucket:
 
 
 def _interleaved(passes: Sequence[PassSeconds], fused: bool) -> float:
-    """Return a stage's seconds for passes of several groups: those of its busier lane, at least those of any
-    group alone.
+    """Return a stage's seconds for the interleaved passes of several groups: the total of compute or of
+    communication, whichever is longer, but at least the time of any group alone.
 
     This is a lower bound: the two-lane timeline of `shards.overlap` comes close to it if operators are many
     and small.
@@ -470,8 +470,8 @@ def _interleaved(passes: Sequence[PassSeconds], fused: bool) -> float:
 
 
 def end_to_end(buckets: Sequence[Bucket], microbatches: int) -> float:
-    """Return the seconds of one round: the first bucket fills the pipeline, all pass its slowest stage, the
-    last one drains it."""
+    """Return the seconds of one round: the first bucket fills the pipeline, all buckets pass through the
+    slowest stage, and the last bucket drains the pipeline."""
     busy = [sum(paces) for paces in zip(*(one.paces for one in buckets), strict=True)]
     slowest = busy.index(max(busy))
     others = [stage for stage in range(len(busy)) if stage != slowest]
@@ -489,7 +489,7 @@ def _tried(largest: int) -> list[int]:
 
 
 def fused_groups(jobs: Sequence[JobOutline], placement: Placement) -> dict[str, Groups]:
-    """Return mechanism → groups, for the groupings that never won if there are no collectives to hide
+    """Map each mechanism to its groups, for mechanisms that were never best without collectives to hide
     (`benchmarks/plan_mechanisms.py`). Jobs are fused over the minimum number of microbatches of a round, each
     with every job's share."""
     stages = range(len(placement.stages))

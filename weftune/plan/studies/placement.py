@@ -26,7 +26,7 @@ from weftune.plan.layout.stages import StageLimit, balance
 from weftune.plan.program.program import NOTHING, Recompute
 
 ALIKE = 1e-3
-"""Relative difference below which times are considered equal; the scheme proposed first is then chosen."""
+"""Relative difference below which times are considered equal, so that the first of the schemes is chosen."""
 PATIENCE = 2
 """Number of consecutive smaller capacities without improvement after which the search stops."""
 
@@ -43,7 +43,7 @@ class ClusterCase:
     recompute: Recompute = NOTHING
     """Recomputation in the backward; either no whole layer is recomputed or all are."""
     held_bytes: int = 0
-    """Bytes per token of one microbatch for the layer that is being recomputed."""
+    """Bytes per token that one microbatch needs for the layer being recomputed."""
 
     @property
     def stages(self) -> int:
@@ -113,7 +113,7 @@ class Placement:
     need_bytes: tuple[int, ...]
     """Bytes needed on each device, slack included, with as many full microbatches in flight as in 1F1B."""
     beside_bytes: int
-    """Bytes on each device besides weights, adapters and kept activations: part of its need."""
+    """Bytes of `need_bytes` on each device that are not weights, adapters or kept activations."""
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -218,10 +218,10 @@ def _fitting(case: ClusterCase, jobs: Sequence[JobOutline]) -> Iterator[Placemen
 
 
 def descend(tried: Iterable[Placement], seconds: Callable[[Placement], float]) -> None:
-    """Evaluate the placements, until two consecutive capacities of a pipeline were worse.
+    """Evaluate the placements until two consecutive capacities of a pipeline did not improve the time.
 
-    With every halving, waits get shorter and passes more expensive; rounding to whole microbatches makes the
-    trend uneven.
+    With every halving, waits become shorter and passes more expensive. The trend is uneven, because the
+    number of microbatches is rounded.
     """
     least, worse = float("inf"), 0
     for placement in tried:

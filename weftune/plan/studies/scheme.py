@@ -1,4 +1,4 @@
-"""Schemes of running the jobs: batches laid out as microbatches, priced, ordered, and simulated."""
+"""Schemes, which say how jobs share microbatches and in which order these run, and their simulation."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ from weftune.plan.window.orders import (
 
 Groups = tuple[tuple[str, ...], ...]
 GREEDY = Limits(tries=0, kicks=0, solver_cells=0, room_cells=0)
-"""Limits that allow best fit only."""
+"""Limits of packing that allow only the greedy best-fit heuristic."""
 SEARCHED = Limits(tries=1000, kicks=50, solver_cells=0, room_cells=0)
-"""Limits without the solver, since a forecast packs the same window many times."""
+"""Limits of packing that exclude the solver, since a forecast packs the same window many times."""
 
 
 class SchemeOrder(StrEnum):
@@ -64,11 +64,11 @@ class Scheme:
 
     name: str
     groups: Groups
-    """Groups of jobs that share microbatches; the groups take turns."""
+    """Groups of jobs that share microbatches. The groups alternate."""
     order: SchemeOrder = SchemeOrder.alternating
     limits: Limits = SEARCHED
     shift: bool = True
-    """Whether samples may fill the preceding round."""
+    """Whether samples may be moved into microbatches of the preceding round that are not full."""
 
 
 def alone(jobs: Sequence[JobOutline]) -> Groups:
@@ -80,7 +80,7 @@ def alone(jobs: Sequence[JobOutline]) -> Groups:
 
 @dataclass(frozen=True, slots=True)
 class PricedWork:
-    """A scheme's microbatches before they are ordered: any order can be made from it."""
+    """A scheme's microbatches and their costs, before they are ordered."""
 
     work: Work
     prices: Prices
@@ -130,7 +130,7 @@ def make_batch(job: str, step: int, lengths: Sequence[int]) -> GlobalBatch:
 
 
 def slowest_first(laid: PricedWork, groups: Groups) -> Groups:
-    """Return the groups with the slowest on stage 0 first, as the pipeline template takes them."""
+    """Return the groups sorted by time on stage 0, the slowest first, as the pipeline template expects."""
     home = {job: number for number, group in enumerate(groups) for job in group}
     seconds: list[list[float]] = [[] for _ in groups]
     for number in laid.work.filled:
@@ -149,7 +149,7 @@ class StageRates:
     line: Line
     square: float
     adapters: Mapping[str, float]
-    """Job → seconds of a forward per token of the job."""
+    """Maps each job to the seconds per token that its adapters add to a forward."""
     kept_bytes: int
     handed_bytes: int
     again: float
@@ -256,7 +256,7 @@ class _Clock:
         self.prices, self.link, self.last = prices, link, stages - 1
         self.free = [0.0] * stages
         self.forwards: list[dict[int, float]] = [{} for _ in range(stages)]
-        """Microbatch → arrival time, for each receiving stage; the last stage receives its own results."""
+        """Maps each microbatch to its arrival time, one mapping per receiving stage."""
         self.back: list[dict[int, float]] = [{} for _ in range(stages)]
 
     def run(self, stage: int, actions: Sequence[Action], start: int) -> int:
@@ -289,7 +289,7 @@ class _Clock:
 
 @dataclass(frozen=True, slots=True)
 class ForecastRun:
-    """A forecast with the program and timeline that it was read from."""
+    """A forecast with the Program and the simulated timeline that it was computed from."""
 
     forecast: Forecast
     program: Program
@@ -297,7 +297,7 @@ class ForecastRun:
 
 
 def run_scheme(scheme: Scheme, jobs: Sequence[JobOutline], placement: Placement) -> ForecastRun:
-    """Lay out the jobs' batches as `scheme` says, order them, and simulate the Program."""
+    """Pack and order the jobs' batches according to `scheme`, and simulate the resulting Program."""
     laid = lay(scheme, jobs, placement)
     return run_passes(scheme.name, passes_in(scheme.order, laid, placement), laid, jobs, placement)
 

@@ -1,4 +1,4 @@
-"""Forecast for a cluster: only groupings and orders that may still win are simulated."""
+"""Forecast for a cluster. Only groupings and orders whose lower bound beats the best time are simulated."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Outlook:
 
     @property
     def source(self) -> str:
-        """Origin of the times."""
+        """Origin of the predicted times, for display."""
         return self.placement.case.speeds[0].source
 
 
@@ -62,7 +62,7 @@ def outlook(case: ClusterCase, jobs: Sequence[JobOutline]) -> Outlook:
     best: Outlook | None = None
 
     def seconds(placement: Placement) -> float:
-        """Return the seconds of the jobs there, or a lower bound that cannot beat the best."""
+        """Return the seconds of the jobs at this placement, or a lower bound if it cannot beat the best."""
         nonlocal best
         search = Search(placement, jobs)
         proposals = search.proposals()
@@ -98,7 +98,7 @@ def _refuse(case: ClusterCase, jobs: Sequence[JobOutline]) -> None:
 
 
 def candidates(jobs: Sequence[JobOutline], placement: Placement) -> dict[str, Groups]:
-    """Return mechanism → the groups of jobs that it proposes."""
+    """Return the groups of jobs that each mechanism proposes, by the mechanism's name."""
     lengths = [JobLengths(job.name, mean_length(job), round_tokens(job)) for job in jobs]
     return {
         "head-tail grouping": group(lengths, placement.capacity, len(placement.stages)).groups,
@@ -117,7 +117,7 @@ def mean_length(job: JobOutline) -> float:
 
 
 def fastest(tried: Sequence[Outlook]) -> Outlook:
-    """Return the first of the fastest schemes, up to `ALIKE`; one that does not fit only if none fits."""
+    """Return the first scheme within `ALIKE` of the fastest. Schemes that fit in memory are preferred."""
     fitting = [one for one in tried if one.forecast.fits] or tried
     least = min(one.forecast.seconds for one in fitting)
     return next(one for one in fitting if one.forecast.seconds <= least * (1 + ALIKE))
@@ -134,7 +134,7 @@ class Proposal:
     laid: PricedWork
     passes: Passes
     least: float
-    """Lower bound in seconds: no simulation of it is shorter."""
+    """Lower bound on the simulated seconds."""
 
     def simulate(self) -> Outlook:
         run = run_passes(self.scheme.name, self.passes, self.laid, self.jobs, self.placement)
@@ -178,7 +178,7 @@ class Search:
         return Proposal(self.placement, self.jobs, mechanism, scheme, laid, passes, least)
 
     def simulate(self, proposals: Sequence[Proposal]) -> list[Outlook]:
-        """Simulate the most promising proposals first, until no other can be faster; keep their order."""
+        """Simulate the most promising proposals until no other can be faster; keep the given order."""
         found: dict[int, Outlook] = {}
         least = float("inf")
         for number in sorted(range(len(proposals)), key=lambda one: proposals[one].least):

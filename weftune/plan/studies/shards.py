@@ -1,6 +1,6 @@
-"""Tensor parallelism: devices that share every layer, and how much of it MuxTune's order of subgraphs hides.
+"""Tensor parallelism: devices share every layer, and MuxTune's order of subgraphs hides their communication.
 
-Each layer then has two collectives per pass, during which the stage could compute for another fusion group.
+Each layer has two collectives per pass, during which the stage could compute for another fusion group.
 Two groups are interleaved; the saving is computed for microbatches of the average size.
 
 Launch order of the operators (MuxTune's algorithm 1): each group's operators form a graph, cut into
@@ -153,7 +153,7 @@ class Subgraph:
     graph: int
     number: int
     depth: int
-    """Length of the longest path to it in subgraphs; all that it needs is shallower."""
+    """Length of the longest path to this subgraph, counted in subgraphs."""
     operators: tuple[Operator, ...]
     needs: tuple[int, ...]
     """Numbers of the subgraphs in the same graph that must come before it."""
@@ -311,7 +311,7 @@ def _depths(graph: Graph) -> dict[str, int]:
 
 
 def _runs(graph: Graph, depth: dict[str, int]) -> dict[str, str]:
-    """Return a mapping of operator → first operator of its subgraph: operators of one depth that feed one
+    """Map each operator to the first one of its subgraph, which has operators of one depth that feed one
     another.
 
     Paths between depths always go down, so subgraphs can never wait for each other in a cycle.
