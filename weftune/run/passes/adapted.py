@@ -1,4 +1,4 @@
-"""A base with the adapters of all attached jobs, on which every part of an executor works."""
+"""A base with the adapters of all attached jobs, shared by all parts of an executor."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class AdaptedBase:
         return self.layers is not None and self.layers.capturable
 
     def restore_base(self) -> None:
-        """Restore the base."""
+        """Remove all adapters and fused layers from the base."""
         if self.layers is not None:
             self.layers.unfuse()
             compute_by(self.base.model)
@@ -66,8 +66,8 @@ class AdaptedBase:
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Run on a stream other than the default one, as captured passes must; each stream waits for the work
-        launched on the other."""
+        """Run on a separate CUDA stream, as captured passes must. It waits for the current stream on entry,
+        and the current stream waits for it on exit."""
         if self.stream is None:
             yield
             return
@@ -89,5 +89,5 @@ def _by_kernel(form: WeightFormat, parts: Mapping[str, Tensor], out_NK: Tensor) 
 
 
 def best_route(device: torch.device, dtype: torch.dtype) -> Route:
-    """Return the tiled route if its kernels run, else the segmented one: neither spreads a NaN."""
+    """Return the tiled route if its kernels run, else the segmented one. Both keep a NaN in its job."""
     return Route.tiled if device.type == "cuda" and kernels_available_on(device, dtype) else Route.segmented

@@ -1,11 +1,11 @@
-"""The keys of captured passes, and their inputs at addresses that never change.
+"""Keys of CUDA graphs, and the graphs' input tensors, whose addresses never change.
 
-Jobs whose adapters are not applied by the tiled kernels find their rows by index. Every such job has room for
-a number of rows and, if it puts keys before its samples, for a number of samples. The sizes belong to the key
-of the pass; the positions of the rows are content of tensors.
+Adapters that the tiled kernels do not support gather the rows of their job by index. A graph reserves a
+number of rows for every such job and, if the adapter has prefix keys, a number of samples. These sizes belong
+to the graph's key; the positions of the rows are values of input tensors.
 
-Shapes: T rows, B boundaries of samples, R room for rows, Z rows of samples that are laid out once more with
-keys before them.
+Shapes: T rows, B boundaries of samples, R reserved rows, Z rows of samples that are copied together with
+their prefix keys.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from weftune.run.passes.rows import LEAST, LaidMicrobatch, Membership, bucket, l
 
 @dataclass(frozen=True, slots=True)
 class GatheredJob:
-    """One job's room in a captured pass."""
+    """Rows that a CUDA graph reserves for one job whose rows are gathered by index."""
 
     job: str
     serial: int
-    """Serial number of the job's attachment: the pass reads memory allocated then."""
+    """Serial number of the job's attachment: the graph reads memory that was allocated at that time."""
     rows: int
     keys: int = 0
-    """Number of keys before every sample."""
+    """Number of prefix keys before every sample."""
     samples: int = 0
-    """Number of samples, if there are keys."""
+    """Number of reserved samples, if there are prefix keys."""
 
     @property
     def laid_rows(self) -> int:
-        """Number of rows of its samples, including their keys."""
+        """Number of reserved rows, including the prefix keys."""
         return self.rows + self.keys * self.samples
 
 
 def gathered_jobs(banks: Banks, microbatch: Microbatch) -> tuple[GatheredJob, ...]:
-    """Return the gathered jobs of a microbatch, in the order in which they were attached."""
+    """Return the microbatch's jobs whose rows are gathered by index, in order of attachment."""
     found = []
     for segment, attached in banks.gathered(microbatch):
         rows = bucket(segment.stop - segment.start, LEAST)
@@ -63,7 +63,7 @@ def _samples(microbatch: Microbatch, segment: Segment) -> Sequence[int]:
 
 
 class Gathering:
-    """The tensors by which passes of one key find the rows of such jobs."""
+    """Index tensors with which graphs of one key gather the rows of jobs."""
 
     def __init__(self, jobs: Sequence[GatheredJob], longest: int, banks: Banks, device: torch.device) -> None:
         """Allocate the tensors for microbatches whose samples are no longer than `longest`."""
@@ -101,11 +101,11 @@ class Gathering:
         )
 
     def _most_samples(self, job: GatheredJob) -> int:
-        """Return the maximum number of samples, including those that fill unused room."""
+        """Return the maximum number of a job's samples, including dummy samples in unused rows."""
         return job.samples + -(-job.laid_rows // self._longest)
 
     def fill(self, microbatch: Microbatch) -> None:
-        """Set the positions of the rows of this microbatch."""
+        """Write the row positions of this microbatch into the index tensors."""
         segments = {segment.job: segment for segment, _ in self._banks.gathered(microbatch)}
         for job, found in self.gathered.items():
             start, count = segments[job].start, segments[job].stop - segments[job].start
@@ -196,7 +196,7 @@ class GraphInputs:
         self.pack = Pack((key.rows,), self._boundaries_B, key.longest, key.even, self.gathering.prefixes)
 
     def fill(self, laid: LaidMicrobatch) -> None:
-        """Fill in a microbatch, and compute the job of each row."""
+        """Copy a microbatch into the tensors, and compute the job of each row."""
         lengths = torch.tensor((0, *laid.microbatch.sample_lengths), dtype=torch.int32).cumsum(0)
         boundaries_B = torch.full((len(self._boundaries_B),), len(self._tokens_T), dtype=torch.int32)
         boundaries_B[: len(lengths)] = lengths
@@ -207,8 +207,8 @@ class GraphInputs:
         self.gathering.fill(laid.microbatch)
 
     def copy(self, laid: LaidMicrobatch, membership: Membership) -> None:
-        """Copy a microbatch whose rows are on the device already. This is called at every stage, and the
-        microbatch is often still here from the stage before."""
+        """Copy a microbatch from tensors on the device, unless the tensors still hold it from the previous
+        stage."""
         if self._held is laid:
             return
         assert membership.rows is not None

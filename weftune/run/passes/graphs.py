@@ -2,9 +2,9 @@
 
 A graph is captured for a stage, a key and an instance. The key consists of the rows, the buckets of the
 longest sample and of the number of samples (or their exact values if all samples are equally long), the
-limits of the banks, and what is recomputed. The attached jobs and the positions of their rows are content of
-tensors that the graph reads, so jobs are attached and detached without another capture. Every microbatch in
-flight has its own instance: the results of its forward stay in that instance's memory pool until its
+limits of the adapter banks, and the layers that are recomputed. The attached jobs and the positions of their
+rows are values of tensors that the graph reads, so jobs can change without another capture. Every microbatch
+in flight has its own instance: the results of its forward stay in that instance's memory pool until its
 backward.
 
 Shapes: T rows, D hidden width.
@@ -44,8 +44,8 @@ GraphPlace = tuple[GraphKey, int, int]
 
 
 class CapturedPasses:
-    """Passes whose forward is kept, captured when that pays; the first pass of a key always runs uncaptured,
-    which compiles its kernels."""
+    """Passes whose forward is kept, captured as CUDA graphs where that saves time. The first pass of a key
+    runs uncaptured, to compile its kernels."""
 
     def __init__(self, adapted: AdaptedBase, stages: Mapping[int, Base], at_once: bool = True) -> None:
         """If `at_once`, passes are captured the second time that their key occurs."""
@@ -62,7 +62,7 @@ class CapturedPasses:
         self._pools: list[Any] = []
         """One memory pool for each instance."""
         self._replayed: dict[StageVisit, GraphPlace] = {}
-        """Maps each open pass that was replayed to its graph."""
+        """Maps each replayed pass that waits for its backward to its graph."""
 
     @property
     def captures(self) -> int:
@@ -131,7 +131,7 @@ class CapturedPasses:
         self._pools.clear()
 
     def _captured(self, stage: int, key: GraphKey, laid: LaidMicrobatch) -> GraphPlace | None:
-        """Return the place of a graph, captured if necessary, or None if a capture does not pay."""
+        """Return the index of a free graph, captured if necessary, or None if a capture does not pay off."""
         busy = set(self._replayed.values())
         taken = {instance for _, _, instance in busy}
         instance = next(number for number in range(len(taken) + 1) if number not in taken)
@@ -157,13 +157,13 @@ class Graph:
     """One captured pass: inputs are copied in, then forward and backward are replayed."""
 
     def __init__(self, base: Base, banks: Banks, key: GraphKey, pool: Any, laid: LaidMicrobatch) -> None:
-        """Capture the pass. `laid` is a microbatch of its key."""
+        """Capture the pass. `laid` is any microbatch that has this key."""
         self._inputs = feed = GraphInputs(banks, key, base.device)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         shape = (0 if base.first else key.rows, base.shape.hidden)
         self._given_TD = torch.zeros(shape, dtype=base.dtype, device=base.device)
         self._hands_on, self._takes = not base.last, not base.first
-        """Whether a later stage reads its output, and whether an earlier stage computes its input."""
+        """Whether a later stage reads the output, and whether an earlier stage computes the input."""
         stream = torch.cuda.current_stream(base.device)
         with banks.bound(feed.microbatch, Route.tiled, True, feed.rows, feed.gathering.gathered):
             if key.gathered:
@@ -183,8 +183,8 @@ class Graph:
         self._h_TD = h_TD.detach()
 
     def _rehearse(self, base: Base, laid: LaidMicrobatch) -> None:
-        """Load the kernels that gather rows: plain passes do not use them, and nothing may be loaded during a
-        capture. Gradients of zero change no job's gradient."""
+        """Run the pass once, so that kernels which gather rows are loaded before the capture. The gradient is
+        zero, so no job's gradient changes."""
         self._inputs.fill(laid)
         given_TD = self._given_TD.detach().requires_grad_() if self._takes else None
         h_TD = base.hidden(self._inputs.microbatch, self._inputs.pack, given_TD)
@@ -192,8 +192,8 @@ class Graph:
             h_TD.backward(torch.zeros_like(h_TD))
 
     def forward(self, laid: LaidMicrobatch, given_TD: Tensor | None) -> Tensor:
-        """Return hidden states. Those of the last stage stay valid until `backward`; others are a copy, which
-        may be sent while the graph is replayed for another microbatch."""
+        """Return hidden states. At the last stage they stay valid until `backward`; at others they are a
+        copy, which may be sent while the graph is replayed for another microbatch."""
         self._inputs.fill(laid)
         if given_TD is not None:
             self._given_TD.copy_(given_TD)
@@ -201,7 +201,7 @@ class Graph:
         return self._h_TD.clone() if self._hands_on else self._h_TD
 
     def backward(self, dh_TD: Tensor) -> Tensor | None:
-        """Return the gradient of the input, or None if there was no input."""
+        """Replay the backward and return the gradient of the input, or None at the first stage."""
         self._dh_TD.copy_(dh_TD)
         if self._returns:
             self._backward.replay()
@@ -211,15 +211,15 @@ class Graph:
 # -- the memory pool of captured work ---------------------------------------------------------------------
 
 Work = Callable[[], None]
-"""Work that reads and writes at addresses that never change."""
+"""A function whose kernels read and write at fixed addresses only, so that it can be captured."""
 
 
 class Pool(Protocol):
     def capture(self, work: Work) -> Work:
-        """Return a function that replays the work. Whether the work is also done now is not specified."""
+        """Return a function that replays the work. The work itself may or may not run now."""
 
     def has_room(self) -> bool:
-        """Return whether there is as much memory beside the pool for uncaptured work."""
+        """Return whether uncaptured work still fits: whether as much memory as the pool has is free."""
 
     def clear(self) -> None:
         """Free the pool; all graphs in it must have been dropped."""
@@ -227,8 +227,8 @@ class Pool(Protocol):
 
 @contextmanager
 def captured(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Capture the work launched inside the context. Other threads may use their own streams meanwhile: for
-    stages that are read from files, or for tensors to another worker.
+    """Capture the work launched inside the context. Other threads may use their own streams meanwhile, for
+    example to read stages from files.
 
     Garbage collection is off: freeing graphs or page-locked memory would end a capture.
     """
@@ -246,8 +246,8 @@ def captured(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) 
 
 
 class GraphPool:
-    """A pool on a GPU. Work is captured and replayed one piece at a time, so all pieces may share the same
-    memory: their results must be stored elsewhere."""
+    """A memory pool for CUDA graphs. Graphs are replayed one at a time, so all share the same memory, and
+    their results must be stored elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,10 +1,10 @@
 """Decoder layers of known families as a few fused ops, in place of transformers' own forward.
 
-The differences between families are in their facts (base/decoders). Sites that share their input are
-multiplied together, and each residual is added by the linear that ends its branch, or by the norm after it.
-In a mixture of experts everything except router and experts is fused.
+The differences between model families are described in base/decoders. Linears that share their input run as
+one product, and each residual is added by the last linear of its branch, or by the norm after it. In a
+mixture of experts everything except router and experts is fused.
 
-Shapes: T rows, D hidden width, I inner width, N outputs of a group of sites, H query heads, G key and value
+Shapes: T rows, D hidden width, I inner width, N outputs of a group of linears, H query heads, G key and value
 heads, E rotary width.
 """
 
@@ -31,7 +31,7 @@ from weftune.ops.swiglu import geglu, swiglu
 from weftune.plan.program.program import Recompute
 
 Linear = Callable[[Tensor, Tensor | None], Tensor]
-"""(x, residual or None) → residual + the outputs of a group of sites."""
+"""A function of x and a residual or None. It returns the residual plus the outputs of a group of linears."""
 ACTIVATIONS = {"silu": swiglu, "gelu_pytorch_tanh": geglu}
 
 
@@ -53,17 +53,17 @@ class Layers:
         path = next(name for name, module in base.model.named_modules() if module is self._decoder)
         self.paths = [f"{path}.layers.{at}" for at in here]
         self._norms = base.last
-        """Whether the final norm is here too."""
+        """Whether this worker also has the final norm."""
         heads = [module.self_attn.head_dim for module in self.modules]
         self.mixes = self._config.model_type in MIXTURES
-        """Whether there are experts instead of an MLP."""
+        """Whether the layers have experts (MoE) instead of an MLP."""
         served = bool(heads) and kernel_serves(base.device, base.dtype, heads[0])
         self.capturable = served and not self.mixes
-        """Whether a pass never waits for the device: attention reads sample boundaries there."""
+        """Whether passes can be captured as CUDA graphs, because the host never waits for the device."""
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
-        """Sites that share their input."""
+        """Groups of adapted linears that share their input."""
         found = () if self._facts is None else (self._facts.qkv, () if self.mixes else self._facts.gate_up)
         shared = [ends for ends in found if len(ends) > 1]
         return [tuple(f"{path}.{end}" for end in ends) for path in self.paths for ends in shared]
@@ -92,7 +92,7 @@ class Layers:
 
 
 class FusedLayer:
-    """The forward of one layer; the signature is transformers'."""
+    """The fused forward of one layer, with the signature of the layer in transformers."""
 
     def __init__(self, layers: Layers, index: int, banks: Banks, config: Any, facts: DecoderFacts) -> None:
         self._layers, self._index = layers, index
@@ -163,16 +163,16 @@ class FusedLayer:
             return _onto(h_TD, self._down, act_TI, self._after_mlp)
 
     def _normed(self, h_TD: Tensor, norm: FusedNorm, linear: Linear) -> tuple[Tensor, Tensor]:
-        """Return the residual around a branch, and the output of the linears at its beginning."""
+        """Return the residual around a branch, and the output of the linears at the branch's start."""
         h_TD, n_TD = norm.beside(h_TD)
         with self._recomputed(n_TD, partial(norm, h_TD.detach())):
             return h_TD, linear(n_TD, None)
 
     @contextmanager
     def _recomputed(self, output: Tensor, make: Callable[[], Tensor]) -> Iterator[None]:
-        """Make autograd keep a function that recomputes `output` instead of the tensor, if outputs are
-        recomputed. Not in a layer that is recomputed as a whole: the inputs of such a function would be kept
-        from the forward on."""
+        """If outputs are recomputed, make autograd save a function that recomputes `output` instead of the
+        tensor. A layer that is recomputed as a whole is excluded: the function would keep its inputs
+        alive."""
         if not self._layers.recompute.outputs or self._is_recomputed:
             yield
             return
@@ -192,7 +192,7 @@ class FusedLayer:
 
 
 def _onto(h_TD: Tensor, linear: Linear, x: Tensor, norm: FusedNorm | None) -> Tensor:
-    """Return the end of a branch: its last linear, with its norm if it has one, added to the residual."""
+    """Return the residual plus the output of a branch's last linear and, if there is one, its norm."""
     return linear(x, h_TD) if norm is None else norm.onto(h_TD, linear(x, None))
 
 
@@ -212,15 +212,15 @@ class FusedNorm:
         return rms_norm(x_TD, self.weight_D, self.eps, self.offset)
 
     def alone(self, h_1TD: Tensor) -> Tensor:
-        """Compute the forward of the norm's own module."""
+        """Replace the forward of the norm's module, with a batch dimension of 1."""
         return self(h_1TD[0])[None]
 
     def beside(self, h_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return h and its norm."""
+        """Return h and the normalised h."""
         return skip_rms_norm(h_TD, self.weight_D, self.eps, self.offset)
 
     def onto(self, h_TD: Tensor, x_TD: Tensor) -> Tensor:
-        """Return h + the norm of x."""
+        """Return h plus the normalised x."""
         return rms_norm_onto(h_TD, x_TD, self.weight_D, self.eps, self.offset)
 
 
@@ -230,8 +230,8 @@ def head_norms(q: FusedNorm, k: FusedNorm) -> HeadNorms:
 
 
 class Angles:
-    """The forward of a rotary embedding whose frequencies change for samples beyond the context: there are
-    none (`Base.shape.context`), so no pass has to wait for the device."""
+    """The forward of a rotary embedding whose frequencies change only for samples longer than the context. No
+    sample is, so lengths need not be read from the device."""
 
     def __init__(self, rotary: Any, device: torch.device) -> None:
         self._frequency_E = rotary.original_inv_freq.to(device, torch.float32)
@@ -244,7 +244,7 @@ class Angles:
 
 
 def facts_of(config: Any) -> DecoderFacts | None:
-    """Return the facts of a model's family, or None if its layers or its activation are not known."""
+    """Return the description of a model's family, or None if its layers or activation are not supported."""
     mixture = MIXTURES.get(config.model_type)
     facts = DECODERS.get(config.model_type) if mixture is None else mixture.attention
     if facts is None or getattr(config, facts.activation_key) not in facts.activations:

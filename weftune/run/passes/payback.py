@@ -1,9 +1,9 @@
-"""The decision when the capture of a pass pays for itself.
+"""The decision when to capture a pass as a CUDA graph.
 
-A replayed pass saves the time in which the device waits for the host to launch a plain one: much if passes
-are small, nothing if the device is the slower of the two. How often a pass will recur is not known, so it is
-captured once its plain runs have lost as many seconds as a capture takes. The total loss is never more than
-twice that of an optimal choice made in hindsight.
+A replayed pass saves the time in which the device waits for the host to launch kernels: much if passes are
+small, nothing if the device is slower than the host. How often a pass will recur is not known, so it is
+captured once its uncaptured runs have lost as many seconds as a capture takes. The total loss is never more
+than twice that of an optimal choice made in hindsight.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weftune.run.measure.timers import DeviceSpan
 
 @dataclass(slots=True)
 class WatchedPass:
-    """A pass on the device: its forward and, later, its backward."""
+    """The times of a pass on the device: of its forward and, once launched, of its backward."""
 
     key: Hashable
     rows: int
@@ -30,7 +30,7 @@ class WatchedPass:
 
 class Payback:
     def __init__(self, at_once: bool) -> None:
-        """If `at_once`, every capture pays; used for measurements and tests."""
+        """If `at_once`, always capture; used for measurements and tests."""
         self._at_once = at_once
         self._captures = 0
         self._capture_seconds = 0.0
@@ -40,7 +40,7 @@ class Payback:
         self._under_way: list[WatchedPass] = []
 
     def pays(self, key: Hashable) -> bool:
-        """Return whether to capture now. The first capture measures the cost and the gain of captures."""
+        """Return whether to capture passes of this key now. The first capture measures what captures cost."""
         if self._at_once or not self._captures:
             return True
         self._hear()
@@ -51,7 +51,7 @@ class Payback:
         self._capture_seconds += seconds
 
     def watch(self, timed: WatchedPass) -> None:
-        """Take the times of this pass into account when the device has finished it."""
+        """Count the time of this pass once the device has finished it."""
         if not self._at_once:
             self._under_way.append(timed)
 

@@ -23,12 +23,12 @@ from weftune.run.passes.rows import InFlight, LaidMicrobatch, Membership, StageV
 
 
 class PlainPasses:
-    """Uncaptured passes. A forward stays open until its backward, or is recomputed from its input."""
+    """Passes without CUDA graphs. A forward is kept until its backward, or is recomputed from its input."""
 
     def __init__(self, adapted: AdaptedBase, stages: Mapping[int, Base]) -> None:
         self.adapted, self.stages = adapted, stages
         self.open: dict[StageVisit, Any] = {}
-        """Passes that wait for their backward: `Plain` ones, or captured ones that act like them."""
+        """Passes that wait for their backward: `Plain` objects, or captured graphs with the same methods."""
 
     @property
     def captures(self) -> int | None:
@@ -37,7 +37,7 @@ class PlainPasses:
 
     @property
     def refused(self) -> int:
-        """Number of sizes of microbatches whose passes are not captured for lack of memory."""
+        """Number of microbatch sizes whose passes did not fit into memory when they were captured."""
         return 0
 
     def begin_window(self, program: Program) -> None:
@@ -45,10 +45,10 @@ class PlainPasses:
             self.adapted.layers.recompute = program.recompute
 
     def begin_round(self) -> None:
-        """Begin a round of microbatches; none is in flight."""
+        """Begin a round of microbatches. No microbatch may be in flight."""
 
     def forward(self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None, keep: bool) -> Tensor:
-        """Return the output of one stage's forward. If it is kept, `backward` must follow."""
+        """Return the output of a stage's forward. If `keep`, its activations stay until `backward`."""
         assert visit not in self.open, "a pass is still open"
         passed = self._pass(visit, flight, given_TD)
         if not keep:
@@ -59,7 +59,7 @@ class PlainPasses:
     def backward(
         self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None, dh_TD: Tensor
     ) -> Tensor | None:
-        """Add to the gradients of all jobs in the microbatch, and return the gradient for the stage before. A
+        """Add to the gradients of all jobs in the microbatch, and return the gradient of the stage's input. A
         forward that was not kept is recomputed first."""
         passed = self.open.pop(visit, None)
         if passed is None:
@@ -70,11 +70,11 @@ class PlainPasses:
 
     @torch.no_grad()
     def evaluate(self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None) -> Tensor:
-        """Return hidden states without dropout and without gradients."""
+        """Return the stage's output, computed without dropout and without gradients."""
         return self._pass(visit, flight, given_TD).forward(training=False)
 
     def abandon(self) -> None:
-        """Drop open passes, and free memory that only makes passes faster."""
+        """Drop passes that wait for their backward, and free optional memory such as captured graphs."""
         self.open.clear()
 
     def _pass(self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None) -> Plain:
@@ -85,7 +85,7 @@ class PlainPasses:
 
 
 class Plain:
-    """One microbatch through a base, or through a stage that is given the output of the stage before."""
+    """The pass of one microbatch through a base or a stage. `given_TD` is the previous stage's output."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Plain:
 
     @property
     def dgiven_TD(self) -> Tensor:
-        """Gradient for the stage before, once `backward` has run."""
+        """Gradient of the stage's input, available after `backward`."""
         assert self._given_TD is not None
         assert self._given_TD.grad is not None
         return self._given_TD.grad

@@ -1,4 +1,4 @@
-"""A microbatch on the device: padded to the rows that its pass computes, with the job of each row.
+"""Microbatches on the device: padded to a number of rows, with the job of each row.
 
 Shapes: T rows, S supervised rows.
 """
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
     from weftune.run.passes.scorer import Scores
 
 LEAST = 64
-"""Smallest bucket of sample lengths."""
+"""Smallest bucket of sample lengths, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaidMicrobatch:
-    """A microbatch on the device, with its supervised rows and where each segment's begin among them."""
+    """A microbatch on the device, with its supervised rows and each segment's first index among them."""
 
     microbatch: Microbatch
     token_index: NDArray[np.int64]
-    """Dropout counters of the microbatch, on the host."""
+    """Counter of each row for the random numbers of dropout, on the host."""
     rows_S: Tensor
     sections: list[int]
     supervised: NDArray[np.int64]
-    """Supervised rows, on the host."""
+    """Indices of the supervised rows, on the host."""
 
     def supervised_in(self, start: int, stop: int) -> int:
         """Return the number of supervised rows from `start` to `stop`."""
@@ -54,7 +54,7 @@ class LaidMicrobatch:
 
 
 def lay(microbatch: Microbatch, rows: int, device: torch.device) -> LaidMicrobatch:
-    """Move a microbatch to the device. Supervised rows are found on the host, which does not wait."""
+    """Pad a microbatch to `rows` rows and copy it to the device, without waiting for the device."""
     rows_S = (microbatch.targets_T != IGNORED).nonzero().squeeze(1)
     begins = torch.tensor([segment.start for segment in microbatch.segments[1:]], dtype=rows_S.dtype)
     sections = torch.searchsorted(rows_S, begins).tolist()
@@ -65,7 +65,7 @@ def lay(microbatch: Microbatch, rows: int, device: torch.device) -> LaidMicrobat
 
 
 def padded(microbatch: Microbatch, rows: int) -> Microbatch:
-    """Return the microbatch padded to `rows` rows at its end, in samples no longer than the longest."""
+    """Return the microbatch padded to `rows` rows, by samples no longer than its longest sample."""
     missing = rows - microbatch.rows
     if missing <= 0:
         return microbatch
@@ -90,7 +90,7 @@ class Membership:
 
 
 def membership_of(base: Base, banks: Banks, laid: LaidMicrobatch, route: Route) -> Membership:
-    """Return the membership of a microbatch's rows; it is the same for every stage."""
+    """Return the job of each row and the sample boundaries, which are the same for every stage."""
     rows = None
     if route is Route.tiled:
         rows = Rows.empty(laid.microbatch.rows, banks.slots, base.device)
@@ -104,7 +104,7 @@ def membership_of(base: Base, banks: Banks, laid: LaidMicrobatch, route: Route) 
 
 
 def _prefixed(microbatch: Microbatch, jobs: Sequence[tuple[Segment, int]]) -> tuple[list[int], list[slice]]:
-    """Return the number of keys before each sample, and the samples of each of the jobs."""
+    """Return the number of prefix keys of each sample, and the slice of samples of each job."""
     begins = [0, *accumulate(microbatch.sample_lengths)][:-1]
     counts, samples = [0] * len(begins), []
     for segment, keys in jobs:
@@ -115,11 +115,11 @@ def _prefixed(microbatch: Microbatch, jobs: Sequence[tuple[Segment, int]]) -> tu
 
 
 def as_captured(packed: Pack, context: int) -> Pack:
-    """Return the pack of a captured pass: the number of samples is rounded up to its bucket with empty ones,
-    and so is the longest length, unless all are equally long.
+    """Return the pack as a captured pass has it: the number of samples is rounded up to its bucket with empty
+    samples, and so is the longest length, unless all samples are equally long.
 
-    A deterministic backward of the attention sums in an order that depends on the number of samples, and
-    whether a pass is captured depends on timing.
+    A deterministic backward of attention sums in an order that depends on the number of samples. So captured
+    and uncaptured passes give the same result.
     """
     if packed.even:
         return packed
@@ -129,18 +129,18 @@ def as_captured(packed: Pack, context: int) -> Pack:
 
 
 def bucket(value: int, least: int) -> int:
-    """Return the next power of two, at least `least`."""
+    """Return `value` rounded up to a power of two, but at least `least`."""
     return max(least, 1 << (value - 1).bit_length())
 
 
 def longest_bucket(longest: int, context: int) -> int:
-    """Return the bucket of the longest sample; the last bucket ends at the base's context."""
+    """Return the bucket of the longest sample's length, at most the base's context."""
     return min(context, bucket(longest, LEAST))
 
 
 @dataclass(frozen=True, slots=True)
 class StageVisit:
-    """A microbatch at a stage."""
+    """One microbatch at one stage, by their indices."""
 
     microbatch: int
     stage: int
@@ -148,29 +148,29 @@ class StageVisit:
 
 @dataclass(slots=True)
 class TimedPass:
-    """The time that a microbatch spent in the stages of this worker, without the time between its visits. It
-    holds no tensors, since the device may not have finished it yet."""
+    """The device time of a microbatch in the stages of this worker, without the time between stages. It holds
+    no tensors, since it is kept longer than the pass."""
 
     plan: MicrobatchPlan
     training: bool
     settled: bool = True
-    """Whether it ran without compiling or capturing anything, so that later passes take as long."""
+    """Whether nothing was compiled or captured during the pass, so that its time is typical."""
     forward: list[DeviceSpan] = field(default_factory=list)
     backward: list[DeviceSpan] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class InFlight:
-    """A microbatch between its first and its last visit to the stages of this worker."""
+    """A microbatch that has entered the stages of this worker and not yet left the last of them."""
 
     laid: LaidMicrobatch
     timed: TimedPass
     scores: Scores | None = None
-    """Its scores, once it has passed the last stage of the model, if that is here."""
+    """Losses of the microbatch, once it has passed the model's last stage on this worker."""
     _membership: Membership | None = None
 
     def membership(self, adapted: AdaptedBase) -> Membership:
-        """Return the membership, computed at first use: captured passes of a whole base need none."""
+        """Return the job of each row and the sample boundaries, computed at first use."""
         if self._membership is None:
             self._membership = membership_of(adapted.base, adapted.banks, self.laid, adapted.route)
         return self._membership

@@ -1,4 +1,4 @@
-"""Losses and scores of every job from the last hidden states: the only caller of an objective.
+"""Losses and scores of every job, computed from the last hidden states by the job's objective.
 
 Shapes: T rows of a microbatch, D hidden width, S supervised rows among them, B samples of a segment.
 """
@@ -28,12 +28,12 @@ class Scores:
 
     segments: tuple[Segment, ...]
     leaf_TD: Tensor
-    """Last hidden states, as a leaf with respect to which losses are differentiated."""
+    """Last hidden states, as the leaf tensor with respect to which losses are differentiated."""
     losses: list[Tensor]
     correct: list[Tensor]
 
     def gradient_TD(self, dead: Collection[str] = ()) -> Tensor:
-        """Return the gradient of all losses at the last hidden states; rows of dead jobs have none."""
+        """Return the gradient of all losses at the last hidden states; it is 0 in rows of dead jobs."""
         alive = [
             loss for segment, loss in zip(self.segments, self.losses, strict=True) if segment.job not in dead
         ]
@@ -46,29 +46,29 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """A segment after the head."""
+    """A segment with its log-probabilities."""
 
     segment: Segment
     scores: SampleScores
-    """Log-probabilities, and its samples if the objective needs them: supervised fine-tuning does not."""
+    """Log-probabilities, with sample boundaries unless the objective is supervised fine-tuning."""
     correct_S: Tensor
     last_rows: list[int]
-    """Last row of each of those samples."""
+    """Last row of each sample; empty for supervised fine-tuning."""
 
 
 class Scorer:
-    """The scorer of the worker that has the last stage; other workers have no head and score nothing."""
+    """Computation of losses on the worker with the last stage; other workers have no head."""
 
     def __init__(
         self, head: Head | None, own_rows: Callable[[Segment], HeadRows | None] = lambda segment: None
     ) -> None:
-        """`own_rows` returns the rows with which the adapter of a segment replaces rows of the head."""
+        """`own_rows` returns the rows by which a segment's adapter replaces rows of the head, or None."""
         self._head, self._own_rows = head, own_rows
         self.objectives: dict[str, Objective] = {}
-        """Maps each job to its objective, if that is not supervised fine-tuning."""
+        """Maps each job to its objective, except jobs with supervised fine-tuning."""
         self.scalar_heads: dict[str, ScalarHead] = {}
         self._references: defaultdict[tuple[str, int, bool], _References] = defaultdict(dict)
-        """Maps (job, step, whether held out) to log-probabilities, until a later step is trained."""
+        """Maps (job, step, held out) to reference log-probabilities, until a later step is trained."""
 
     def score(
         self,
@@ -77,7 +77,7 @@ class Scorer:
         supervised: Callable[[Segment], int],
         samples: Callable[[Segment], int] | None = None,
     ) -> Scores:
-        """Return the losses for training: `supervised` and `samples` count those of a whole global batch."""
+        """Return training losses. `supervised` and `samples` count tokens and samples of the global batch."""
         segments = laid.microbatch.segments
         if leaf_TD.is_cuda and not any(segment.job in self.objectives for segment in segments):
             return self.score_together(leaf_TD, laid, supervised)
@@ -93,8 +93,8 @@ class Scorer:
     def score_together(
         self, leaf_TD: Tensor, laid: LaidMicrobatch, supervised: Callable[[Segment], int]
     ) -> Scores:
-        """Return the losses of jobs that all use supervised fine-tuning, with a few launches for all of them:
-        with a thousand jobs in a microbatch, launches for each take longer than the head."""
+        """Return the losses of jobs that all use supervised fine-tuning, with a few kernel launches in total:
+        with a thousand jobs in a microbatch, separate launches would take longer than the head."""
         segments = laid.microbatch.segments
         logprobs_S, correct_S = self._logprobs(leaf_TD, laid)
         edges = [0, *laid.sections, len(logprobs_S)]
@@ -106,7 +106,7 @@ class Scorer:
 
     @torch.no_grad()
     def evaluate(self, h_TD: Tensor, laid: LaidMicrobatch) -> list[EvaluationSums]:
-        """Return sums over the held-out rows of each segment."""
+        """Return loss and accuracy sums over the held-out rows of each segment."""
         found = list(self._scored(h_TD, laid))
         sums = [self._objective(one).evaluated(self._samples(one, h_TD, held_out=True)) for one in found]
         correct = [
@@ -121,8 +121,8 @@ class Scorer:
 
     @torch.no_grad()
     def refer(self, h_TD: Tensor, laid: LaidMicrobatch, held_out: bool = False) -> None:
-        """Keep the log-probabilities of a microbatch's samples under some adapter, for the losses of their
-        global batches or for the evaluation of that step."""
+        """Keep log-probabilities of a microbatch's samples under the reference adapter of each segment, for
+        training losses or, if `held_out`, for an evaluation."""
         for one in self._scored(h_TD, laid):
             kept = self._references[one.segment.job, one.segment.step, held_out]
             parts = one.scores.logprobs_S.split(one.scores.counts)
@@ -130,14 +130,14 @@ class Scorer:
                 kept.setdefault(offset, {})[one.segment.adapter] = part_S
 
     def forget(self) -> None:
-        """Drop the log-probabilities of batches that will not be trained after all."""
+        """Drop all reference log-probabilities, because their batches were abandoned."""
         self._references.clear()
 
     def _objective(self, one: _Scored) -> Objective:
         return self.objectives.get(one.segment.job, SFT)
 
     def _samples(self, one: _Scored, h_TD: Tensor, held_out: bool = False) -> SampleScores:
-        """Return the samples of a segment in the form that its objective needs."""
+        """Return the scores of a segment in the form that its objective needs."""
         job = one.segment.job
         if job not in self.objectives:
             return one.scores
@@ -189,8 +189,7 @@ class Scorer:
     def _samples_of(
         self, segment: Segment, laid: LaidMicrobatch
     ) -> tuple[tuple[int, ...], tuple[int, ...], list[int]]:
-        """Return offset, number of supervised rows and last row of each sample, if the objective needs
-        them."""
+        """Return offset, supervised rows and last row of each sample; empty for supervised fine-tuning."""
         if segment.job not in self.objectives:
             return (), (), []
         stops = list(accumulate(laid.microbatch.sample_lengths))
@@ -205,4 +204,4 @@ class Scorer:
 
 
 _References = dict[int, dict[str | None, Tensor]]
-"""Maps the offset of a sample to a map from adapter to the log-probabilities of its supervised rows."""
+"""Maps a sample's offset, then an adapter, to the log-probabilities of the sample's supervised rows."""

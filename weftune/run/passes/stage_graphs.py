@@ -1,12 +1,12 @@
-"""CUDA graphs of stages that take turns on a device: one launch per visit instead of hundreds.
+"""CUDA graphs of streamed stages: one launch per visit of a microbatch to a stage, instead of hundreds.
 
 A stage's weights and the adapters' tensors never change their address, so a graph is captured for a stage, a
 kind of visit and a key (`graph_inputs.py`). Inputs and results of a visit are in buffers that all graphs
 share; everything else belongs to one visit at a time, in one pool.
 
-A visit is captured in the second round that has it: the first runs uncaptured, which compiles kernels and
-measures choices. Uncaptured passes need separate memory, which the plan does not count in addition to the
-pool: if there is no room for both, all graphs are dropped for the rest of the round.
+A visit is captured in the second round in which it occurs: the first runs uncaptured, to compile and tune
+kernels. Uncaptured passes need memory in addition to the pool, which the plan does not count: if both do not
+fit, all graphs are dropped for the rest of the round.
 
 Shapes: T rows, D hidden width.
 """
@@ -41,7 +41,7 @@ class VisitKind(Enum):
     turn = auto()
     """A visit to the last stage: a forward that is kept, then head and loss, then the backward."""
     backward = auto()
-    """The forward recomputed, then the backward."""
+    """A recomputed forward, then the backward."""
 
 
 GraphVisit = tuple[VisitKind, int]
@@ -50,7 +50,7 @@ GraphVisit = tuple[VisitKind, int]
 
 @dataclass(slots=True)
 class _Known:
-    """A key, with the round in which each visit was first seen, and its captured graphs."""
+    """The input tensors of one key, the round in which each visit first occurred, and captured graphs."""
 
     feed: GraphInputs
     met: dict[GraphVisit, int] = field(default_factory=dict)
@@ -61,10 +61,10 @@ class StageGraphs:
     def __init__(self, whole: Base, stages: Mapping[int, Base], banks: Banks, pool: Pool) -> None:
         self.captures = 0
         self.refused: set[GraphKey] = set()
-        """Keys for whose graphs there was no memory."""
+        """Keys whose graphs did not fit into memory."""
         self._whole, self._stages, self._banks, self._pool = whole, stages, banks, pool
         self._h_TD, self._dh_TD = self._empty(0), self._empty(0)
-        """Buffers of one microbatch between captured and uncaptured work (`StageGraph`)."""
+        """Buffers through which graphs receive and return hidden states and gradients (`StageGraph`)."""
         self._known: dict[GraphKey, _Known] = {}
         self._round = 0
         self._plain_round = -1
@@ -85,8 +85,8 @@ class StageGraphs:
         self._round += 1
 
     def serve(self, kind: VisitKind, stage: int, flight: InFlight) -> StageGraph | None:
-        """Return the graph with which a microbatch of the round visits a stage, or None to run it
-        uncaptured. A visit that includes setup is noted as not settled."""
+        """Return the graph for a microbatch's visit to a stage, or None if the visit runs uncaptured. The
+        time of a visit that compiles or captures is marked as not settled."""
         laid, visit = flight.laid, (kind, stage)
         key = key_of(laid, self._banks, NOTHING, self._whole.shape.context)
         if not self._banks.capturable(laid.microbatch):
@@ -105,7 +105,7 @@ class StageGraphs:
         return self._capture(key, known, visit)
 
     def make_room(self) -> None:
-        """Free memory for an uncaptured pass."""
+        """Free memory for an uncaptured pass, by dropping all graphs if necessary."""
         if any(known.graphs for known in self._known.values()) and not self._pool.has_room():
             self.clear()
 
@@ -145,7 +145,7 @@ class StageGraphs:
 
 
 class StageGraph:
-    """One captured kind of visit to one stage: a `Plain` pass of the microbatch that was opened last."""
+    """CUDA graphs of one kind of visit to one stage, with the methods of `Plain`."""
 
     def __init__(
         self,
@@ -157,13 +157,13 @@ class StageGraph:
         dh_TD: Tensor,
         pool: Pool,
     ) -> None:
-        """`h_TD` is the input of the stage, and its output in a forward; `dh_TD` is the incoming and outgoing
-        gradient. The last stage's output is kept in `dh_TD` until its gradient is known."""
+        """`h_TD` holds the input of the stage, then the output of a forward; `dh_TD` holds the incoming, then
+        the outgoing gradient. The last stage's output is kept in `dh_TD` until its gradient is known."""
         self._base, self._banks, self._inputs = base, banks, feed
         self._h_TD, self._dh_TD = h_TD, dh_TD
         self._given_TD: Tensor | None = None
         self._made_TD: Tensor | None = None
-        """Output between the captured forward and its captured backward; never kept between two replays."""
+        """Output of the forward while forward and backward are captured. None during replays."""
         if kind is VisitKind.turn:
             self._forward, self._backward = pool.capture(self._turn), pool.capture(self._return)
         else:
@@ -233,8 +233,8 @@ class StageGraph:
 
 
 class CapturedVisits:
-    """Passes over stages that take turns. Only the last stage's forward is kept, since its backward follows
-    at once; all others are recomputed."""
+    """Passes over streamed stages, captured as CUDA graphs. Only the last stage's forward is kept, since its
+    backward follows at once; the others are recomputed."""
 
     def __init__(self, adapted: AdaptedBase, stages: Mapping[int, Base], pool: Pool) -> None:
         self.adapted, self.stages = adapted, stages
