@@ -165,7 +165,7 @@ def test_a_start_at_another_scale_is_a_warning_at_the_first_module_where_it_diff
     both = warnings([job(**alike)], SHAPE)
     assert len(both) == 1
     assert both[0].startswith(
-        "a: its scale at model.layers.0.mlp.up_proj is 2, but init_from was trained with 4; to go on from"
+        "a: its scale at model.layers.0.mlp.up_proj is 2, but init_from was trained with 4; to continue from"
     )
     same = warnings([job(**alike, alpha_pattern={"up_proj": 16})], SHAPE)
     assert [one for one in same if "scale" in one] == []
