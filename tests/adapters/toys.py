@@ -18,7 +18,7 @@ from tests.families import tiny
 from weftune.adapters import registry
 from weftune.adapters.kind import JobAdapter, NewAdapter
 from weftune.adapters.lora.spec import A, B
-from weftune.adapters.plain_kind import JobAt, JobPart, PlainBank
+from weftune.adapters.plain import JobAt, JobPart, PlainBank
 from weftune.adapters.target import ROWS
 from weftune.adapters.vector import SHARED, ParameterShape, VectorLayout
 from weftune.base.shape import linears, site_shape

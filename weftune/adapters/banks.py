@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from weftune.adapters.kind import JobAdapter, Parameters, Pass, SiteTensors, TiledPart
-from weftune.adapters.plain_kind import PlainKind
+from weftune.adapters.plain import PlainKind
 from weftune.adapters.registry import kind_named
 from weftune.adapters.sites import CurrentPass, ExpertGroup, SiteGroup, expert_groups, site_groups
 from weftune.adapters.target import KEYS, ROWS, TOKENS, VALUES

@@ -10,7 +10,7 @@ from typing import Any
 
 from weftune.adapters.folder import read_config
 from weftune.adapters.kinds import BROKEN, KINDS, BrokenKind, kind_in
-from weftune.adapters.plain_kind import PlainKind
+from weftune.adapters.plain import PlainKind
 from weftune.adapters.vector import VectorLayout
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError, SpecError

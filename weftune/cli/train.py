@@ -69,20 +69,12 @@ def train(
     words = [word for key, value in named.items() if value is not None for word in (key, str(value))]
     again = ["train", str(jobs), *words, "--resume"]
     repeated = {"--restart": restart, "--retry": retry, "--set": changes}
-    first = again if resume else again[:-1]
-    first = [
-        *first,
-        *(word for key, values in repeated.items() for one in values or () for word in (key, one)),
-    ]
+    first = [*(again if resume else again[:-1])]
+    first += [word for key, values in repeated.items() for one in values or () for word in (key, one)]
     with running(process_clock()):
         from weftune.jobs.spec.retry import read_changes
 
-        if restart and not resume:
-            raise UserError("--restart goes with --resume: it names the job of an earlier run to restart")
-        if retry and not resume:
-            raise UserError("--retry goes with --resume: it names the job of an earlier run to resume")
-        if changes and not retry:
-            raise UserError("--set goes with --retry JOB, which resumes with it; else edit the jobs file")
+        _refuse_without_resume(resume, restart, retry, changes)
         command = shlex.join(["weftune", *again])
         options = replace(
             early.read_options(
@@ -104,6 +96,17 @@ def train(
             _join(jobs, output, options, max_steps)
         else:
             _train_here(_read_run(jobs, output, options), options, max_steps, first, again)
+
+
+def _refuse_without_resume(
+    resume: bool, restart: list[str] | None, retry: list[str] | None, changes: list[str] | None
+) -> None:
+    if restart and not resume:
+        raise UserError("--restart goes with --resume: it names the job of an earlier run to restart")
+    if retry and not resume:
+        raise UserError("--retry goes with --resume: it names the job of an earlier run to resume")
+    if changes and not retry:
+        raise UserError("--set goes with --retry JOB, which resumes with it; else edit the jobs file")
 
 
 def _read_run(jobs: Path, output: Path | None, options: Options) -> RunSpec:

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from weftune.adapters.folder import CONFIG, JOB_FILE, WEIGHTS, refuse_no_adapter
-from weftune.adapters.plain_kind import PlainKind
+from weftune.adapters.plain import PlainKind
 from weftune.adapters.registry import kind_of
 from weftune.base.load import (
     best_device,

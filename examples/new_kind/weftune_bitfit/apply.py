@@ -1,6 +1,6 @@
 """BitFit: at every site a vector is added to the bias. It starts at zero."""
 
-from weftune.adapters.plain_kind import JobPart, PlainKind
+from weftune.adapters.plain import JobPart, PlainKind
 
 
 class BitFit(PlainKind):

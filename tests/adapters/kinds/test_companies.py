@@ -21,7 +21,7 @@ from tests.run import aboard
 from weftune.adapters.ia3.apply import Ia3
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.kinds import KINDS
-from weftune.adapters.plain_kind import JobAt, JobPart
+from weftune.adapters.plain import JobAt, JobPart
 from weftune.adapters.vector import VectorLayout
 from weftune.base.model import Base
 from weftune.plan.program.program import Program

@@ -15,7 +15,7 @@ from weftune.jobs.spec.layer import from_python
 from weftune.jobs.store.store import open_store
 from weftune.jobs.sweeps.record import best_folder
 from weftune.jobs.sweeps.running import RunningSweep
-from weftune.jobs.sweeps.spec import Halving, Sweep, SweepSpec, Trial, ValueRange
+from weftune.jobs.sweeps.spec import Halving, Sweep, SweepSpec, Trial
 from weftune.run.events import Stepped
 
 STEPS = 12
@@ -363,9 +363,7 @@ class Halves:
 def test_later_generations_are_asked_when_the_one_before_has_ended_and_survive_a_crash(base, tmp_path):
     jobs = [trial(rate, steps=6) for rate in RATES[:3]]
     keys = from_python({item.name: getattr(jobs[0], item.name) for item in fields(JobSpec)})
-    sweep = sweep_of(jobs, at=(0.5,), share=0.4, search="tpe", trials=5, keep=1)
-    spec = replace(sweep.spec, over={"learning_rate": ValueRange(1e-6, 1.0, log=True)})
-    sweep = replace(sweep, spec=spec, keys=keys)
+    sweep = replace(sweep_of(jobs, at=(0.5,), share=0.4, search="tpe", trials=5, keep=1), keys=keys)
 
     def run(output, callback=None, **options):
         made = bench.trainer(base, output, jobs, options=Options(**options))

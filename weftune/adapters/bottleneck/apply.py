@@ -15,7 +15,7 @@ from torch.nn.functional import gelu, linear, silu
 
 from weftune.adapters.bottleneck.spec import DOWN, DOWN_BIAS, UP, UP_BIAS, Activation, BottleneckSpec
 from weftune.adapters.kind import NewAdapter
-from weftune.adapters.plain_kind import JobAt, JobPart, PlainKind
+from weftune.adapters.plain import JobAt, JobPart, PlainKind
 from weftune.ops.draw import fill_uniform
 
 aten = torch.ops.aten

@@ -23,7 +23,7 @@ from torch import Tensor
 from weftune.adapters.diff.spec import ALPHA, GROUP, DiffSpec, W
 from weftune.adapters.files import read_tensors, write_folder
 from weftune.adapters.kind import JobAdapter, NewAdapter, Parameters
-from weftune.adapters.plain_kind import PREFIX, JobAt, JobPart, MergeAt, PlainKind
+from weftune.adapters.plain import PREFIX, JobAt, JobPart, MergeAt, PlainKind
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
 from weftune.ops.dropout import key

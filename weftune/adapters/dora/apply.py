@@ -21,7 +21,7 @@ from weftune.adapters.kind import NewAdapter, SiteTensors, TiledPart
 from weftune.adapters.lora.apply import draw, low_rank
 from weftune.adapters.lora.files import lora_config
 from weftune.adapters.lora.spec import A, B, checked_spec, stored_tokens, weight_names
-from weftune.adapters.plain_kind import PREFIX, JobAt, JobPart, MergeAt, PlainKind
+from weftune.adapters.plain import PREFIX, JobAt, JobPart, MergeAt, PlainKind
 from weftune.adapters.target import TOKENS
 from weftune.adapters.token_rows import fill_tokens, refuse_other_tokens
 from weftune.core.shapes import SiteShape

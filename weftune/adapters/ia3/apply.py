@@ -11,7 +11,7 @@ from weftune.adapters.files import is_transposed, peft_config, target_modules
 from weftune.adapters.folder import target_fields
 from weftune.adapters.ia3.spec import SCALE, Ia3Spec
 from weftune.adapters.kind import NewAdapter, SiteTensors, TiledPart
-from weftune.adapters.plain_kind import PREFIX, JobAt, JobPart, MergeAt, PlainKind
+from weftune.adapters.plain import PREFIX, JobAt, JobPart, MergeAt, PlainKind
 from weftune.adapters.target import ends_with
 from weftune.core.shapes import SiteShape
 from weftune.ops.lora.scales import SiteScale

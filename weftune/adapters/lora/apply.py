@@ -35,7 +35,7 @@ from weftune.adapters.lora.files import (
     write_portable,
 )
 from weftune.adapters.lora.spec import A, B, LoraSpec
-from weftune.adapters.plain_kind import PlainKind
+from weftune.adapters.plain import PlainKind
 from weftune.adapters.target import TOKENS
 from weftune.adapters.token_rows import fill_tokens
 from weftune.core.batch import Segment

@@ -21,7 +21,7 @@ from weftune.adapters.kind import JobAdapter, NewAdapter, Parameters
 from weftune.adapters.lora.files import merge, read_start, read_tokens, write_adapter, write_portable
 from weftune.adapters.lora.spec import A, B
 from weftune.adapters.pissa.spec import FIRST_A, FIRST_B, PissaSpec
-from weftune.adapters.plain_kind import JobAt, JobPart, PlainKind
+from weftune.adapters.plain import JobAt, JobPart, PlainKind
 from weftune.adapters.target import TOKENS
 from weftune.adapters.token_rows import fill_tokens
 from weftune.core.shapes import SiteShape

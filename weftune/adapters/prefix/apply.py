@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weftune.adapters.files import peft_config, read_tensors, write_folder
 from weftune.adapters.kind import NewAdapter, Parameters
-from weftune.adapters.plain_kind import PlainKind
+from weftune.adapters.plain import PlainKind
 from weftune.adapters.prefix.spec import PrefixSpec
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weftune.adapters.files import peft_config
 from weftune.adapters.kind import NewAdapter
-from weftune.adapters.plain_kind import PlainKind
+from weftune.adapters.plain import PlainKind
 from weftune.adapters.prompt.spec import PromptSpec
 from weftune.adapters.target import embedding_path
 from weftune.core.shapes import EMBED_SCALE, SiteShape

@@ -15,7 +15,7 @@ from torch import Tensor
 from weftune.adapters.files import is_transposed, layers_to_transform, peft_config, target_modules
 from weftune.adapters.folder import target_fields
 from weftune.adapters.kind import NewAdapter, SiteTensors, TiledPart
-from weftune.adapters.plain_kind import PREFIX, JobAt, JobPart, MergeAt, PlainKind
+from weftune.adapters.plain import PREFIX, JobAt, JobPart, MergeAt, PlainKind
 from weftune.adapters.vector import SHARED
 from weftune.adapters.vera.spec import D, E, VeraSpec
 from weftune.core.shapes import SiteShape
