@@ -48,8 +48,8 @@ from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
 from weftune.run.workers.agreed import WorkerReport
 from weftune.run.workers.driver import Driver, open_pipeline
-from weftune.run.workers.groups import connect, position_here
-from weftune.run.workers.messages import Staff
+from weftune.run.workers.groups import connect, read_position
+from weftune.run.workers.messages import WorkerControl
 from weftune.run.workers.paces import Paces
 from weftune.run.workers.trace import timeline_of
 from weftune.run.workers.worker import serve
@@ -165,13 +165,13 @@ def measure(setting: Setting) -> tuple[Cut, list[Found]]:
 
 @contextmanager
 def opened(spec: BaseSpec, held: Sequence[LayerRange], folder: Path, setting: Setting) -> Iterator[Driver]:
-    position = position_here()
+    position = read_position()
     assert position is not None
-    staff = Staff(connect(position, CPU))
+    staff = WorkerControl(connect(position, CPU))
     yield open_pipeline(
         staff, spec, CPU, in_stages(held), lambda job: folder / "checkpoints" / job, setting.delay
     )
-    staff.dismiss()
+    staff.end_workers()
     torch.distributed.destroy_process_group()
 
 
@@ -232,7 +232,7 @@ class Window:
     program: Program
     reports: tuple[WorkerReport, ...]
     even: Timeline
-    varied: tuple[Timeline, ...]
+    varied_timelines: tuple[Timeline, ...]
 
 
 def run_case(pipeline: Driver, setting: Setting, case: Case, cut: Cut) -> Found:
@@ -250,11 +250,14 @@ def run_case(pipeline: Driver, setting: Setting, case: Case, cut: Cut) -> Found:
         courses = [course(name, number * case.steps, case, setting) for name in names]
         rules = PipelineRules(setting.rows, pipeline.paces.stages(), case.order, spare=setting.spare)
         program = plan_pipeline(courses, rules)
-        even, varied = pipeline.paces.timeline(program), tuple(pipeline.paces.varied(program))
+        even, varied_timelines = (
+            pipeline.paces.timeline(program),
+            tuple(pipeline.paces.varied_timelines(program)),
+        )
         for _ in pipeline.run(program, fetch, lambda: False):
             pass
         if number > 0:
-            windows.append(Window(program, tuple(pipeline.reports), even, varied))
+            windows.append(Window(program, tuple(pipeline.reports), even, varied_timelines))
     for name in names:
         pipeline.detach(name)
     return found_in(windows, case, setting)
@@ -270,11 +273,11 @@ def found_in(windows: Sequence[Window], case: Case, setting: Setting) -> Found:
         jobs=case.jobs,
         passes=means([[pass_seconds(report) for report in one.reports] for one in windows]),
         measured=means([steady_bubbles(one) for one in measured]),
-        predicted=means([steady_bubbles(draw) for one in windows for draw in one.varied]),
+        predicted=means([steady_bubbles(draw) for one in windows for draw in one.varied_timelines]),
         even=means([steady_bubbles(one.even) for one in windows]),
         spread=means([[pass_spread(report) for report in one.reports] for one in windows]),
         tokens_per_second=tokens / seconds,
-        predicted_seconds=sum(mean(draw.makespan for draw in one.varied) for one in windows),
+        predicted_seconds=sum(mean(draw.makespan for draw in one.varied_timelines) for one in windows),
         seconds=seconds,
     )
 
@@ -361,7 +364,7 @@ def others(setting: Setting) -> Iterator[None]:
 def be_worker(variables: dict[str, str], threads: int) -> None:
     os.environ.update(variables)
     torch.set_num_threads(threads)
-    position = position_here()
+    position = read_position()
     assert position is not None
     serve(connect(position, CPU), CPU)
     torch.distributed.destroy_process_group()

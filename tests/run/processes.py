@@ -35,7 +35,7 @@ def context() -> Any:
 def run_workers(
     workers: int, target: Callable[..., Any], *arguments: Any, replicas: int = 1, ring: bool = False
 ) -> list[Any]:
-    """What `target(wires, *arguments)` returns on every worker; `workers` are those of all replicas."""
+    """What `target(connections, *arguments)` returns on every worker; `workers` are those of all replicas."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -95,14 +95,14 @@ def _be_worker(
     import torch
     import torch.distributed as dist
 
-    from weftune.run.workers.groups import connect, position_here
+    from weftune.run.workers.groups import connect, read_position
 
     torch.set_num_threads(1)
     try:
-        place = position_here()
+        place = read_position()
         assert place is not None
-        wires = connect(replace(place, replicas=replicas, ring=ring), torch.device("cpu"))
-        connection.send_bytes(pickle.dumps(target(wires, *arguments)))
+        connections = connect(replace(place, replicas=replicas, ring=ring), torch.device("cpu"))
+        connection.send_bytes(pickle.dumps(target(connections, *arguments)))
         dist.barrier()
     except BaseException:
         connection.send_bytes(pickle.dumps(Broken(traceback.format_exc())))

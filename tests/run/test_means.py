@@ -38,7 +38,7 @@ from weftune.run.parts import delivered
 from weftune.run.training import checkpoint
 from weftune.run.training.state import new_training
 from weftune.run.workers.driver import open_pipeline
-from weftune.run.workers.messages import Staff
+from weftune.run.workers.messages import WorkerControl
 from weftune.run.workers.worker import serve
 from weftune.trainer.job import lay_out
 
@@ -184,14 +184,14 @@ def test_saved_inside_a_span_it_goes_on_to_the_same_mean(layout, tmp_path):
     assert restored.attached[job.name].progress == executor.attached[job.name].progress
 
 
-def as_worker(wires, cuts):
+def as_worker(connections, cuts):
     """Train the jobs on this worker; every job's mean as it is and as it should be, and its steps."""
     jobs = averaged(make_jobs(whole_base("llama", torch.float64)))
-    base = cut("llama", torch.float64, wires.position, cuts)
-    executor, _, transport = on_worker(base, wires, cuts)
+    base = cut("llama", torch.float64, connections.position, cuts)
+    executor, _, transport = on_worker(base, connections, cuts)
     for job in jobs:
         executor.attach(aboard.training(base, job))
-    program = pipeline_program(jobs, wires.position, PipelineOrder.alternating, rounds=3)
+    program = pipeline_program(jobs, connections.position, PipelineOrder.alternating, rounds=3)
     by_name = {job.name: job for job in jobs}
     microbatches = {
         n: lay_out(plan, False, by_name) for n, plan in enumerate(program.microbatches) if plan.segments
@@ -228,16 +228,16 @@ def test_every_worker_keeps_the_mean_of_its_own_parameters(replicas, cuts):
         assert all(torch.equal(found[0][name][0], found[1][name][0]) for name in found[0])
 
 
-def driven(wires, folder, checkpoints, until):
+def driven(connections, folder, checkpoints, until):
     """The first worker of a pipeline, and those behind it: train a job to that step from its newest
     checkpoint, if there is one, and save it there."""
-    if wires.position.worker > 0:
-        serve(wires, bench.CPU)
+    if connections.position.worker > 0:
+        serve(connections, bench.CPU)
         return
-    staff = Staff(wires)
+    control = WorkerControl(connections)
     spec = BaseSpec(model=str(folder / "model"), dtype="float64")
-    layout = in_stages(cut_layers(inspect(spec, bench.CPU), wires.position.workers))
-    pipeline = open_pipeline(staff, spec, bench.CPU, layout, lambda job: checkpoints)
+    layout = in_stages(cut_layers(inspect(spec, bench.CPU), connections.position.workers))
+    pipeline = open_pipeline(control, spec, bench.CPU, layout, lambda job: checkpoints)
     base = pipeline.base
     (job, *_) = averaged(make_jobs(whole_base("llama", torch.float64)))
     adapter = JobAdapter(job.name, job.spec.adapter, job.spec.seed)
@@ -245,13 +245,13 @@ def driven(wires, folder, checkpoints, until):
     checkpoint.restore(checkpoints, training)
     pipeline.attach(training)
     while training.progress.step < until:
-        rules = PipelineRules(CAPACITY, (PACE,) * wires.position.workers)
+        rules = PipelineRules(CAPACITY, (PACE,) * connections.position.workers)
         program = plan_pipeline([job.course(training.progress.step, 1, False)], rules)
         fetch = lambda plan, held_out: lay_out(plan, held_out, {job.name: job})  # noqa: E731
         list(pipeline.run(program, fetch, lambda: False))
     pipeline.save_now(job.name, checkpoints)
     pipeline.finish_saves(job.name)
-    staff.dismiss()
+    control.end_workers()
 
 
 def test_a_pipeline_that_was_stopped_inside_a_span_goes_on_to_the_same_mean(tmp_path):

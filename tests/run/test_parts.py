@@ -93,18 +93,18 @@ def test_one_worker_whose_base_stays_and_whose_optimizer_is_offloaded(wanted):
     assert all(torch.equal(masters[name], master) for name, master in wanted[1].items())
 
 
-def as_worker(wires):
+def as_worker(connections):
     """Of each way: the kinds of parts, what happened, this worker's slices, and what it evaluated."""
     found = []
     for travels, offloads in WAYS:
         cut = layout(travels, offloads, (1, 1))
-        part = cut.on(wires.position.worker)
+        part = cut.on(connections.position.worker)
         streamed = stream_model(
             deep("llama", torch.float64), BaseSpec(model="tiny"), bench.CPU, cut, part.worker
         )
         base = streamed.whole
-        transport = Transport(wires, base.shape.hidden, base.dtype, base.device)
-        executor, agreed = worker_executor(streamed, part, transport, wires.position.worker)
+        transport = Transport(connections, base.shape.hidden, base.dtype, base.device)
+        executor, agreed = worker_executor(streamed, part, transport, connections.position.worker)
         jobs = evaluated_jobs(whole_base("llama", torch.float64))
         take_aboard(executor, jobs)
         by_name = {job.name: job for job in jobs}

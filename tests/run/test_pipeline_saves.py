@@ -26,23 +26,23 @@ from weftune.run.training.checkpoint import write_slice
 from weftune.run.training.state import new_training
 from weftune.run.training.writer import Unsaved
 from weftune.run.workers.driver import Driver, open_pipeline
-from weftune.run.workers.messages import Staff
+from weftune.run.workers.messages import WorkerControl
 from weftune.run.workers.worker import serve
 from weftune.trainer.job import lay_out
 
 STEPS = 3
 
 
-def windows(wires, folder, on_event):
+def windows(connections, folder, on_event):
     """Trains two jobs in windows of one step each, all saved. On the first worker, after each window: the
     newest checkpoints, and what could not be saved."""
-    if wires.position.worker > 0:
-        serve(wires, bench.CPU)
+    if connections.position.worker > 0:
+        serve(connections, bench.CPU)
         return None
-    staff = Staff(wires)
+    control = WorkerControl(connections)
     spec = BaseSpec(model=str(folder / "model"), dtype="float64")
-    layout = in_stages(cut_layers(inspect(spec, bench.CPU), wires.position.workers))
-    pipeline = open_pipeline(staff, spec, bench.CPU, layout, lambda job: folder / job)
+    layout = in_stages(cut_layers(inspect(spec, bench.CPU), connections.position.workers))
+    pipeline = open_pipeline(control, spec, bench.CPU, layout, lambda job: folder / job)
     jobs = [
         aboard.ready(whole_base("llama", torch.float64), name, seed=seed, steps=STEPS + 1, save_every=1)
         for seed, name in enumerate("ab", start=1)
@@ -55,7 +55,7 @@ def windows(wires, folder, on_event):
     by_name, seen = {job.name: job for job in jobs}, []
     for step in range(STEPS):
         courses = [job.course(step, 1, step == 0) for job in jobs]
-        program = plan_pipeline(courses, PipelineRules(CAPACITY, (PACE,) * wires.position.workers))
+        program = plan_pipeline(courses, PipelineRules(CAPACITY, (PACE,) * connections.position.workers))
         fetch = lambda plan, held_out: lay_out(plan, held_out, by_name)  # noqa: E731
         for event in pipeline.run(program, fetch, lambda: False):
             assert not isinstance(event, Failed), event
@@ -66,14 +66,14 @@ def windows(wires, folder, on_event):
             pipeline.finish_saves(job.name)
         newest = [checkpoint.newest_progress(folder / job.name).step for job in jobs]
         seen.append((newest, pipeline.unsaved()))
-    staff.dismiss()
+    control.end_workers()
     return seen
 
 
-def slow_leader(wires, folder):
+def slow_leader(connections, folder):
     """The first worker takes its time after every event, so that the others have long written their slices
     when it comes to its own."""
-    return windows(wires, folder, lambda event: time.sleep(0.1))
+    return windows(connections, folder, lambda event: time.sleep(0.1))
 
 
 def test_a_slice_that_another_worker_wrote_first_is_not_lost(tmp_path):
@@ -82,7 +82,7 @@ def test_a_slice_that_another_worker_wrote_first_is_not_lost(tmp_path):
     assert seen == [([step, step], []) for step in (1, 2, 3)]
 
 
-def written_meanwhile(wires, folder):
+def written_meanwhile(connections, folder):
     """The first worker's slices are the last, under way when it first looks, and written right after that."""
     looked, real = set(), Driver._advance_saves
 
@@ -94,11 +94,11 @@ def written_meanwhile(wires, folder):
         for key in new:
             wait([driver._pending[key].own])
             while not driver._pending[key].slices:
-                driver._hear(*driver.staff.wait())
+                driver._handle_answer(*driver.control.wait())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Driver, "_advance_saves", advance)
-        return windows(wires, folder, lambda event: time.sleep(0.1))
+        return windows(connections, folder, lambda event: time.sleep(0.1))
 
 
 def test_a_slice_that_is_written_while_the_first_worker_looks_is_not_waited_for(tmp_path):
@@ -113,12 +113,12 @@ def full_disk(folder, snapshot, worker):
     return write_slice(folder, snapshot, worker)
 
 
-def failing_follower(wires, folder):
+def failing_follower(connections, folder):
     """The last worker's disk does not take one slice. What the first worker hears of it."""
     with pytest.MonkeyPatch.context() as patch:
-        if wires.position.worker == 1:
+        if connections.position.worker == 1:
             patch.setattr(weftune.run.workers.worker, "write_slice", full_disk)
-        return windows(wires, folder, lambda event: None)
+        return windows(connections, folder, lambda event: None)
 
 
 def test_a_slice_that_cannot_be_written_is_told_with_its_reason_and_the_one_before_stays(tmp_path):

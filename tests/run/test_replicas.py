@@ -75,10 +75,10 @@ def test_two_runs_give_the_same_bits():
     assert_same_bits([*first, *second])
 
 
-def poisoned_worker(wires, family, dtype, cuts, order, poison, cancelled):
+def poisoned_worker(connections, family, dtype, cuts, order, poison, cancelled):
     """As `as_worker`, with NaN in one replica only."""
-    mine = poison if wires.position.replica == 1 else None
-    return as_worker(wires, family, dtype, cuts, order, mine, cancelled)
+    mine = poison if connections.position.replica == 1 else None
+    return as_worker(connections, family, dtype, cuts, order, mine, cancelled)
 
 
 @pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -105,14 +105,14 @@ def prompted(base):
     return aboard.ready(base, "p", steps=2, batch_size=4, adapter={"kind": "prompt", "num_virtual_tokens": 3})
 
 
-def prompted_worker(wires):
+def prompted_worker(connections):
     """Tokens that count as trained on this worker, of a job with virtual tokens."""
-    base = cut("llama", torch.float64, wires.position, CUT[1])
-    executor, _, transport = on_worker(base, wires, CUT[1])
+    base = cut("llama", torch.float64, connections.position, CUT[1])
+    executor, _, transport = on_worker(base, connections, CUT[1])
     job = prompted(base)
     executor.attach(aboard.training(base, job))
-    program = pipeline_program([job], wires.position, None)
-    own = dict(program.compute_in(wires.position.replica))
+    program = pipeline_program([job], connections.position, None)
+    own = dict(program.compute_in(connections.position.replica))
     laid = {action.microbatch: lay_out(plan, False, {"p": job}) for action, plan in own.items()}
     list(executor.run(program, delivered(program, laid)))
     transport.flush()
@@ -146,19 +146,19 @@ def even_jobs(base):
     return [aboard.ready(base, name, steps=ROUNDS, batch_size=4, data=rows, seed=1) for name in names]
 
 
-def timed_window(wires, delay):
+def timed_window(connections, delay):
     """Seconds of a window on this worker, and how many of them it slept in passes."""
-    base = cut("llama", torch.float32, wires.position, CUT[1])
-    executor, agreed, transport = on_worker(base, wires, CUT[1], delay)
+    base = cut("llama", torch.float32, connections.position, CUT[1])
+    executor, agreed, transport = on_worker(base, connections, CUT[1], delay)
     jobs = even_jobs(whole_base("llama", torch.float32))
     for job in jobs:
         executor.attach(aboard.training(base, job))
-    program = pipeline_program(jobs, wires.position, None, ROUNDS)
-    own = dict(program.compute_in(wires.position.replica))
+    program = pipeline_program(jobs, connections.position, None, ROUNDS)
+    own = dict(program.compute_in(connections.position.replica))
     by_name = {job.name: job for job in jobs}
     laid = {action.microbatch: lay_out(plan, False, by_name) for action, plan in own.items()}
     pauses = {number: PER_ROW * one.rows for number, one in laid.items()}
-    order = iter(one for one in program.devices[wires.position.worker] if isinstance(one, Forward))
+    order = iter(one for one in program.devices[connections.position.worker] if isinstance(one, Forward))
     base.model.base_model.register_forward_pre_hook(lambda *_: time.sleep(pauses[next(order).microbatch]))
     list(executor.run(program, delivered(program, laid)))
     transport.flush()

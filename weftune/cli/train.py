@@ -192,9 +192,9 @@ def _join(jobs: Path, output: Path | None, options: Options, max_steps: int | No
     """Run as one worker of a pipeline: the first worker trains, the others follow its instructions."""
     from weftune.jobs.spec.read import read_run
     from weftune.launch.workers import joined
-    from weftune.run.workers.groups import attempt, position_here
+    from weftune.run.workers.groups import read_position, restart_count
 
-    worker = position_here()
+    worker = read_position()
     assert worker is not None, "the environment names a worker"
     if options.gpus is not None:
         raise UserError(
@@ -212,7 +212,7 @@ def _join(jobs: Path, output: Path | None, options: Options, max_steps: int | No
             return
         run = read_run(jobs)
         run = replace(run, output=Path(output or run.output))
-        if attempt() > 0:
+        if restart_count() > 0:
             # torchrun has restarted all workers with the original command line.
             options = replace(options, resume=run.output.exists(), restart=(), retry=(), changes={})
         _train(run, replace(options, staff=staff), max_steps)
@@ -228,7 +228,7 @@ def _train(run: RunSpec, options: Options, max_steps: int | None, devices: Seque
 
     workers = ""
     if options.staff is not None:
-        workers = f", in {_named(options.staff.wires.position)}"
+        workers = f", in {_named(options.staff.connections.position)}"
     else:
         options = replace(options, pipeline=None, gpus=None)
     if len(devices) > 1:

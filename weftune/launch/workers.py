@@ -29,51 +29,51 @@ from weftune.run.workers.groups import (
     WorkerPosition,
     bind_interface,
     connect,
+    connect_to_store,
+    has_separate_gpus,
     loopback_store,
-    own_gpus,
     require_secret,
-    store_here,
 )
 from weftune.run.workers.heartbeat import LOST, Heartbeat
 from weftune.run.workers.mailbox import PeerLost
-from weftune.run.workers.messages import Staff
-from weftune.run.workers.topology import crossed_gpus
+from weftune.run.workers.messages import WorkerControl
+from weftune.run.workers.topology import assign_gpus
 from weftune.run.workers.worker import serve
 
 # -- one worker -----------------------------------------------------------------------------------------
 
 
 @contextmanager
-def joined(worker: WorkerPosition, device: str | None) -> Iterator[Staff | None]:
-    """Connect to the other workers. On the first worker, yield the `Staff` that commands the others. Any
-    other worker executes its commands until the end, and then yields None."""
+def joined(worker: WorkerPosition, device: str | None) -> Iterator[WorkerControl | None]:
+    """Connect to the other workers. On the first worker, yield the `WorkerControl` that commands the
+    others. Any other worker executes its commands until the end, and then yields None."""
     if worker.worker > 0:
         # Only the first worker handles an interruption; the others end when it tells them to.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
     require_secret(worker)
     bind_interface(worker)
-    heartbeat = Heartbeat(worker, store_here(worker))
+    heartbeat = Heartbeat(worker, connect_to_store(worker))
     heartbeat.start()
     try:
         found = device_named(device)
-        if own_gpus(worker, found):
-            numbers = crossed_gpus(worker.local_workers) if worker.ring else range(worker.local_workers)
+        if has_separate_gpus(worker, found):
+            numbers = assign_gpus(worker.local_workers) if worker.ring else range(worker.local_workers)
             found = torch.device("cuda", numbers[worker.local_worker])
             torch.cuda.set_device(found)
-        wires = connect(worker, found)
+        connections = connect(worker, found)
         if worker.worker > 0:
-            serve(wires, found)
+            serve(connections, found)
             yield None
         else:
-            staff = Staff(wires)
+            staff = WorkerControl(connections)
             try:
                 yield staff
             except (UserError, typer.Exit):
-                staff.dismiss()
+                staff.end_workers()
                 raise
             # Not after a bug or by force: then the other workers are lost.
-            staff.dismiss()
+            staff.end_workers()
     except PeerLost as lost:
         print(f"weftune: {lost}", file=sys.stderr, flush=True)
         os._exit(LOST)

@@ -26,7 +26,7 @@ from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.run.executor import Executor
 from weftune.run.measure.memory import limit_bytes
 from weftune.run.workers.driver import Driver, open_pipeline
-from weftune.run.workers.messages import Staff
+from weftune.run.workers.messages import WorkerControl
 from weftune.run.workers.trace import Trace, timeline_of
 from weftune.trainer.machine import machine_here, short_of_memory, workers_per_device
 from weftune.trainer.options import Options
@@ -124,7 +124,7 @@ def open_engine(
 
 def _of_workers(
     options: Options,
-    staff: Staff,
+    control: WorkerControl,
     spec: BaseSpec,
     device: torch.device,
     choice: Choice,
@@ -132,7 +132,7 @@ def _of_workers(
 ) -> Engine:
     limit = options.gpu_memory and options.gpu_memory // workers_per_device(options, device)
     driver = open_pipeline(
-        staff,
+        control,
         spec,
         device,
         choice.layout,
@@ -141,7 +141,7 @@ def _of_workers(
         deterministic=options.deterministic,
     )
     driver.paces.loads = choice.loads
-    paces = driver.paces.guesses if options.deterministic else driver.paces.stages
+    paces = driver.paces.guessed_stages if options.deterministic else driver.paces.stages
     engine = Engine(
         driver,
         choice,

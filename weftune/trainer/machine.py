@@ -22,7 +22,7 @@ from weftune.plan.window.pace import speed_by_sheet
 from weftune.run.measure.link import measure_files, measure_link
 from weftune.run.measure.memory import GPU_SHARE, budget_bytes, steady_budget_bytes, taken_bytes
 from weftune.run.profile import key_here
-from weftune.run.workers.groups import WorkerPosition, own_gpus
+from weftune.run.workers.groups import WorkerPosition, has_separate_gpus
 from weftune.trainer.options import Options, host_budget
 
 UNKNOWN_FLOPS, UNKNOWN_MEMORY, FILE_BANDWIDTH = 1e14, 1e12, 2e9
@@ -91,12 +91,12 @@ def launcher_machine(
 
 
 def _place(options: Options) -> WorkerPosition:
-    return options.staff.wires.position if options.staff else WorkerPosition(0, 1)
+    return options.staff.connections.position if options.staff else WorkerPosition(0, 1)
 
 
 def workers_per_device(options: Options, device: torch.device) -> int:
     place = _place(options)
-    return 1 if own_gpus(place, device) else place.local_workers
+    return 1 if has_separate_gpus(place, device) else place.local_workers
 
 
 def short_of_memory(options: Options, device: torch.device) -> str:

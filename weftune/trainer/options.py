@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weftune.plan.cost.profile import Profile
     from weftune.plan.layout.choose import Machine
     from weftune.plan.layout.need import StreamDevice
-    from weftune.run.workers.messages import Staff
+    from weftune.run.workers.messages import WorkerControl
 
 AUTO = 0
 """Value of `Options.pipeline` that lets the planner choose the number of stages."""
@@ -46,7 +46,7 @@ class Options:
     """Maximum number of tokens per microbatch. None derives it from device and memory."""
     profile: Path | None = None
     """File written by `weftune doctor --profile`. None uses the one in the cache, if there is any."""
-    staff: Staff | None = None
+    staff: WorkerControl | None = None
     """The other workers, if the base is split into stages; this process is the first worker."""
     deterministic: bool = False
     """Whether two runs of the same jobs on the same device give bitwise equal results."""

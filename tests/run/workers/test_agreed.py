@@ -73,11 +73,11 @@ def cut(family, dtype, place, cuts):
     return cut_base(deep(family, dtype), BaseSpec(model=f"tiny/{family}"), bench.CPU, held)
 
 
-def on_worker(base, wires, cuts, delay=0.0):
+def on_worker(base, connections, cuts, delay=0.0):
     """What runs this worker's list, its side of the agreement, and what they are connected by."""
-    transport = Transport(wires, base.shape.hidden, base.dtype, base.device, delay)
-    part = in_stages(ranges(cuts), wires.position.replicas).on(wires.position.stage)
-    return *worker_executor(base, part, transport, wires.position.worker), transport
+    transport = Transport(connections, base.shape.hidden, base.dtype, base.device, delay)
+    part = in_stages(ranges(cuts), connections.position.replicas).on(connections.position.stage)
+    return *worker_executor(base, part, transport, connections.position.worker), transport
 
 
 def pipeline_program(jobs, place, order, rounds=5):
@@ -85,19 +85,19 @@ def pipeline_program(jobs, place, order, rounds=5):
     return plan_pipeline([job.course(0, rounds, False) for job in jobs], rules)
 
 
-def as_worker(wires, family, dtype, cuts, order, poison, cancelled=None):
+def as_worker(connections, family, dtype, cuts, order, poison, cancelled=None):
     """Train the jobs on this worker; what happened here, and this worker's slices.
 
     The weights of `poison` are NaN; `cancelled` is ended by the first worker after its first step.
     """
     jobs = make_jobs(whole_base(family, dtype))
-    base = cut(family, dtype, wires.position, cuts)
-    executor, _, transport = on_worker(base, wires, cuts)
+    base = cut(family, dtype, connections.position, cuts)
+    executor, _, transport = on_worker(base, connections, cuts)
     for job in jobs:
         executor.attach(aboard.training(base, job))
     if poison is not None:
         executor.banks.attached[poison].weights.fill_(math.nan)
-    program = pipeline_program(jobs, wires.position, order)
+    program = pipeline_program(jobs, connections.position, order)
     by_name = {job.name: job for job in jobs}
     microbatches = {
         n: lay_out(plan, False, by_name) for n, plan in enumerate(program.microbatches) if plan.segments

@@ -70,17 +70,17 @@ def even_jobs(base):
     return [*jobs, aboard.ready(base, "d", seed=3, steps=4, **keys)]
 
 
-def as_worker(wires, family, dtype, cut, make, poison=None, cancelled=None):
+def as_worker(connections, family, dtype, cut, make, poison=None, cancelled=None):
     """Train the jobs on this worker until all have ended; what happened here, and this worker's slices.
 
     The weights of `poison` are NaN; `cancelled` is ended by the first worker after its first step.
     """
     jobs = make(whole_base(family, dtype))
     spec = BaseSpec(model=f"tiny/{family}")
-    streamed = stream_model(deep(family, dtype), spec, bench.CPU, cut, wires.position.worker)
+    streamed = stream_model(deep(family, dtype), spec, bench.CPU, cut, connections.position.worker)
     base = streamed.whole
-    transport = Transport(wires, base.shape.hidden, base.dtype, base.device)
-    executor, agreed = worker_executor(streamed, streamed.part, transport, wires.position.worker)
+    transport = Transport(connections, base.shape.hidden, base.dtype, base.device)
+    executor, agreed = worker_executor(streamed, streamed.part, transport, connections.position.worker)
     for job in jobs:
         executor.attach(aboard.training(base, job))
     if poison is not None:

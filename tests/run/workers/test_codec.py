@@ -9,9 +9,9 @@ import torch
 
 from tests.run.processes import run_workers
 from weftune.errors import UserError
-from weftune.run.workers.codec import Forged, decode, encode, records_in
+from weftune.run.workers.codec import ForgedMessage, decode, encode, records_in
 from weftune.run.workers.groups import SECRET, WorkerPosition, require_secret
-from weftune.run.workers.messages import KNOWN, Begun, JobCommand, Orders, Staff
+from weftune.run.workers.messages import MESSAGE_RECORDS, Begun, CommandReceiver, JobCommand, WorkerControl
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,9 @@ HERE = records_in(Outer)
 
 def test_records_are_found_by_the_annotations_that_lead_to_them():
     assert {"Outer": Outer, "Inner": Inner} == HERE
-    assert {"Begin", "OnWorker", "Layout", "Program", "Forward", "LoraSpec", "WorkerReport"} <= set(KNOWN)
+    assert {"Begin", "OnWorker", "Layout", "Program", "Forward", "LoraSpec", "WorkerReport"} <= set(
+        MESSAGE_RECORDS
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -70,22 +72,22 @@ def test_a_message_without_the_secret_or_changed_on_its_way_is_refused():
     signed = encode(("step", 3), b"secret")
     assert decode(signed, {}, b"secret") == ("step", 3)
     for forged in (encode(("step", 3)), encode(("step", 3), b"other"), signed[:-1] + b" "):
-        with pytest.raises(Forged):
+        with pytest.raises(ForgedMessage):
             decode(forged, {}, b"secret")
 
 
-def as_stranger(wires):
+def as_stranger(connections):
     """Every worker has a secret of its own: what the others say is refused with a sentence."""
-    os.environ[SECRET] = f"of worker {wires.position.worker}"
+    os.environ[SECRET] = f"of worker {connections.position.worker}"
     try:
-        if wires.position.worker == 0:
-            staff = Staff(wires)
-            staff.command(1, JobCommand("keep best", "a"))
-            staff.wait()
+        if connections.position.worker == 0:
+            control = WorkerControl(connections)
+            control.command(1, JobCommand("keep best", "a"))
+            control.wait()
         else:
-            orders = Orders(wires)
-            orders.answer(Begun())
-            orders.take()
+            receiver = CommandReceiver(connections)
+            receiver.answer(Begun())
+            receiver.next_command()
     except UserError as error:
         return str(error)
     return "heard"

@@ -39,7 +39,7 @@ from weftune.run.training.state import new_training
 from weftune.run.training.writer import Unsaved
 from weftune.run.workers.agreed import TimedAction, WorkerReport
 from weftune.run.workers.driver import open_pipeline, shares
-from weftune.run.workers.messages import Staff
+from weftune.run.workers.messages import WorkerControl
 from weftune.run.workers.worker import serve
 from weftune.trainer.job import lay_out
 
@@ -89,12 +89,12 @@ class Life:
 class Pipeline:
     """The first worker's side, with jobs to train."""
 
-    def __init__(self, wires, staff, folder):
+    def __init__(self, connections, control, folder):
         self.folder = folder
         spec = BaseSpec(model=str(folder / "model"), dtype="float64")
-        layout = in_stages(cut_layers(inspect(spec, bench.CPU), wires.position.workers))
-        self.driver = open_pipeline(staff, spec, bench.CPU, layout, lambda job: folder / job)
-        self.rules = PipelineRules(CAPACITY, (PACE,) * wires.position.workers)
+        layout = in_stages(cut_layers(inspect(spec, bench.CPU), connections.position.workers))
+        self.driver = open_pipeline(control, spec, bench.CPU, layout, lambda job: folder / job)
+        self.rules = PipelineRules(CAPACITY, (PACE,) * connections.position.workers)
         keys = {"steps": 9, "save_every": 1, "eval": {"fraction": 0.3, "every": 1}}
         whole = whole_base("llama", torch.float64)
         jobs = [aboard.ready(whole, name, seed=seed, **keys) for seed, name in enumerate("ab", start=1)]
@@ -138,14 +138,14 @@ class Pipeline:
             self.driver.finish_saves(name)
 
 
-def lived(wires, folder):
+def lived(connections, folder):
     signal.alarm(STUCK)
     with pytest.MonkeyPatch.context() as patch:
-        if wires.position.worker > 0:
+        if connections.position.worker > 0:
             patch.setattr(weftune.run.workers.worker, "write_slice", slow_slice)
-            serve(wires, bench.CPU)
+            serve(connections, bench.CPU)
             return None
-        return first_worker(wires, folder, patch)
+        return first_worker(connections, folder, patch)
 
 
 def slow_slice(folder, snapshot, worker):
@@ -162,9 +162,9 @@ def full_disk(folder, snapshot, worker):
     return write_slice(folder, snapshot, worker)
 
 
-def first_worker(wires, folder, patch):
-    seen, staff = Life(), Staff(wires)
-    pipeline = Pipeline(wires, staff, folder)
+def first_worker(connections, folder, patch):
+    seen, control = Life(), WorkerControl(connections)
+    pipeline = Pipeline(connections, control, folder)
     driver = pipeline.driver
     seen.device, seen.fused, seen.captures = driver.home.type, driver.fused, driver.captures
     for name in "ab":
@@ -225,7 +225,7 @@ def first_worker(wires, folder, patch):
     before = senders()
     driver.restore_base()
     seen.threads = before, senders()
-    staff.dismiss()
+    control.end_workers()
     return seen
 
 
@@ -280,18 +280,18 @@ def test_its_threads_end_with_it(life):
     assert before > after == 0
 
 
-def refused(wires, folder):
+def refused(connections, folder):
     """The second worker finds no model where it looks."""
     signal.alarm(STUCK)
-    if wires.position.worker > 0:
+    if connections.position.worker > 0:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(weftune.run.workers.worker, "load_part", no_model)
-            serve(wires, bench.CPU)
+            serve(connections, bench.CPU)
         return None
-    staff = Staff(wires)
+    control = WorkerControl(connections)
     with pytest.raises(UserError) as error:
-        Pipeline(wires, staff, folder)
-    staff.dismiss()
+        Pipeline(connections, control, folder)
+    control.end_workers()
     return str(error.value)
 
 

@@ -10,12 +10,12 @@ from torch.distributed import TCPStore
 
 from weftune.errors import UserError
 from weftune.run.workers.groups import (
-    LIBRARIES,
+    INTERFACE_VARIABLES,
     WorkerPosition,
     bind_interface,
-    interface_towards,
+    find_interface,
     loopback_store,
-    position_here,
+    read_position,
 )
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -34,28 +34,28 @@ def put(monkeypatch, values):
 
 
 def test_a_process_by_itself_has_no_place(monkeypatch):
-    assert position_here() is None
+    assert read_position() is None
     put(monkeypatch, {"RANK": "0", "WORLD_SIZE": "1"})
-    assert position_here() is None
+    assert read_position() is None
 
 
 def test_a_worker_finds_its_place(monkeypatch):
     put(monkeypatch, WHOLE | ADDRESS)
-    assert position_here() == WorkerPosition(1, 4, 1, 2)
+    assert read_position() == WorkerPosition(1, 4, 1, 2)
 
 
 @pytest.mark.parametrize("missing", ADDRESS)
 def test_a_worker_without_an_address_is_a_sentence(monkeypatch, missing):
     put(monkeypatch, WHOLE | {name: value for name, value in ADDRESS.items() if name != missing})
     with pytest.raises(UserError, match=rf"worker 1 of 4, but not {missing}; .* unset RANK and WORLD_SIZE"):
-        position_here()
+        read_position()
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_worker_that_is_no_number_is_a_sentence(monkeypatch, name):
     put(monkeypatch, WHOLE | ADDRESS | {name: "four"})
     with pytest.raises(UserError, match=f"{name} is 'four'"):
-        position_here()
+        read_position()
 
 
 def test_the_workers_of_a_replica_stand_together_in_the_order_of_stages():
@@ -71,7 +71,7 @@ def test_the_workers_of_a_replica_stand_together_in_the_order_of_stages():
 @pytest.fixture(autouse=True)
 def _unset(monkeypatch):
     # Set before it is deleted, so that the monkeypatch undoes what the function sets.
-    for name in LIBRARIES:
+    for name in INTERFACE_VARIABLES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -88,15 +88,15 @@ def test_on_the_first_machine_it_is_the_one_that_has_its_address():
     if not outward():
         pytest.skip("this machine has no network")
     for name, addresses in outward().items():
-        assert interface_towards(addresses[0]) == name
+        assert find_interface(addresses[0]) == name
 
 
 def test_it_is_never_the_loopback():
-    assert interface_towards("127.0.0.1") in {None, *outward()}
+    assert find_interface("127.0.0.1") in {None, *outward()}
 
 
 def test_a_host_that_nobody_knows_is_no_reason_to_fall():
-    assert interface_towards("no-such-host.invalid") in {None, *outward()}
+    assert find_interface("no-such-host.invalid") in {None, *outward()}
 
 
 def test_workers_of_one_machine_meet_on_its_loopback():

@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 import weftune.run.workers.heartbeat
 from tests.run.processes import context
 from weftune.run.workers.groups import WorkerPosition
-from weftune.run.workers.heartbeat import LOST_AFTER, Heartbeat
+from weftune.run.workers.heartbeat import LOST_AFTER_SECONDS, Heartbeat
 
 NOTICED = 10.0
 
@@ -38,7 +38,7 @@ def test_a_store_that_does_not_answer_is_a_loss_in_ten_seconds():
         os.kill(holder.pid, signal.SIGSTOP)
         began = time.monotonic()
         sentence = told.get(timeout=NOTICED)
-        assert time.monotonic() - began >= LOST_AFTER - 2
+        assert time.monotonic() - began >= LOST_AFTER_SECONDS - 2
         assert sentence == "the store that all workers share has not answered for 7 seconds"
     finally:
         holder.kill()
@@ -47,7 +47,7 @@ def test_a_store_that_does_not_answer_is_a_loss_in_ten_seconds():
 
 def test_a_worker_that_never_appears_is_a_loss(monkeypatch):
     """The launcher sees one that ends before it has left a mark; nobody else sees one that hangs there."""
-    monkeypatch.setattr(weftune.run.workers.heartbeat, "ABSENT_AFTER", 2.0)
+    monkeypatch.setattr(weftune.run.workers.heartbeat, "ABSENT_AFTER_SECONDS", 2.0)
     told: queue.Queue[str] = queue.Queue()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     heartbeat = Heartbeat(WorkerPosition(0, 3), store, told.put)

@@ -30,16 +30,16 @@ NOTHING = Program(1, (), (), ((), ()), stages=(0, 1))
 
 
 def test_a_worker_is_through_with_a_window_only_when_what_it_sent_has_settled():
-    heard = []
+    sent = []
     worker = SimpleNamespace(
         executor=SimpleNamespace(run=lambda *_, **__: iter(())),
         agreed=SimpleNamespace(report=WorkerReport()),
-        transport=SimpleNamespace(flush=lambda: heard.append("settled")),
-        orders=SimpleNamespace(answer=heard.append, overdue=threading.Event()),
+        transport=SimpleNamespace(flush=lambda: sent.append("settled")),
+        receiver=SimpleNamespace(answer=sent.append, stop_requested=threading.Event()),
         base=SimpleNamespace(device=bench.CPU),
     )
     Worker._run(worker, RunProgram(NOTHING, {}))
-    settled, through = heard
+    settled, through = sent
     assert settled == "settled"
     assert isinstance(through, WorkerReport)
 
@@ -53,8 +53,8 @@ def test_a_window_whose_last_message_never_arrived_ends_instead_of_waiting_for_w
 
     pipeline = SimpleNamespace(
         replicas=1,
-        staff=SimpleNamespace(workers=[1], command=lambda *_: None, heard=wait),
-        _finished={},
+        control=SimpleNamespace(workers=[1], command=lambda *_: None, next_answer=wait),
+        _window_reports={},
         _own=SimpleNamespace(run=lambda *_, **__: iter(())),
         _transport=SimpleNamespace(flush=lost),
     )

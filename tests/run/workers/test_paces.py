@@ -7,15 +7,15 @@ from weftune.plan.cost.time import Line
 from weftune.plan.program.program import Backward, Forward, Step
 from weftune.plan.window.orders import one_forward_one_backward
 from weftune.run.workers.agreed import TimedAction, WorkerReport
-from weftune.run.workers.paces import BACKWARD_GUESS, MeasuredPace, Paces, line_through
+from weftune.run.workers.paces import BACKWARD_GUESS, MeasuredPass, Paces, fit_line
 
 
 def test_a_line_is_found_and_never_goes_below_zero():
-    line = line_through([MeasuredPace(rows, 0.5 + 0.01 * rows) for rows in (10, 20, 40)])
+    line = fit_line([MeasuredPass(rows, 0.5 + 0.01 * rows) for rows in (10, 20, 40)])
     assert (line.fixed, line.per_token) == pytest.approx((0.5, 0.01))
-    assert line_through([MeasuredPace(10, 1.0), MeasuredPace(20, 2.5)]).fixed == 0.0
-    assert line_through([MeasuredPace(10, 2.0), MeasuredPace(20, 1.0)]) == Line(1.5, 0.0)
-    assert line_through([MeasuredPace(8, 4.0), MeasuredPace(8, 4.0)]) == Line(0.0, 0.5)
+    assert fit_line([MeasuredPass(10, 1.0), MeasuredPass(20, 2.5)]).fixed == 0.0
+    assert fit_line([MeasuredPass(10, 2.0), MeasuredPass(20, 1.0)]) == Line(1.5, 0.0)
+    assert fit_line([MeasuredPass(8, 4.0), MeasuredPass(8, 4.0)]) == Line(0.0, 0.5)
 
 
 def test_until_every_stage_was_measured_its_layers_are_the_guess():
@@ -28,14 +28,14 @@ def test_until_every_stage_was_measured_its_layers_are_the_guess():
 
 def test_guesses_stay_when_every_stage_has_been_measured():
     program, paces = one_forward_one_backward(work(1, 1, 1), 2), Paces([3, 1])
-    before = paces.guesses()
+    before = paces.guessed_stages()
     times = [
         [TimedAction(Forward(0, stage), 0.0, 1.0), TimedAction(Backward(0, stage), 0.0, 2.0)]
         for stage in (0, 1)
     ]
     paces.learn(program, [WorkerReport(times=one) for one in times])
     assert paces.measured
-    assert paces.guesses() == before != paces.stages()
+    assert paces.guessed_stages() == before != paces.stages()
 
 
 def test_a_windows_times_predict_the_next_like_it():

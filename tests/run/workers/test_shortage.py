@@ -37,22 +37,22 @@ STREAMED = Layout(tuple(StageLayers(n, n + 1) for n in range(LAYERS)), (1, 1))
 REPLICAS = in_stages(ranges([0, LAYERS]), replicas=2)
 
 
-def opened(wires, layout):
+def opened(connections, layout):
     """This worker's executor, its side of the agreement, and what it is connected by."""
     if layout.pipelined:
         cuts = [0, *(stage.stop for stage in layout.stages)]
-        return on_worker(cut("llama", torch.float64, wires.position, cuts), wires, cuts)
-    part = layout.on(wires.position.worker)
+        return on_worker(cut("llama", torch.float64, connections.position, cuts), connections, cuts)
+    part = layout.on(connections.position.worker)
     streamed = stream_model(
         deep("llama", torch.float64), BaseSpec(model="tiny"), bench.CPU, layout, part.worker
     )
-    transport = Transport(wires, streamed.whole.shape.hidden, torch.float64, bench.CPU)
-    return *worker_executor(streamed, part, transport, wires.position.worker), transport
+    transport = Transport(connections, streamed.whole.shape.hidden, torch.float64, bench.CPU)
+    return *worker_executor(streamed, part, transport, connections.position.worker), transport
 
 
-def as_worker(wires, layout, short, at):
+def as_worker(connections, layout, short, at):
     """Train all jobs to their ends; the worker `short` has no memory for its pass number `at`."""
-    executor, agreed, transport = opened(wires, layout)
+    executor, agreed, transport = opened(connections, layout)
     jobs = make_jobs(whole_base("llama", torch.float64))
     for job in jobs:
         executor.attach(aboard.training(executor.base, job))
@@ -61,7 +61,7 @@ def as_worker(wires, layout, short, at):
     def strike(*_):
         nonlocal passes
         passes += 1
-        if wires.position.worker == short and passes == at:
+        if connections.position.worker == short and passes == at:
             raise torch.OutOfMemoryError("no more")
 
     executor.base.model.base_model.register_forward_pre_hook(strike)
@@ -73,7 +73,7 @@ def as_worker(wires, layout, short, at):
         program = plan_window(courses, layout, CAPACITY, pacing=pacing)
         laid = {
             action.microbatch: lay_out(plan, False, by_name)
-            for action, plan in program.compute_in(wires.position.replica)
+            for action, plan in program.compute_in(connections.position.replica)
         }
         events += executor.run(program, delivered(program, laid))
         transport.flush()

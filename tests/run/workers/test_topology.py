@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from weftune.plan.layout.mapping import Topology, contention
-from weftune.run.workers.topology import cross_mapped, root_of
+from weftune.run.workers.topology import find_root_complex, order_by_root
 
 
 def test_the_root_complex_is_read_from_the_kernels_tree(tmp_path):
@@ -14,8 +14,8 @@ def test_the_root_complex_is_read_from_the_kernels_tree(tmp_path):
     listed = tmp_path / "bus"
     listed.mkdir()
     (listed / "0000:17:00.0").symlink_to(found)
-    assert root_of("0000:17:00.0", listed) == "pci0000:16"
-    assert root_of("0000:99:00.0", listed) is None
+    assert find_root_complex("0000:17:00.0", listed) == "pci0000:16"
+    assert find_root_complex("0000:99:00.0", listed) is None
 
 
 @pytest.mark.parametrize(
@@ -29,11 +29,11 @@ def test_the_root_complex_is_read_from_the_kernels_tree(tmp_path):
     ],
 )
 def test_neighbours_share_no_root_where_roots_are_known_and_several(roots, order):
-    assert cross_mapped(roots) == order
+    assert order_by_root(roots) == order
 
 
 def test_eight_gpus_under_two_roots_contend_less_than_in_their_own_order():
-    order = cross_mapped(["a"] * 4 + ["b"] * 4)
+    order = order_by_root(["a"] * 4 + ["b"] * 4)
     assert sorted(order) == list(range(8))
     topology = Topology((4, 4))
     assert contention(order, topology, 16) < contention(tuple(range(8)), topology, 16)

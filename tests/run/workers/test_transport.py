@@ -13,7 +13,7 @@ from tests.run.workers.test_agreed import CAPACITY, CUTS, PACE, cut, make_jobs, 
 from weftune.plan.program.program import Forward, Send
 from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
 from weftune.run.parts import delivered
-from weftune.run.workers.groups import lay_wires
+from weftune.run.workers.groups import create_groups
 from weftune.run.workers.mailbox import Inbox
 from weftune.run.workers.transport import Transport
 from weftune.trainer.job import lay_out
@@ -22,11 +22,11 @@ COMPUTE = 0.03
 """Seconds of a forward, slept through: a device that is busy without taking a core from the other worker."""
 
 
-def timed_window(wires, delay):
+def timed_window(connections, delay):
     """Of a window whose links take `delay` per message: its seconds, its microbatches, and how long each Send
     kept this worker from computing."""
-    base = cut("llama", torch.float32, wires.position, CUTS[2])
-    executor, agreed, transport = on_worker(base, wires, CUTS[2], delay)
+    base = cut("llama", torch.float32, connections.position, CUTS[2])
+    executor, agreed, transport = on_worker(base, connections, CUTS[2], delay)
     jobs = make_jobs(whole_base("llama", torch.float32))
     for job in jobs:
         executor.attach(aboard.training(base, job))
@@ -87,36 +87,36 @@ def test_a_transport_keeps_what_it_sends_until_the_peer_has_it():
     assert got == [None, [float(number) for number in range(20)]]
 
 
-def exchange(wires):
+def exchange(connections):
     """Worker 0 sends many tensors and lets go of each at once; worker 1 takes them late."""
-    transport = Transport(wires, 1000, torch.float64, bench.CPU)
-    if wires.position.worker == 0:
+    transport = Transport(connections, 1000, torch.float64, bench.CPU)
+    if connections.position.worker == 0:
         for number in range(20):
             transport.send(Send(number, 1, "activation", 1), torch.full((50, 1000), float(number)).double())
         transport.flush()
         return None
     time.sleep(0.3)
-    inbox = Inbox(wires.incoming("activation")[0], torch.float64, bench.CPU)
+    inbox = Inbox(connections.incoming("activation")[0], torch.float64, bench.CPU)
     inbox.expect([(50, 1000)] * 20)
     taken = [inbox.take() for _ in range(20)]
     assert all(bool((one == one[0, 0]).all()) for one in taken)
     return [one[0, 0].item() for one in taken]
 
 
-def greetings(wires):
+def greetings(connections):
     """Whom this worker meets while wires are laid once more, in order; it never starts two at once."""
     met, send, recv = [], dist.send, dist.recv
 
     def sent(tensor, peer, **keys):
-        met.append((wires.position.worker, peer))
+        met.append((connections.position.worker, peer))
         send(tensor, peer, **keys)
 
     def received(tensor, peer, **keys):
-        met.append((peer, wires.position.worker))
+        met.append((peer, connections.position.worker))
         recv(tensor, peer, **keys)
 
     dist.send, dist.recv = sent, received
-    lay_wires(wires.position, torch.device("cpu"))
+    create_groups(connections.position, torch.device("cpu"))
     dist.send, dist.recv = send, recv
     return met
 
@@ -135,27 +135,27 @@ LATE = 0.2
 SENDS = {
     "activation": lambda transport, value: transport.send(Send(0, 1, "activation", 1), value),
     "gradient": lambda transport, value: transport.send(Send(0, 0, "gradient", 0), value),
-    "sums": lambda transport, value: transport.sums_to_before(value),
-    "decision": lambda transport, value: transport.pass_decision_on(value),
-    "share": lambda transport, value: transport.exchange.hand_out(("a", 1), value),
+    "sums": lambda transport, value: transport.send_sums(value),
+    "decision": lambda transport, value: transport.send_decision(value),
+    "share": lambda transport, value: transport.exchange.send_to_replicas(("a", 1), value),
 }
 
 
-def settle_each_way(wires):
+def settle_each_way(connections):
     """For every way: when this worker had settled what it sent, and when it first asked for what came."""
-    transport = Transport(wires, 4, torch.float64, bench.CPU)
+    transport = Transport(connections, 4, torch.float64, bench.CPU)
     found = {}
     for way, send in SENDS.items():
         settled = asked = None
         # The one sends before the other asks, so that no two of them wait for each other.
         for sends in (0, 1):
             dist.barrier()
-            if wires.position.worker % 2 == sends:
-                if wires.outgoing(way):
+            if connections.position.worker % 2 == sends:
+                if connections.outgoing(way):
                     send(transport, torch.full((4,), 7.0, dtype=torch.float64))
                     transport.flush()
                     settled = time.monotonic()
-            elif lanes := wires.incoming(way):
+            elif lanes := connections.incoming(way):
                 time.sleep(LATE)
                 asked = time.monotonic()
                 inbox = Inbox(lanes[0], torch.float64, bench.CPU)

@@ -15,11 +15,11 @@ def test_a_worker_has_deterministic_kernels_if_the_first_one_says_so(monkeypatch
     begin = Begin(BaseSpec(model="demo"), one_device(2).on(0), deterministic=deterministic)
     commands, answers, found = [End(), begin], [], []
 
-    class Orders:
-        def __init__(self, wires):
-            self.take, self.answer = commands.pop, answers.append
+    class CommandReceiver:
+        def __init__(self, connections):
+            self.next_command, self.answer = commands.pop, answers.append
 
-    class Wires:
+    class WorkerConnections:
         class position:
             worker = 1
 
@@ -27,9 +27,9 @@ def test_a_worker_has_deterministic_kernels_if_the_first_one_says_so(monkeypatch
         found.append(are_kernels_deterministic())
         raise UserError("enough is known")
 
-    monkeypatch.setattr(worker, "Orders", Orders)
+    monkeypatch.setattr(worker, "CommandReceiver", CommandReceiver)
     monkeypatch.setattr(worker, "Worker", loads)
-    worker.serve(Wires, None)
+    worker.serve(WorkerConnections, None)
     assert found == [deterministic]
     assert isinstance(answers[-1], Ended)
     assert not are_kernels_deterministic()

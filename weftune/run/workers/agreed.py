@@ -33,7 +33,7 @@ from weftune.run.parts import NOTHING_TO_DO, AdapterState
 from weftune.run.passes.rows import TimedPass
 from weftune.run.training.state import EvaluationSums, OpenBatch
 from weftune.run.training.steps import StepRequest, Sums, batch_totals, why_no_step
-from weftune.run.workers.transport import BEHIND, Transport
+from weftune.run.workers.transport import SUMS_PER_MESSAGE, Transport
 
 DEAD = math.nan
 """Value that marks the sums and the decision of a job that makes no more Steps."""
@@ -81,7 +81,7 @@ class Agreed:
         self._ran: list[tuple[Action, DeviceSpan]] = []
         self._sums: dict[int, Tensor] = {}
         """Sums of batches over this worker and all stages after it; on the first worker, until it decides."""
-        self._beyond: dict[int, Tensor] = {}
+        self._later_sums: dict[int, Tensor] = {}
         """Sums of batches over the stages after, if they arrived in another order than here."""
         self._decisions: dict[int, float] = {}
 
@@ -91,7 +91,9 @@ class Agreed:
 
     def begin_window(self, program: Program) -> None:
         self._program = program
-        self._batches = {(one.job, one.step): (at, one) for at, one in enumerate(program.batches)}
+        self._batches = {
+            (one.job, one.step): (batch_index, one) for batch_index, one in enumerate(program.batches)
+        }
         self._ran = []
         self.report = WorkerReport()
         sizes = {job: training.layout.size for job, training in self._roster.trainings.items()}
@@ -103,7 +105,7 @@ class Agreed:
         self.report.times = [TimedAction(*one) for one in told]
         if self.shortage or self._roster.inside_a_step():
             self._adapters.abandon()
-        assert not self._beyond, "sums came for which there is no Reduce"
+        assert not self._later_sums, "sums came for which there is no Reduce"
         assert not self._decisions, "a decision was announced that no Step took"
 
     def alive(self, plan: MicrobatchPlan) -> MicrobatchPlan:
@@ -150,20 +152,20 @@ class Agreed:
 
     def reduce(self, action: Reduce) -> None:
         if action.what == "gradient":
-            self._hand_out(action.job, action.step)
+            self._send_share(action.job, action.step)
         else:
-            self._add_up(action.job, action.step)
+            self._accumulate_sums(action.job, action.step)
 
-    def _hand_out(self, job: str, step: int) -> None:
+    def _send_share(self, job: str, step: int) -> None:
         """Send the other replicas the gradient and sums of this replica's share of a batch."""
         training = self._roster.trainings[job]
         gradient_N = training.gradient
         if job in self._roster.dead or self.shortage:
             nothing = ABANDONED if self.shortage else DEAD
-            message_N = gradient_N.new_full((len(gradient_N) + BEHIND,), nothing)
+            message_N = gradient_N.new_full((len(gradient_N) + SUMS_PER_MESSAGE,), nothing)
         else:
             message_N = torch.cat([gradient_N, batch_totals(training)])
-        self._transport.exchange.hand_out((job, step), message_N)
+        self._transport.exchange.send_to_replicas((job, step), message_N)
 
     def _add_shares(self, job: str, step: int) -> None:
         """Replace this replica's gradient and sums by those over all replicas."""
@@ -171,25 +173,25 @@ class Agreed:
         self._timer.start()
         if job not in self._roster.dead:
             batch, training = self._batches[job, step][1], self._roster.trainings[job]
-            training.gradient.copy_(total_N[:-BEHIND])
+            training.gradient.copy_(total_N[:-SUMS_PER_MESSAGE])
             training.open = OpenBatch(total_N[-2], total_N[-1], batch.tokens - batch.before)
 
-    def _add_up(self, job: str, step: int) -> None:
+    def _accumulate_sums(self, job: str, step: int) -> None:
         """Add this worker's sums to those of the stages after, and send them towards the first worker."""
         program = self._program
         if program.replicas > 1:
             self._add_shares(job, step)
         if program.replica(self._worker) > 0:
             return
-        at, _ = self._batches[job, step]
+        batch_index, _ = self._batches[job, step]
         sums = self._own_sums(job)
         if self._worker + 1 < program.width:
-            sums += self._sums_beyond(at)
+            sums += self._receive_later_sums(batch_index)
         self._timer.start()
         if self._worker == 0:
-            self._sums[at] = sums
+            self._sums[batch_index] = sums
         else:
-            self._transport.sums_to_before(torch.cat([sums.new_tensor([at]), sums]))
+            self._transport.send_sums(torch.cat([sums.new_tensor([batch_index]), sums]))
 
     def _own_sums(self, job: str) -> Tensor:
         """Return loss, correct predictions and the squared norm of the gradient."""
@@ -200,11 +202,11 @@ class Agreed:
         own = self._adapters.sums(self._roster.trainings[job])
         return torch.tensor([own.loss, own.correct, own.norm**2], dtype=torch.float64)
 
-    def _sums_beyond(self, at: int) -> Tensor:
-        while at not in self._beyond:
-            number, *sums = self._transport.sums_from_next().tolist()
-            self._beyond[int(number)] = torch.tensor(sums, dtype=torch.float64)
-        return self._beyond.pop(at)
+    def _receive_later_sums(self, batch_index: int) -> Tensor:
+        while batch_index not in self._later_sums:
+            number, *sums = self._transport.receive_sums().tolist()
+            self._later_sums[int(number)] = torch.tensor(sums, dtype=torch.float64)
+        return self._later_sums.pop(batch_index)
 
     # -- the decision on a Step -----------------------------------------------------------------------------
 
@@ -214,23 +216,23 @@ class Agreed:
             if self._worker == 0:
                 yield from self._decide(action.job, action.step)
             else:
-                self._obey(action.job, action.step)
+                self._follow_decision(action.job, action.step)
             self._ran.append((action, self._timer.stop()))
 
     def _decide(self, job: str, step: int) -> Iterator[Event]:
         """Announce the decision, then make the step or mark the job dead. Runs on the first worker."""
-        at, batch = self._batches[job, step]
-        loss, correct, squares = self._sums.pop(at).tolist()
+        batch_index, batch = self._batches[job, step]
+        loss, correct, squares = self._sums.pop(batch_index).tolist()
         if job in self._roster.dead:
-            self._announce(at, DEAD)
+            self._announce(batch_index, DEAD)
             return
         if loss == ABANDONED:
-            self._announce(at, ABANDONED)
+            self._announce(batch_index, ABANDONED)
             return
         training = self._roster.trainings[job]
         sums = Sums(loss=loss, norm=math.sqrt(squares) if squares >= 0 else squares, correct=correct)
         reason = why_no_step(training, sums)
-        self._announce(at, DEAD if reason else sums.norm)
+        self._announce(batch_index, DEAD if reason else sums.norm)
         outcome = reason or self._adapters.make(StepRequest(training, batch.supervised), sums)
         if isinstance(outcome, str):
             self._adapters.kill(job)
@@ -238,13 +240,13 @@ class Agreed:
         else:
             yield Stepped(job, training.progress.step, outcome)
 
-    def _obey(self, job: str, step: int) -> None:
+    def _follow_decision(self, job: str, step: int) -> None:
         """Follow the first worker's decision. Runs on every other worker."""
-        at, batch = self._batches[job, step]
-        while at not in self._decisions:
-            number, norm = self._transport.decision_from_before().tolist()
+        batch_index, batch = self._batches[job, step]
+        while batch_index not in self._decisions:
+            number, norm = self._transport.receive_decision().tolist()
             self._decisions[int(number)] = norm
-        norm = self._decisions.pop(at)
+        norm = self._decisions.pop(batch_index)
         self._timer.start()
         if job in self._roster.dead or norm == ABANDONED:
             return
@@ -257,5 +259,5 @@ class Agreed:
             self.report.failures[job] = outcome
             self._adapters.kill(job)
 
-    def _announce(self, at: int, norm: float) -> None:
-        self._transport.pass_decision_on(torch.tensor([at, norm], dtype=torch.float64))
+    def _announce(self, batch_index: int, norm: float) -> None:
+        self._transport.send_decision(torch.tensor([batch_index, norm], dtype=torch.float64))

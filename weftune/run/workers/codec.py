@@ -22,34 +22,34 @@ from weftune.errors import UserError
 
 ALIGNMENT = 64
 """Alignment of tensors in bytes."""
-DIGEST = hashlib.sha256().digest_size
+DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-class Forged(UserError):
+class ForgedMessage(UserError):
     """A message was not signed with this run's secret, or was changed on its way."""
 
 
 def encode(value: object, secret: bytes = b"") -> bytes:
     packer = _Packer()
-    header = json.dumps({"value": packer.plain(value), "tensors": packer.described}).encode()
+    header = json.dumps({"value": packer.to_json(value), "tensors": packer.tensor_headers}).encode()
     body = len(header).to_bytes(8, "little") + header + b"".join(packer.pieces)
     return _digest(body, secret) + body if secret else body
 
 
-def decode(message: bytes, known: Mapping[str, type], secret: bytes = b"") -> Any:
-    """Decode a message. `known` are the records that a message may hold."""
+def decode(message: bytes, records: Mapping[str, type], secret: bytes = b"") -> Any:
+    """Decode a message. `records` are the records that a message may hold."""
     if secret:
-        digest, message = message[:DIGEST], message[DIGEST:]
+        digest, message = message[:DIGEST_BYTES], message[DIGEST_BYTES:]
         if not hmac.compare_digest(digest, _digest(message, secret)):
-            raise Forged(
+            raise ForgedMessage(
                 "A message of another worker is not signed with this run's secret; set WEFTUNE_SECRET to the "
                 "same text on all machines"
             )
     size = int.from_bytes(message[:8], "little")
     header = json.loads(message[8 : 8 + size])
     payload = bytearray(message[8 + size :])
-    tensors = [_tensor(payload, *described) for described in header["tensors"]]
-    return _value(header["value"], tensors, known)
+    tensors = [_read_tensor(payload, *tensor_headers) for tensor_headers in header["tensors"]]
+    return _decode_value(header["value"], tensors, records)
 
 
 def _digest(body: bytes, secret: bytes) -> bytes:
@@ -61,41 +61,41 @@ class _Packer:
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
-        self.described: list[tuple[str, list[int], int]] = []
+        self.tensor_headers: list[tuple[str, list[int], int]] = []
         """Dtype, shape and offset in bytes of each tensor."""
         self._end = 0
 
-    def plain(self, value: object) -> object:
+    def to_json(self, value: object) -> object:
         """Return numbers, strings, booleans and None as they are, and else a tag and the contents."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, Tensor):
-            return ["tensor", self._lay_aside(value)]
+            return ["tensor", self._add_tensor(value)]
         if isinstance(value, Path):
             return ["path", str(value)]
         if is_dataclass(value) and not isinstance(value, type):
             return [
                 "record",
                 type(value).__name__,
-                [self.plain(getattr(value, one.name)) for one in fields(value)],
+                [self.to_json(getattr(value, one.name)) for one in fields(value)],
             ]
         if isinstance(value, Mapping):
-            return ["map", [[self.plain(key), self.plain(held)] for key, held in value.items()]]
+            return ["map", [[self.to_json(key), self.to_json(held)] for key, held in value.items()]]
         for kind, tag in ((tuple, "tuple"), (list, "list"), (Set, "set")):
             if isinstance(value, kind):
-                return [tag, [self.plain(one) for one in value]]
+                return [tag, [self.to_json(one) for one in value]]
         raise TypeError(f"a message cannot hold {type(value)}")
 
-    def _lay_aside(self, tensor: Tensor) -> int:
+    def _add_tensor(self, tensor: Tensor) -> int:
         raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        self.described.append((str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self._end))
+        self.tensor_headers.append((str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self._end))
         padding = bytes(-len(raw) % ALIGNMENT)
         self.pieces += [raw, padding]
         self._end += len(raw) + len(padding)
-        return len(self.described) - 1
+        return len(self.tensor_headers) - 1
 
 
-def _tensor(payload: bytearray, name: str, shape: list[int], start: int) -> Tensor:
+def _read_tensor(payload: bytearray, name: str, shape: list[int], start: int) -> Tensor:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype), f"{name} is no dtype"
     count = torch.Size(shape).numel()
@@ -104,10 +104,10 @@ def _tensor(payload: bytearray, name: str, shape: list[int], start: int) -> Tens
     return torch.frombuffer(payload, dtype=dtype, count=count, offset=start).view(shape)
 
 
-def _value(plain: Any, tensors: list[Tensor], known: Mapping[str, type]) -> Any:
-    if not isinstance(plain, list):
-        return plain
-    tag, *held = plain
+def _decode_value(json_value: Any, tensors: list[Tensor], records: Mapping[str, type]) -> Any:
+    if not isinstance(json_value, list):
+        return json_value
+    tag, *held = json_value
     match tag:
         case "tensor":
             return tensors[held[0]]
@@ -115,16 +115,19 @@ def _value(plain: Any, tensors: list[Tensor], known: Mapping[str, type]) -> Any:
             return Path(held[0])
         case "record":
             name, values = held
-            return _record(known[name], [_value(one, tensors, known) for one in values])
+            return _build_record(records[name], [_decode_value(one, tensors, records) for one in values])
         case "map":
             pairs = held[0]
-            return {_value(key, tensors, known): _value(one, tensors, known) for key, one in pairs}
+            return {
+                _decode_value(key, tensors, records): _decode_value(one, tensors, records)
+                for key, one in pairs
+            }
         case _:
-            made = [_value(one, tensors, known) for one in held[0]]
+            made = [_decode_value(one, tensors, records) for one in held[0]]
             return {"tuple": tuple, "list": list, "set": frozenset}[tag](made)
 
 
-def _record(kind: type, values: list[Any]) -> Any:
+def _build_record(kind: type, values: list[Any]) -> Any:
     """Return a record with every field as sent, without running its constructor."""
     made: Any = object.__new__(kind)
     for one, value in zip(fields(kind), values, strict=True):
@@ -136,15 +139,15 @@ def _record(kind: type, values: list[Any]) -> Any:
 def records_in(kind: Any) -> Mapping[str, type]:
     """Return a map from name to type of all records that the annotations of this type allow."""
     found: dict[str, type] = {}
-    _gather(kind, found)
+    _collect_records(kind, found)
     return found
 
 
-def _gather(kind: Any, found: dict[str, type]) -> None:
+def _collect_records(kind: Any, found: dict[str, type]) -> None:
     for one in get_args(kind):
-        _gather(one, found)
+        _collect_records(one, found)
     if isinstance(kind, type) and is_dataclass(kind) and found.get(kind.__name__) is not kind:
         assert kind.__name__ not in found, f"two records are called {kind.__name__}"
         found[kind.__name__] = kind
         for hint in get_type_hints(kind).values():
-            _gather(hint, found)
+            _collect_records(hint, found)

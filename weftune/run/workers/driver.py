@@ -46,40 +46,40 @@ from weftune.run.workers.messages import (
     End,
     JobCommand,
     RunProgram,
-    Staff,
+    WorkerControl,
 )
 from weftune.run.workers.paces import Paces
 from weftune.run.workers.transport import Transport
-from weftune.run.workers.worker import base_of, load_part, worker_executor
+from weftune.run.workers.worker import load_part, loaded_base, worker_executor
 
-EVERY = 0.5
+STOP_CHECK_SECONDS = 0.5
 """Seconds between two checks for a request to stop, while the other workers finish their windows."""
 
 
 @dataclass(slots=True)
-class _Pending:
+class _PendingCheckpoint:
     """A checkpoint that lacks slices or its evaluation, or that is being renamed into place."""
 
     folder: Path
     progress: Progress
     seed: int
     keeps_best: bool
-    own: Future[Slice]
+    own_slice: Future[Slice]
     """This worker's slice."""
     slices: dict[int, Slice] = field(default_factory=dict)
-    finished: Future[Path] | None = None
+    rename_future: Future[Path] | None = None
 
     @property
-    def writing(self) -> Future[Any] | None:
+    def pending_write(self) -> Future[Any] | None:
         """Write of this worker that is in progress, or None."""
-        under_way = self.finished or self.own
+        under_way = self.rename_future or self.own_slice
         return None if under_way.done() else under_way
 
 
 class Driver:
     def __init__(
         self,
-        staff: Staff,
+        control: WorkerControl,
         loaded: Base | StreamedBase,
         layout: Layout,
         checkpoints: Callable[[str], Path],
@@ -87,9 +87,9 @@ class Driver:
     ) -> None:
         """`loaded` is this worker's part of the base. `checkpoints` returns the folder of each job's
         checkpoints, the same for every worker."""
-        self.base = base = base_of(loaded)
-        self.staff = staff
-        position = staff.wires.position
+        self.base = base = loaded_base(loaded)
+        self.control = control
+        position = control.connections.position
         self.stages, self.replicas = position.stages, position.replicas
         self.layout = layout
         self.paces = Paces([stage.count for stage in layout.stages])
@@ -97,21 +97,21 @@ class Driver:
         """Reports of the last window, in the order of workers."""
         self.peaks: list[int] = []
         """Peak bytes in use on each of the other workers."""
-        self._transport = Transport(staff.wires, base.shape.hidden, base.dtype, base.device, delay)
+        self._transport = Transport(control.connections, base.shape.hidden, base.dtype, base.device, delay)
         self._own, self._agreed = worker_executor(loaded, layout.on(0), self._transport, position.worker)
         self.attached = self._own.attached
         """Maps each job to its slice of the first stage, which also holds the job's progress."""
         self.home, self.fused = self._own.home, self._own.fused
         self._checkpoints = checkpoints
         self.writer = self._own.writer
-        self._pending: dict[tuple[str, int], _Pending] = {}
+        self._pending: dict[tuple[str, int], _PendingCheckpoint] = {}
         self._unsaved: list[Unsaved] = []
         """Failures that have not been reported yet."""
-        self._early: dict[tuple[str, int], dict[int, Slice | Unsaved]] = {}
+        self._early_slices: dict[tuple[str, int], dict[int, Slice | Unsaved]] = {}
         """Slices that other workers wrote before this one reached its own Save."""
-        self._finished: dict[int, WorkerReport] = {}
+        self._window_reports: dict[int, WorkerReport] = {}
         """Maps each worker to its report, once its list of this window is finished."""
-        self._awaited: set[tuple[str, int]] = set()
+        self._awaited_evaluations: set[tuple[str, int]] = set()
         """Evaluations of this window whose result is not known yet."""
         self._ends_early = False
 
@@ -132,26 +132,26 @@ class Driver:
         drop_partial(checkpoints)
         self._own.attach(training)
         resumes = checkpoint.newest_progress(checkpoints) is not None
-        self.staff.command_all(Attach(training.adapter, training.recipe, checkpoints, resumes))
+        self.control.broadcast(Attach(training.adapter, training.recipe, checkpoints, resumes))
 
     def detach(self, job: str) -> Training:
         """Detach a job and return it as a whole, assembled from the slices of all workers."""
         own = self._own.detach(job)
-        self.staff.command_all(JobCommand("detach", job))
+        self.control.broadcast(JobCommand("detach", job))
         parts = [weights_of(own)]
         while len(parts) < self.stages:
-            worker, answer = self.staff.wait()
+            worker, answer = self.control.wait()
             if isinstance(answer, Snapshot):
                 parts.append(answer)
             else:
-                self._hear(worker, answer)
+                self._handle_answer(worker, answer)
         # From here on no worker writes a slice of it.
         self.writer.wait(job)
         drop_partial(self._checkpoints(job))
         self._pending = {key: one for key, one in self._pending.items() if key[0] != job}
-        self._early = {key: one for key, one in self._early.items() if key[0] != job}
+        self._early_slices = {key: one for key, one in self._early_slices.items() if key[0] != job}
         layout = kind_named(own.adapter.spec.kind).layout(own.adapter.spec, self.base.whole_sites)
-        return _whole(own, parts, layout)
+        return _assemble_training(own, parts, layout)
 
     def kill(self, job: str) -> None:
         """Mark the job dead; the other workers are notified with the next decision."""
@@ -163,17 +163,17 @@ class Driver:
         training = self.attached[job]
         best = training.note_evaluation(loss, keep_best, min_delta, counts)
         if best and keep_best:
-            self.staff.command_all(JobCommand("keep best", job))
+            self.control.broadcast(JobCommand("keep best", job))
         if (pending := self._pending.get((job, training.progress.step))) is not None:
             pending.progress, pending.keeps_best = copy.copy(training.progress), training.best is not None
 
     def show_mean(self, job: str) -> None:
         self._own.show_mean(job)
-        self.staff.command_all(JobCommand("show mean", job))
+        self.control.broadcast(JobCommand("show mean", job))
 
     def show_master(self, job: str) -> None:
         self._own.show_master(job)
-        self.staff.command_all(JobCommand("show master", job))
+        self.control.broadcast(JobCommand("show master", job))
 
     def run(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
         """Run a window on all workers. A window that has begun is finished, even if `stop` returns True,
@@ -182,58 +182,63 @@ class Driver:
         self._ends_early, request = False, StopRequest(stop)
         evaluations = [(action, plan) for action, plan in program.compute() if isinstance(action, Evaluate)]
         held_out = {action.microbatch for action, _ in evaluations}
-        self._awaited = {(segment.job, segment.step) for _, plan in evaluations for segment in plan.segments}
+        self._awaited_evaluations = {
+            (segment.job, segment.step) for _, plan in evaluations for segment in plan.segments
+        }
         microbatches = {
             number: fetch(plan, number in held_out)
             for number, plan in enumerate(program.microbatches)
             if plan.segments
         }
-        self._finished.clear()
+        self._window_reports.clear()
         shares = [
             {action.microbatch: microbatches[action.microbatch] for action, _ in program.compute_in(replica)}
             for replica in range(self.replicas)
         ]
-        for worker in self.staff.workers:
-            self.staff.command(worker, RunProgram(program, shares[program.replica(worker)]))
+        for worker in self.control.workers:
+            self.control.command(worker, RunProgram(program, shares[program.replica(worker)]))
         fetch = delivered(program, shares[0])
-        yield from self._own.run(program, fetch, overdue=lambda: self._leaves(request))
+        yield from self._own.run(program, fetch, overdue=lambda: self._ends_window_early(request))
         self._transport.flush()
-        while len(self._finished) < len(self.staff.workers):
-            if (heard := self.staff.heard(EVERY)) is not None:
-                self._hear(*heard)
-            self._leaves(request)
+        while len(self._window_reports) < len(self.control.workers):
+            if (received := self.control.next_answer(STOP_CHECK_SECONDS)) is not None:
+                self._handle_answer(*received)
+            self._ends_window_early(request)
         yield from self._end_window(program)
 
-    def _leaves(self, request: StopRequest) -> bool:
+    def _ends_window_early(self, request: StopRequest) -> bool:
         """Return whether the window ends early; if so, notify all workers at once."""
         if request.is_overdue() and not self._ends_early:
             self._ends_early = True
-            self.staff.command_all(End(window_only=True))
+            self.control.broadcast(End(window_only=True))
         return self._ends_early
 
-    def _hear(self, worker: int, answer: Answer) -> None:
+    def _handle_answer(self, worker: int, answer: Answer) -> None:
         if isinstance(answer, WorkerReport):
-            self._finished[worker] = answer
+            self._window_reports[worker] = answer
             return
         assert isinstance(answer, Slice | Unsaved), f"worker {worker} sends {answer} without a command"
-        self._on_saved(worker, answer)
+        self._handle_slice(worker, answer)
 
     def _end_window(self, program: Program) -> Iterator[Event]:
-        self.reports = [self._agreed.report, *(self._finished[worker] for worker in sorted(self._finished))]
+        self.reports = [
+            self._agreed.report,
+            *(self._window_reports[worker] for worker in sorted(self._window_reports)),
+        ]
         self.peaks = [report.peak_bytes for report in self.reports[1:]]
         short = [report.shortage for report in self.reports if report.shortage]
-        yield from self._late_failures()
+        yield from self._late_failure_events()
         if not short:
             self.paces.learn(program, self.reports)
-            yield from self._passed(program)
-            yield from self._evaluations()
-        self._awaited.clear()
-        self._early.clear()
+            yield from self._pass_events(program)
+            yield from self._evaluation_events()
+        self._awaited_evaluations.clear()
+        self._early_slices.clear()
         if short and not self._ends_early:
             # Steps that were made are made everywhere; nothing else was kept.
             raise OutOfMemory("; ".join(short))
 
-    def _passed(self, program: Program) -> Iterator[Passed]:
+    def _pass_events(self, program: Program) -> Iterator[Passed]:
         """Yield every microbatch's pass over the base, with its share of the workers' time."""
         forward, backward = (shares(self.reports, kinds) for kinds in (Forward | Evaluate, Backward))
         met = {job: training.layout.met for job, training in self.attached.items()}
@@ -247,7 +252,7 @@ class Driver:
             )
             yield Passed(plan, time)
 
-    def _late_failures(self) -> Iterator[Event]:
+    def _late_failure_events(self) -> Iterator[Event]:
         """Yield the failures of jobs on another worker after the decision on their step."""
         for report in self.reports[1:]:
             for job, reason in report.failures.items():
@@ -255,7 +260,7 @@ class Driver:
                     self.kill(job)
                     yield Failed(job, reason)
 
-    def _evaluations(self) -> Iterator[Event]:
+    def _evaluation_events(self) -> Iterator[Event]:
         sums: dict[tuple[str, int], EvaluationSums] = {}
         for report in self.reports:
             for one in report.evaluations:
@@ -277,25 +282,25 @@ class Driver:
         folder.mkdir(parents=True, exist_ok=True)
         snapshot = self._own.snapshot(job)
         key = job, snapshot.progress.step
-        own = self.writer.write(snapshot, partial(write_slice, folder, worker=0))
-        self._pending[key] = _Pending(
-            folder, snapshot.progress, training.adapter.seed, training.best is not None, own
+        own_slice = self.writer.write(snapshot, partial(write_slice, folder, worker=0))
+        self._pending[key] = _PendingCheckpoint(
+            folder, snapshot.progress, training.adapter.seed, training.best is not None, own_slice
         )
-        for worker, early in self._early.pop(key, {}).items():
-            self._on_saved(worker, early)
+        for worker, early in self._early_slices.pop(key, {}).items():
+            self._handle_slice(worker, early)
 
     def save_now(self, job: str, folder: Path) -> None:
         """Save a checkpoint on all workers. Called between windows."""
         if checkpoint.holds(folder, self.attached[job].progress):
             return
         self.save(job, folder)
-        for worker in self.staff.first_replica:
-            self.staff.command(worker, JobCommand("save slice", job))
+        for worker in self.control.first_replica:
+            self.control.command(worker, JobCommand("save slice", job))
 
     def unsaved(self) -> list[Unsaved]:
         """Return checkpoints that could not be written and have not been reported yet."""
-        while (heard := self.staff.heard()) is not None:
-            self._hear(*heard)
+        while (received := self.control.next_answer()) is not None:
+            self._handle_answer(*received)
         self._advance_saves()
         found, self._unsaved = self._unsaved, []
         return found
@@ -304,23 +309,23 @@ class Driver:
         """Wait for the job's checkpoints, except those whose evaluation is to come in this window."""
         while True:
             self._advance_saves()
-            keys = [key for key in self._pending if key[0] == job and key not in self._awaited]
+            keys = [key for key in self._pending if key[0] == job and key not in self._awaited_evaluations]
             if not keys:
                 return
             pending = self._pending[keys[0]]
-            if (writing := pending.writing) is not None:
+            if (writing := pending.pending_write) is not None:
                 wait([writing])
             elif len(pending.slices) < self.stages - 1:
-                self._hear(*self.staff.wait())
+                self._handle_answer(*self.control.wait())
             # Otherwise this worker's slice has been written since the first line, and there is no other
             # message to wait for.
 
-    def _on_saved(self, worker: int, answer: Slice | Unsaved) -> None:
+    def _handle_slice(self, worker: int, answer: Slice | Unsaved) -> None:
         key = answer.job, answer.step
         if key not in self._pending:
-            self._early.setdefault(key, {})[worker] = answer
+            self._early_slices.setdefault(key, {})[worker] = answer
         elif isinstance(answer, Unsaved):
-            self._give_up(key, answer.reason)
+            self._drop_checkpoint(key, answer.reason)
         else:
             self._pending[key].slices[worker] = answer
 
@@ -329,26 +334,26 @@ class Driver:
         for key, pending in list(self._pending.items()):
             if key[0] in self._own.dead:
                 del self._pending[key]
-            elif pending.writing is None:
-                self._advance(key, pending)
+            elif pending.pending_write is None:
+                self._advance_save(key, pending)
 
-    def _advance(self, key: tuple[str, int], pending: _Pending) -> None:
-        if (trouble := disk_error(pending.finished or pending.own)) is not None:
-            self._give_up(key, trouble)
-        elif pending.finished is not None:
+    def _advance_save(self, key: tuple[str, int], pending: _PendingCheckpoint) -> None:
+        if (trouble := disk_error(pending.rename_future or pending.own_slice)) is not None:
+            self._drop_checkpoint(key, trouble)
+        elif pending.rename_future is not None:
             del self._pending[key]
-        elif len(pending.slices) == self.stages - 1 and key not in self._awaited:
-            slices = {0: pending.own.result(), **pending.slices}
+        elif len(pending.slices) == self.stages - 1 and key not in self._awaited_evaluations:
+            slices = {0: pending.own_slice.result(), **pending.slices}
             done = partial(finish, pending.folder, pending.progress, pending.seed, slices, pending.keeps_best)
-            pending.finished = self.writer.run(key[0], done)
+            pending.rename_future = self.writer.run(key[0], done)
 
-    def _give_up(self, key: tuple[str, int], reason: str) -> None:
+    def _drop_checkpoint(self, key: tuple[str, int], reason: str) -> None:
         del self._pending[key]
         self._unsaved.append(Unsaved(*key, reason))
 
 
 def open_pipeline(
-    staff: Staff,
+    control: WorkerControl,
     spec: BaseSpec,
     device: torch.device,
     layout: Layout,
@@ -359,17 +364,17 @@ def open_pipeline(
 ) -> Driver:
     """Load every worker's part of the base, and wait for all. No worker uses more than `max_bytes` of its
     GPU. If `deterministic`, the other workers use torch's deterministic kernels, as the caller does."""
-    for worker in staff.workers:
+    for worker in control.workers:
         part = layout.on(worker % layout.workers)
-        staff.command(worker, Begin(spec, part, delay, max_bytes, deterministic))
+        control.command(worker, Begin(spec, part, delay, max_bytes, deterministic))
     limit_bytes(device, max_bytes)
     loaded = load_part(spec, device, layout.on(0))
-    for _ in staff.workers:
-        _, answer = staff.wait()
+    for _ in control.workers:
+        _, answer = control.wait()
         assert isinstance(answer, Begun), f"{answer} came where a stage was to be loaded"
         if answer.refusal:
             raise UserError(answer.refusal)
-    return Driver(staff, loaded, layout, checkpoints, delay)
+    return Driver(control, loaded, layout, checkpoints, delay)
 
 
 def shares(reports: Sequence[WorkerReport], kinds: type | UnionType) -> dict[int, float]:
@@ -383,7 +388,7 @@ def shares(reports: Sequence[WorkerReport], kinds: type | UnionType) -> dict[int
     return seconds
 
 
-def _whole(own: Training, parts: Sequence[Snapshot], layout: VectorLayout) -> Training:
+def _assemble_training(own: Training, parts: Sequence[Snapshot], layout: VectorLayout) -> Training:
     """Return a training state with all parameters. Moments are left out: the job is not continued."""
     stored = VectorLayout(tuple(parameter for part in parts for parameter in part.layout.parameters))
     master, best = (

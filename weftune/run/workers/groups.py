@@ -18,12 +18,12 @@ import torch.distributed as dist
 from weftune.errors import UserError
 from weftune.run.workers.mailbox import PeerLane
 
-FOREVER = timedelta(days=30)
+NO_TIMEOUT = timedelta(days=30)
 """Timeout that never expires: a slow worker is not an error, and a lost one is found by the heartbeat."""
 
 
 LOOPBACK = "127.0.0.1"
-PATIENCE = timedelta(minutes=5)
+CONNECT_TIMEOUT = timedelta(minutes=5)
 """Time that a worker waits for the store, or for another worker to appear."""
 
 
@@ -54,9 +54,9 @@ class WorkerPosition:
         return self.worker // self.stages
 
 
-def position_here() -> WorkerPosition | None:
+def read_position() -> WorkerPosition | None:
     """Return the position in the environment, or None if this is the only process."""
-    workers = _number("WORLD_SIZE", 1)
+    workers = _environment_integer("WORLD_SIZE", 1)
     if workers == 1 or "RANK" not in os.environ:
         return None
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
@@ -65,12 +65,15 @@ def position_here() -> WorkerPosition | None:
             "workers with torchrun or --pipeline, or unset RANK and WORLD_SIZE to train in one process"
         )
     return WorkerPosition(
-        _number("RANK", 0), workers, _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1)
+        _environment_integer("RANK", 0),
+        workers,
+        _environment_integer("LOCAL_RANK", 0),
+        _environment_integer("LOCAL_WORLD_SIZE", 1),
     )
 
 
-def _number(name: str, otherwise: int) -> int:
-    text = os.environ.get(name, str(otherwise))
+def _environment_integer(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
     if not text.isdecimal():
         raise UserError(f"The environment variable {name} is {text!r}; torchrun sets it to a number")
     return int(text)
@@ -80,7 +83,7 @@ SECRET = "WEFTUNE_SECRET"
 """Environment variable with a secret that all machines of a run share."""
 
 
-def secret() -> bytes:
+def read_secret() -> bytes:
     """Return the secret that signs commands and answers; empty if there is none."""
     return os.environ.get(SECRET, "").encode()
 
@@ -88,29 +91,29 @@ def secret() -> bytes:
 def require_secret(position: WorkerPosition) -> None:
     """Raise UserError for workers on several machines without a secret: any machine in the network could send
     messages. On one machine they use the loopback."""
-    if position.local_workers < position.workers and not secret():
+    if position.local_workers < position.workers and not read_secret():
         raise UserError(
             f"The workers of this run are on several machines, and {SECRET} is not set; set it to the same "
             "long random text on all of them, so that workers accept messages of this run only"
         )
 
 
-def attempt() -> int:
+def restart_count() -> int:
     """Return how often torchrun has restarted all workers; Weftune's launcher uses the command line."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def connect(position: WorkerPosition, device: torch.device) -> Wires:
+def connect(position: WorkerPosition, device: torch.device) -> WorkerConnections:
     """Connect to the other workers at the address in the environment, and create all groups."""
     # Not by `env://`: torchrun may keep its store over a restart, with addresses of workers that are gone.
-    store = dist.PrefixStore(f"weftune/meet/{attempt()}", store_here(position))
+    store = dist.PrefixStore(f"weftune/meet/{restart_count()}", connect_to_store(position))
     dist.init_process_group(
-        "gloo", store=store, rank=position.worker, world_size=position.workers, timeout=FOREVER
+        "gloo", store=store, rank=position.worker, world_size=position.workers, timeout=NO_TIMEOUT
     )
-    return lay_wires(position, device)
+    return create_groups(position, device)
 
 
-def store_here(position: WorkerPosition) -> dist.TCPStore:
+def connect_to_store(position: WorkerPosition) -> dist.TCPStore:
     """Return a connection to the store at the address in the environment, the launcher's or the first
     worker's. Every thread that may wait on it needs a separate connection."""
     launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
@@ -120,7 +123,7 @@ def store_here(position: WorkerPosition) -> dist.TCPStore:
         is_master=position.worker == 0 and not launchers,
         wait_for_workers=False,
         multi_tenant=True,
-        timeout=PATIENCE,
+        timeout=CONNECT_TIMEOUT,
     )
 
 
@@ -135,7 +138,7 @@ def loopback_store() -> dist.TCPStore:
 
 
 Purpose = Literal["activation", "gradient", "sums", "decision", "share", "command", "report"]
-SMALL: tuple[Purpose, ...] = ("sums", "decision", "command", "report")
+HOST_PURPOSES: tuple[Purpose, ...] = ("sums", "decision", "command", "report")
 """Purposes whose messages stay in host memory."""
 
 
@@ -149,7 +152,7 @@ class WorkerLink:
 
 
 @dataclass(frozen=True, slots=True)
-class Wires:
+class WorkerConnections:
     """All connections of a run, as this worker sees them."""
 
     position: WorkerPosition
@@ -193,14 +196,14 @@ def _links(position: WorkerPosition) -> Iterator[WorkerLink]:
         yield WorkerLink("report", worker, 0)
 
 
-def lay_wires(position: WorkerPosition, device: torch.device) -> Wires:
+def create_groups(position: WorkerPosition, device: torch.device) -> WorkerConnections:
     """Create all groups. Every worker creates every group in the same order, as torch requires."""
-    library = "nccl" if own_gpus(position, device) else "gloo"
+    library = "nccl" if has_separate_gpus(position, device) else "gloo"
     groups = {
         link: dist.new_group(
             sorted((link.sender, link.receiver)),
-            backend="gloo" if link.purpose in SMALL else library,
-            timeout=FOREVER,
+            backend="gloo" if link.purpose in HOST_PURPOSES else library,
+            timeout=NO_TIMEOUT,
         )
         for link in _links(position)
     }
@@ -208,21 +211,21 @@ def lay_wires(position: WorkerPosition, device: torch.device) -> Wires:
     # receives posted ahead, neighbours would wait for each other forever.
     greeting = torch.zeros(1, device=device if library == "nccl" else "cpu")
     for link, group in groups.items():
-        if link.purpose not in SMALL and position.worker == link.sender:
+        if link.purpose not in HOST_PURPOSES and position.worker == link.sender:
             dist.send(greeting, link.receiver, group=group)
-        if link.purpose not in SMALL and position.worker == link.receiver:
+        if link.purpose not in HOST_PURPOSES and position.worker == link.receiver:
             dist.recv(greeting, link.sender, group=group)
-    return Wires(position, groups)
+    return WorkerConnections(position, groups)
 
 
-def own_gpus(position: WorkerPosition, device: torch.device) -> bool:
+def has_separate_gpus(position: WorkerPosition, device: torch.device) -> bool:
     """Return whether every worker of this machine has a separate GPU, as NCCL requires."""
     return device.type == "cuda" and torch.cuda.device_count() >= position.local_workers
 
 
 # -- the network interface that reaches the other workers, for the libraries that must bind one -------------
 
-LIBRARIES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Environment variables with each library's interface; a value set by the user is kept. The default of gloo
 and NCCL is the interface of the machine's own name: often the loopback, although other workers are on other
 machines, or a public one, although all are on this machine."""
@@ -233,18 +236,18 @@ def bind_interface(position: WorkerPosition) -> None:
     listens on the loopback only; NCCL needs no network then."""
     alone = position.local_workers == position.workers
     local = (name for name, addresses in _addresses().items() if any(map(_is_loopback, addresses)))
-    found = next(local, None) if alone else interface_towards(os.environ["MASTER_ADDR"])
+    found = next(local, None) if alone else find_interface(os.environ["MASTER_ADDR"])
     if found is not None:
-        for name in LIBRARIES[:1] if alone else LIBRARIES:
+        for name in INTERFACE_VARIABLES[:1] if alone else INTERFACE_VARIABLES:
             os.environ.setdefault(name, found)
 
 
-def interface_towards(host: str) -> str | None:
+def find_interface(host: str) -> str | None:
     """Return the interface through which `host` is reached; on the host itself, the one that has its address.
 
     None if that is not known: `host` is unknown, or is the loopback and there are several others.
     """
-    own = _address_towards(host)
+    own = _own_address_for(host)
     held = _addresses()
     outward = [name for name, addresses in held.items() if not all(map(_is_loopback, addresses))]
     if own is None or _is_loopback(own):
@@ -261,7 +264,7 @@ def _addresses() -> dict[str, set[str]]:
     }
 
 
-def _address_towards(host: str) -> str | None:
+def _own_address_for(host: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             # Nothing is sent: connecting a datagram socket only determines its own address.

@@ -16,12 +16,12 @@ from contextlib import suppress
 
 from torch.distributed import DistStoreError, TCPStore
 
-from weftune.run.workers.groups import WorkerPosition, attempt
+from weftune.run.workers.groups import WorkerPosition, restart_count
 
-EVERY = 1.0
-LOST_AFTER = 7.0
+BEAT_SECONDS = 1.0
+LOST_AFTER_SECONDS = 7.0
 """Seconds without a new mark after which a worker counts as lost; checked every second, so within 10."""
-ABSENT_AFTER = 300.0
+ABSENT_AFTER_SECONDS = 300.0
 """Seconds after which a worker that never wrote a mark is lost; its machine may be slow to import."""
 LOST = 75
 """Exit code of a worker that lost another one: a failure that a restart can fix."""
@@ -33,9 +33,9 @@ class Heartbeat:
     ) -> None:
         self._position = position
         self._store = store
-        self._on_loss = on_loss or leave
+        self._on_loss = on_loss or exit_process
         # torchrun keeps its store when it starts all workers again.
-        self._attempt = attempt()
+        self._restart_count = restart_count()
         self._stop = threading.Event()
         self._answered = time.monotonic()
         """Time at which the store last answered."""
@@ -52,13 +52,13 @@ class Heartbeat:
     def stop(self) -> None:
         """Mark that this worker ends normally, so that it does not count as lost."""
         self._stop.set()
-        self._thread.join(LOST_AFTER)
+        self._thread.join(LOST_AFTER_SECONDS)
         # The launcher may have ended first; then there is no store to write to.
         with suppress(DistStoreError, RuntimeError):
             self._store.set(self._key(self._position.worker), "done")
 
     def _key(self, worker: int) -> str:
-        return f"weftune/beat/{self._attempt}/{worker}"
+        return f"weftune/beat/{self._restart_count}/{worker}"
 
     def _beat(self) -> None:
         others = [worker for worker in range(self._position.workers) if worker != self._position.worker]
@@ -66,7 +66,7 @@ class Heartbeat:
         seen: dict[int, float] = {}
         number = 0
         began = time.monotonic()
-        while not self._stop.wait(EVERY):
+        while not self._stop.wait(BEAT_SECONDS):
             number += 1
             try:
                 self._store.set(self._key(self._position.worker), str(number))
@@ -77,31 +77,37 @@ class Heartbeat:
                         if mark != marks.get(worker) or mark == b"done":
                             marks[worker], seen[worker] = mark, time.monotonic()
             except (DistStoreError, RuntimeError) as error:
-                self._lose(f"the store that all workers share is gone: {error}")
+                self._report_loss(f"the store that all workers share is gone: {error}")
                 return
             self._answered = time.monotonic()
-            late = [worker for worker, when in seen.items() if time.monotonic() - when > LOST_AFTER]
+            late = [worker for worker, when in seen.items() if time.monotonic() - when > LOST_AFTER_SECONDS]
             if late:
-                self._lose(f"worker {late[0]} has given no sign of life for {LOST_AFTER:.0f} seconds")
+                self._report_loss(
+                    f"worker {late[0]} has given no sign of life for {LOST_AFTER_SECONDS:.0f} seconds"
+                )
                 return
             absent = [worker for worker in others if worker not in seen]
-            if absent and time.monotonic() - began > ABSENT_AFTER:
-                self._lose(f"worker {absent[0]} has not appeared in {ABSENT_AFTER:.0f} seconds")
+            if absent and time.monotonic() - began > ABSENT_AFTER_SECONDS:
+                self._report_loss(
+                    f"worker {absent[0]} has not appeared in {ABSENT_AFTER_SECONDS:.0f} seconds"
+                )
                 return
 
     def _watch_store(self) -> None:
         """Watch the store from a second thread: on a cut network a call to it would wait for minutes."""
-        while not self._stop.wait(EVERY):
-            if time.monotonic() - self._answered > LOST_AFTER:
-                self._lose(f"the store that all workers share has not answered for {LOST_AFTER:.0f} seconds")
+        while not self._stop.wait(BEAT_SECONDS):
+            if time.monotonic() - self._answered > LOST_AFTER_SECONDS:
+                self._report_loss(
+                    f"the store that all workers share has not answered for {LOST_AFTER_SECONDS:.0f} seconds"
+                )
                 return
 
-    def _lose(self, sentence: str) -> None:
+    def _report_loss(self, message: str) -> None:
         if not self._stop.is_set():
-            self._on_loss(sentence)
+            self._on_loss(message)
 
 
-def leave(sentence: str) -> None:
+def exit_process(message: str) -> None:
     """End this process from any thread: its main thread may be waiting for a lost worker."""
-    print(f"weftune: {sentence}", file=sys.stderr, flush=True)
+    print(f"weftune: {message}", file=sys.stderr, flush=True)
     os._exit(LOST)

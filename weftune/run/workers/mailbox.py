@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-AHEAD = 2
+POSTED_AHEAD = 2
 """Number of receives posted beyond the one that is waited for."""
 
 
@@ -55,7 +55,7 @@ class Inbox:
         return buffer.to(self._device, non_blocking=True) if self._staged else buffer
 
     def _post(self) -> None:
-        while self._shapes and len(self._posted) <= AHEAD:
+        while self._shapes and len(self._posted) <= POSTED_AHEAD:
             shape = self._shapes.popleft()
             if self._staged:
                 buffer = torch.empty(shape, dtype=self._dtype, pin_memory=True)

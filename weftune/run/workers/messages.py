@@ -26,8 +26,8 @@ from weftune.run.training.schedule import Recipe
 from weftune.run.training.snapshot import Snapshot
 from weftune.run.training.writer import Unsaved
 from weftune.run.workers.agreed import WorkerReport
-from weftune.run.workers.codec import Forged, decode, encode, records_in
-from weftune.run.workers.groups import Wires, secret
+from weftune.run.workers.codec import ForgedMessage, decode, encode, records_in
+from weftune.run.workers.groups import WorkerConnections, read_secret
 from weftune.run.workers.mailbox import PeerLane, PeerLost
 
 
@@ -102,80 +102,80 @@ Answer = Begun | Slice | Unsaved | WorkerReport | Snapshot | Ended
 window; a `Snapshot` holds the weights of a job that was detached."""
 
 
-MessageError = PeerLost | Forged
+MessageError = PeerLost | ForgedMessage
 """An error while a message was received, raised where it is taken."""
 
 
-class Orders:
+class CommandReceiver:
     """The worker's side. A thread receives commands, since the end of a window cannot wait."""
 
-    def __init__(self, wires: Wires) -> None:
-        (self._commands,), (self._reports,) = wires.incoming("command"), wires.outgoing("report")
-        self._heard: queue.Queue[Command | MessageError] = queue.Queue()
-        self._one_at_a_time = threading.Lock()
+    def __init__(self, connections: WorkerConnections) -> None:
+        (self._commands,), (self._reports,) = connections.incoming("command"), connections.outgoing("report")
+        self._queue: queue.Queue[Command | MessageError] = queue.Queue()
+        self._send_lock = threading.Lock()
         """Lock for answers, which threads that write slices send too."""
-        self.overdue = threading.Event()
+        self.stop_requested = threading.Event()
         """Set if the running Program is to end early."""
-        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._receive_all, daemon=True).start()
 
-    def take(self) -> Command:
-        command = self._heard.get()
+    def next_command(self) -> Command:
+        command = self._queue.get()
         if isinstance(command, MessageError):
             raise command
         return command
 
-    def _listen(self) -> None:
+    def _receive_all(self) -> None:
         while True:
-            command: Command | MessageError = _received(self._commands)
+            command: Command | MessageError = _receive_message(self._commands)
             if isinstance(command, End) and command.window_only:
-                self.overdue.set()
+                self.stop_requested.set()
                 continue
             if isinstance(command, RunProgram):
                 # The previous Program is finished on all workers.
-                self.overdue.clear()
-            self._heard.put(command)
+                self.stop_requested.clear()
+            self._queue.put(command)
             if isinstance(command, End | MessageError):
                 return
 
     def answer(self, answer: Answer) -> None:
-        with self._one_at_a_time:
+        with self._send_lock:
             send_message(answer, self._reports)
 
 
-class Staff:
+class WorkerControl:
     """The first worker's side. One thread per other worker receives its answers."""
 
-    def __init__(self, wires: Wires) -> None:
-        self.wires = wires
-        self._commands = {lane.peer: lane for lane in wires.outgoing("command")}
+    def __init__(self, connections: WorkerConnections) -> None:
+        self.connections = connections
+        self._commands = {lane.peer: lane for lane in connections.outgoing("command")}
         self.workers = tuple(self._commands)
-        self.first_replica = tuple(worker for worker in self.workers if worker < wires.position.stages)
+        self.first_replica = tuple(worker for worker in self.workers if worker < connections.position.stages)
         """Workers that write checkpoints and return adapters."""
-        self._heard: queue.Queue[tuple[int, Answer | MessageError]] = queue.Queue()
-        self._listeners = [
-            threading.Thread(target=self._listen, args=(lane,), daemon=True)
-            for lane in wires.incoming("report")
+        self._queue: queue.Queue[tuple[int, Answer | MessageError]] = queue.Queue()
+        self._threads = [
+            threading.Thread(target=self._receive_all, args=(lane,), daemon=True)
+            for lane in connections.incoming("report")
         ]
-        for listener in self._listeners:
+        for listener in self._threads:
             listener.start()
 
     def command(self, worker: int, command: Command) -> None:
         send_message(command, self._commands[worker])
 
-    def command_all(self, command: Command) -> None:
+    def broadcast(self, command: Command) -> None:
         for worker in self.workers:
             self.command(worker, command)
 
-    def dismiss(self) -> None:
+    def end_workers(self) -> None:
         """Dismiss all workers, and wait for their last answer."""
-        self.command_all(End())
-        for listener in self._listeners:
+        self.broadcast(End())
+        for listener in self._threads:
             listener.join()
 
-    def heard(self, seconds: float | None = 0.0) -> tuple[int, Answer] | None:
+    def next_answer(self, seconds: float | None = 0.0) -> tuple[int, Answer] | None:
         """Return the next answer and its worker, or None if there is none within this time."""
         try:
-            worker, answer = self._heard.get(seconds != 0.0, seconds)
+            worker, answer = self._queue.get(seconds != 0.0, seconds)
         except queue.Empty:
             return None
         if isinstance(answer, MessageError):
@@ -183,28 +183,28 @@ class Staff:
         return worker, answer
 
     def wait(self) -> tuple[int, Answer]:
-        found = self.heard(None)
+        found = self.next_answer(None)
         assert found is not None
         return found
 
-    def _listen(self, lane: PeerLane) -> None:
-        while self._hear_next(lane):
+    def _receive_all(self, lane: PeerLane) -> None:
+        while self._receive_answer(lane):
             pass
 
-    def _hear_next(self, lane: PeerLane) -> bool:
+    def _receive_answer(self, lane: PeerLane) -> bool:
         """Receive one answer and return whether there are more to come. It is a separate function, so that
         the last answer, with its weights, is not held while waiting for the next."""
-        answer = _received(lane)
-        self._heard.put((lane.peer, answer))
+        answer = _receive_message(lane)
+        self._queue.put((lane.peer, answer))
         return not isinstance(answer, Ended | MessageError)
 
 
-KNOWN = {**records_in(Command), **records_in(Answer), **records_in(Union[*KINDS.values()])}
+MESSAGE_RECORDS = {**records_in(Command), **records_in(Answer), **records_in(Union[*KINDS.values()])}
 """Maps names to the records that a message may hold."""
 
 
 def send_message(message: Command | Answer, lane: PeerLane) -> None:
-    payload = torch.frombuffer(bytearray(encode(message, secret())), dtype=torch.uint8)
+    payload = torch.frombuffer(bytearray(encode(message, read_secret())), dtype=torch.uint8)
     try:
         dist.send(torch.tensor([len(payload)]), lane.peer, group=lane.group)
         dist.send(payload, lane.peer, group=lane.group)
@@ -212,7 +212,7 @@ def send_message(message: Command | Answer, lane: PeerLane) -> None:
         raise PeerLost(f"worker {lane.peer} is gone: {error}") from error
 
 
-def _received(lane: PeerLane) -> Any:
+def _receive_message(lane: PeerLane) -> Any:
     """Return the next message, or the error that it met."""
     size = torch.zeros(1, dtype=torch.int64)
     try:
@@ -222,6 +222,6 @@ def _received(lane: PeerLane) -> Any:
     except RuntimeError as error:
         return PeerLost(f"worker {lane.peer} is gone: {error}")
     try:
-        return decode(payload.numpy().tobytes(), KNOWN, secret())
-    except Forged as error:
+        return decode(payload.numpy().tobytes(), MESSAGE_RECORDS, read_secret())
+    except ForgedMessage as error:
         return error

@@ -15,13 +15,13 @@ from weftune.plan.program.simulate import Timeline
 from weftune.plan.window.pace import LoadPace, StagePace, timeline_foreseen, timelines_varied
 from weftune.run.workers.agreed import TimedAction, WorkerReport
 
-REMEMBERED = 200
+MAX_MEASUREMENTS = 200
 BACKWARD_GUESS = 1.5
 """Ratio of a backward's time to a forward's, until one was measured."""
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredPace:
+class MeasuredPass:
     """One measured pass of one stage."""
 
     rows: int
@@ -29,26 +29,26 @@ class MeasuredPace:
     start: float = 0.0
 
 
-def _few() -> deque[MeasuredPace]:
-    return deque(maxlen=REMEMBERED)
+def _new_measurements() -> deque[MeasuredPass]:
+    return deque(maxlen=MAX_MEASUREMENTS)
 
 
 @dataclass(slots=True)
 class _Stage:
     layers: int
-    forwards: deque[MeasuredPace] = field(default_factory=_few)
-    backwards: deque[MeasuredPace] = field(default_factory=_few)
-    steps: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    forwards: deque[MeasuredPass] = field(default_factory=_new_measurements)
+    backwards: deque[MeasuredPass] = field(default_factory=_new_measurements)
+    steps: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_MEASUREMENTS))
 
     def pace(self) -> StagePace:
         steps = sum(self.steps) / max(1, len(self.steps))
-        forward, backward = line_through(self.forwards), line_through(self.backwards)
+        forward, backward = fit_line(self.forwards), fit_line(self.backwards)
         kinds = ((self.forwards, forward), (self.backwards, backward))
         passes = sorted((one.start, one.seconds, line(one.rows)) for passed, line in kinds for one in passed)
         spread = tuple(seconds / predicted for _, seconds, predicted in passes if predicted > 0)
         return StagePace(forward, backward, steps, spread)
 
-    def guess(self) -> StagePace:
+    def guessed_pace(self) -> StagePace:
         return StagePace(Line(0.0, float(self.layers)), Line(0.0, BACKWARD_GUESS * self.layers))
 
 
@@ -76,35 +76,35 @@ class Paces:
         match one.action:
             case Forward(number, stage) | Evaluate(number, stage):
                 rows = program.microbatches[number].rows
-                self._stages[stage].forwards.append(MeasuredPace(rows, seconds, one.start))
+                self._stages[stage].forwards.append(MeasuredPass(rows, seconds, one.start))
             case Backward(number, stage):
                 rows = program.microbatches[number].rows
-                self._stages[stage].backwards.append(MeasuredPace(rows, seconds, one.start))
+                self._stages[stage].backwards.append(MeasuredPass(rows, seconds, one.start))
             case Step():
                 for stepped in here:
                     stepped.steps.append(seconds)
 
     def stages(self) -> tuple[StagePace, ...]:
-        return tuple(stage.pace() for stage in self._stages) if self.measured else self.guesses()
+        return tuple(stage.pace() for stage in self._stages) if self.measured else self.guessed_stages()
 
-    def guesses(self) -> tuple[StagePace, ...]:
+    def guessed_stages(self) -> tuple[StagePace, ...]:
         """Return paces guessed from the number of layers alone."""
-        return tuple(stage.guess() for stage in self._stages)
+        return tuple(stage.guessed_pace() for stage in self._stages)
 
     def predicted_seconds(self, program: Program) -> float | None:
         """Return the simulated time of a window in seconds, or None while nothing has been measured."""
-        return mean(one.makespan for one in self.varied(program)) if self.measured else None
+        return mean(one.makespan for one in self.varied_timelines(program)) if self.measured else None
 
     def timeline(self, program: Program) -> Timeline:
         """Return the simulated timeline of a window in which every pass takes its predicted time."""
         return timeline_foreseen(program, self.stages(), self.loads)
 
-    def varied(self, program: Program) -> list[Timeline]:
+    def varied_timelines(self, program: Program) -> list[Timeline]:
         """Return a few timelines of the same window whose passes vary as measured ones did."""
         return timelines_varied(program, self.stages(), self.loads)
 
 
-def line_through(passes: Sequence[MeasuredPace]) -> Line:
+def fit_line(passes: Sequence[MeasuredPass]) -> Line:
     """Return a least-squares line whose two parameters are not negative."""
     rows = np.array([one.rows for one in passes], dtype=float)
     seconds = np.array([one.seconds for one in passes], dtype=float)

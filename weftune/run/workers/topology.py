@@ -16,13 +16,13 @@ STAGES = 4
 """Stages per GPU when orders are compared: the real number is not known yet when workers take their GPUs."""
 
 
-def crossed_gpus(count: int) -> tuple[int, ...]:
+def assign_gpus(count: int) -> tuple[int, ...]:
     """Return the number of each worker's GPU."""
-    addresses = [_address(number) for number in range(count)]
-    return cross_mapped([None if address is None else root_of(address) for address in addresses])
+    addresses = [_pci_address(number) for number in range(count)]
+    return order_by_root([None if address is None else find_root_complex(address) for address in addresses])
 
 
-def cross_mapped(roots: Sequence[str | None]) -> tuple[int, ...]:
+def order_by_root(roots: Sequence[str | None]) -> tuple[int, ...]:
     """Return GPUs in the order of workers, by root complex; unchanged if a root complex is unknown."""
     known = [root for root in roots if root is not None]
     names = list(dict.fromkeys(known))
@@ -33,16 +33,16 @@ def cross_mapped(roots: Sequence[str | None]) -> tuple[int, ...]:
     return tuple(grouped[place] for place in cross_order(topology, STAGES * len(roots)))
 
 
-def root_of(address: str, devices: Path = PCI) -> str | None:
+def find_root_complex(address: str, devices: Path = PCI) -> str | None:
     """Return the root complex above a PCI device in the kernel's tree, or None if it is not there."""
-    place = (devices / address).resolve()
-    return next((part for part in place.parts if re.fullmatch(r"pci[0-9a-f]{4,}:[0-9a-f]{2}", part)), None)
+    path = (devices / address).resolve()
+    return next((part for part in path.parts if re.fullmatch(r"pci[0-9a-f]{4,}:[0-9a-f]{2}", part)), None)
 
 
-def _address(number: int) -> str | None:
+def _pci_address(gpu: int) -> str | None:
     """Return the PCI address as the kernel writes it, or None: not every version of torch has it."""
-    gpu = torch.cuda.get_device_properties(number)
-    numbers = [getattr(gpu, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    properties = torch.cuda.get_device_properties(gpu)
+    numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     if None in numbers:
         return None
     domain, bus, device = numbers

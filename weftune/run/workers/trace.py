@@ -25,13 +25,13 @@ from weftune.plan.program.program import (
 from weftune.plan.program.simulate import Event, Lane, Timeline
 from weftune.run.workers.agreed import WorkerReport
 
-KEPT = 200_000
+MAX_ACTIONS = 200_000
 """Maximum number of actions kept; in a longer run, the last ones."""
 
 
 class Trace:
     def __init__(self) -> None:
-        self._events: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self._events: deque[dict[str, Any]] = deque(maxlen=MAX_ACTIONS)
         self._workers = 0
 
     def add(self, program: Program, reports: Sequence[WorkerReport]) -> None:
@@ -41,14 +41,14 @@ class Trace:
             for one in report.times:
                 self._events.append(
                     {
-                        "name": _name(one.action),
+                        "name": _event_name(one.action),
                         "cat": type(one.action).__name__,
                         "ph": "X",
                         "pid": 0,
                         "tid": worker,
                         "ts": round(one.start * 1e6),
                         "dur": round((one.stop - one.start) * 1e6),
-                        "args": _about(one.action, program),
+                        "args": _event_arguments(one.action, program),
                     }
                 )
 
@@ -73,7 +73,7 @@ def timeline_of(reports: Sequence[WorkerReport]) -> Timeline:
     return Timeline(len(reports), tuple(sorted(moved, key=lambda one: one.stop)), ((),) * len(reports))
 
 
-def _name(action: Action) -> str:
+def _event_name(action: Action) -> str:
     match action:
         case Forward(number) | Backward(number) | Evaluate(number):
             return f"{type(action).__name__} {number}"
@@ -86,7 +86,7 @@ def _name(action: Action) -> str:
     return type(action).__name__
 
 
-def _about(action: Action, program: Program) -> dict[str, Any]:
+def _event_arguments(action: Action, program: Program) -> dict[str, Any]:
     if isinstance(action, Forward | Backward | Evaluate | Send | Recv):
         plan = program.microbatches[action.microbatch]
         return {"rows": plan.rows, "jobs": {one.job: one.tokens for one in plan.segments}}

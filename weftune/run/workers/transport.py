@@ -16,14 +16,14 @@ from torch import Tensor
 
 from weftune.plan.program.program import Program, Recv, Reduce, Send, Step
 from weftune.run.training.state import master_dtype
-from weftune.run.workers.groups import Purpose, Wires
+from weftune.run.workers.groups import Purpose, WorkerConnections
 from weftune.run.workers.mailbox import DirectOutbox, Inbox, Outbox, PeerLane, outbox_for
 
-DECISION = 2
+DECISION_VALUES = 2
 """Number of values in a decision: the batch's index in the Program, and the norm of its gradient."""
-SUMS = 4
+SUMS_VALUES = 4
 """Number of values in the sums of a batch: its index, then loss, correct predictions and the squared norm."""
-BEHIND = 2
+SUMS_PER_MESSAGE = 2
 """Number of values after the gradient in a message between replicas."""
 
 StepKey = tuple[str, int]
@@ -34,18 +34,23 @@ class Transport:
     """All messages between a worker and the others while a Program runs."""
 
     def __init__(
-        self, wires: Wires, width: int, dtype: torch.dtype, device: torch.device, delay: float = 0.0
+        self,
+        connections: WorkerConnections,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        delay: float = 0.0,
     ) -> None:
         """`delay` is added to the seconds of every message: a slow link, for tests and benchmarks."""
         self._width, self._dtype, self._device = width, dtype, device
         cpu = torch.device("cpu")
 
         def inbox(purpose: Purpose, dtype: torch.dtype, device: torch.device) -> Inbox | None:
-            lane = _only(wires.incoming(purpose))
+            lane = _single_lane(connections.incoming(purpose))
             return None if lane is None else Inbox(lane, dtype, device)
 
         def outbox(purpose: Purpose, device: torch.device, delay: float) -> Outbox | DirectOutbox | None:
-            lane = _only(wires.outgoing(purpose))
+            lane = _single_lane(connections.outgoing(purpose))
             return None if lane is None else outbox_for(lane, device, delay)
 
         self._activation_in = inbox("activation", dtype, device)
@@ -55,8 +60,8 @@ class Transport:
         self._activation_out = outbox("activation", device, delay)
         self._gradient_out = outbox("gradient", device, delay)
         self._sums_out = outbox("sums", cpu, 0.0)
-        self._decisions_out = [outbox_for(lane, cpu) for lane in wires.outgoing("decision")]
-        self.exchange = Exchange(wires, master_dtype(dtype), device, delay)
+        self._decisions_out = [outbox_for(lane, cpu) for lane in connections.outgoing("decision")]
+        self.exchange = Exchange(connections, master_dtype(dtype), device, delay)
 
     def expect(self, program: Program, worker: int, sizes: Mapping[str, int]) -> None:
         """Post the receives of a worker's list ahead. `sizes` maps jobs to the parameters of their slice."""
@@ -65,13 +70,13 @@ class Transport:
         rows = [microbatch.rows for microbatch in program.microbatches]
         for inbox, what in ((self._activation_in, "activation"), (self._gradient_in, "gradient")):
             if inbox is not None:
-                coming = [one for one in actions if isinstance(one, Recv) and one.what == what]
-                inbox.expect((rows[one.microbatch], self._width) for one in coming)
+                expected = [one for one in actions if isinstance(one, Recv) and one.what == what]
+                inbox.expect((rows[one.microbatch], self._width) for one in expected)
         if self._sums_in is not None:
             sums = [one for one in actions if isinstance(one, Reduce) and one.what == "norm"]
-            self._sums_in.expect((SUMS,) for _ in sums)
+            self._sums_in.expect((SUMS_VALUES,) for _ in sums)
         if self._decision_in is not None:
-            self._decision_in.expect((DECISION,) for one in actions if isinstance(one, Step))
+            self._decision_in.expect((DECISION_VALUES,) for one in actions if isinstance(one, Step))
 
     def receive(self, action: Recv) -> Tensor:
         inbox = self._activation_in if action.what == "activation" else self._gradient_in
@@ -87,23 +92,23 @@ class Transport:
         """Return zeros in the shape of hidden states or gradients that were never computed."""
         return torch.zeros(rows, self._width, dtype=self._dtype, device=self._device)
 
-    def sums_from_next(self) -> Tensor:
+    def receive_sums(self) -> Tensor:
         """Return the next sums of a batch over all stages after."""
-        assert self._sums_in is not None, "the last stage, and other replicas than the first, hear of no sums"
+        assert self._sums_in is not None, "the last stage, and other replicas than the first, receive no sums"
         return self._sums_in.take()
 
-    def sums_to_before(self, sums: Tensor) -> None:
+    def send_sums(self, sums: Tensor) -> None:
         assert self._sums_out is not None, "the first stage keeps its sums"
         self._sums_out.send(sums)
 
-    def decision_from_before(self) -> Tensor:
+    def receive_decision(self) -> Tensor:
         """Return the first worker's next decision, after passing it on."""
         assert self._decision_in is not None, "the first worker decides by itself"
         decision = self._decision_in.take()
-        self.pass_decision_on(decision)
+        self.send_decision(decision)
         return decision
 
-    def pass_decision_on(self, decision: Tensor) -> None:
+    def send_decision(self, decision: Tensor) -> None:
         """Send a decision to the stage after, and from the first worker also to the other replicas."""
         for outbox in self._decisions_out:
             outbox.send(decision)
@@ -118,11 +123,11 @@ class Transport:
             outbox.close()
 
     def _outboxes(self) -> list[Outbox | DirectOutbox]:
-        boxes = (self._activation_out, self._gradient_out, self._sums_out)
-        return [*(box for box in boxes if box is not None), *self._decisions_out, *self.exchange.outboxes]
+        outboxes = (self._activation_out, self._gradient_out, self._sums_out)
+        return [*(one for one in outboxes if one is not None), *self._decisions_out, *self.exchange.outboxes]
 
 
-def _only(lanes: tuple[PeerLane, ...]) -> PeerLane | None:
+def _single_lane(lanes: tuple[PeerLane, ...]) -> PeerLane | None:
     assert len(lanes) <= 1, "a worker has one neighbour on each side"
     return lanes[0] if lanes else None
 
@@ -133,24 +138,24 @@ class _Replica:
     def __init__(self, lane: PeerLane, dtype: torch.dtype, device: torch.device) -> None:
         self.worker = lane.peer
         self._inbox = Inbox(lane, dtype, device)
-        self._coming: deque[StepKey] = deque()
-        self._came: dict[StepKey, Tensor] = {}
+        self._expected: deque[StepKey] = deque()
+        self._received: dict[StepKey, Tensor] = {}
 
     def expect(self, program: Program, sizes: Mapping[str, int]) -> None:
-        coming = [
+        expected = [
             one for one in program.devices[self.worker] if isinstance(one, Reduce) and one.what == "gradient"
         ]
-        self._coming.extend((one.job, one.step) for one in coming)
-        self._inbox.expect((sizes[one.job] + BEHIND,) for one in coming)
+        self._expected.extend((one.job, one.step) for one in expected)
+        self._inbox.expect((sizes[one.job] + SUMS_PER_MESSAGE,) for one in expected)
 
-    def contributes(self, key: StepKey) -> bool:
-        return key in self._came or key in self._coming
+    def has_message(self, key: StepKey) -> bool:
+        return key in self._received or key in self._expected
 
     def take(self, key: StepKey) -> Tensor:
         """Return the message of a job's batch; messages of other jobs that came earlier are kept."""
-        while key not in self._came:
-            self._came[self._coming.popleft()] = self._inbox.take()
-        return self._came.pop(key)
+        while key not in self._received:
+            self._received[self._expected.popleft()] = self._inbox.take()
+        return self._received.pop(key)
 
 
 class Exchange:
@@ -160,9 +165,11 @@ class Exchange:
     blocks: gradients are transferred while the workers continue to compute.
     """
 
-    def __init__(self, wires: Wires, dtype: torch.dtype, device: torch.device, delay: float) -> None:
-        self._others = [_Replica(lane, dtype, device) for lane in wires.incoming("share")]
-        self.outboxes = [outbox_for(lane, device, delay) for lane in wires.outgoing("share")]
+    def __init__(
+        self, connections: WorkerConnections, dtype: torch.dtype, device: torch.device, delay: float
+    ) -> None:
+        self._others = [_Replica(lane, dtype, device) for lane in connections.incoming("share")]
+        self.outboxes = [outbox_for(lane, device, delay) for lane in connections.outgoing("share")]
         self._own: dict[StepKey, Tensor] = {}
 
     def expect(self, program: Program, sizes: Mapping[str, int]) -> None:
@@ -170,7 +177,7 @@ class Exchange:
         for other in self._others:
             other.expect(program, sizes)
 
-    def hand_out(self, key: StepKey, message_N: Tensor) -> None:
+    def send_to_replicas(self, key: StepKey, message_N: Tensor) -> None:
         """Send a message to all other replicas; `message_N` must not be changed afterwards."""
         self._own[key] = message_N
         for outbox in self.outboxes:
@@ -178,7 +185,7 @@ class Exchange:
 
     def sum(self, key: StepKey, worker: int) -> Tensor:
         """Return the sum over all replicas in their order; waits for the last of them."""
-        parts_N = {other.worker: other.take(key) for other in self._others if other.contributes(key)}
+        parts_N = {other.worker: other.take(key) for other in self._others if other.has_message(key)}
         if key in self._own:
             parts_N[worker] = self._own.pop(key)
         first, *others = (parts_N[one] for one in sorted(parts_N))

@@ -26,15 +26,15 @@ from weftune.run.training.snapshot import Snapshot, weights_of
 from weftune.run.training.state import new_training
 from weftune.run.training.writer import Unsaved
 from weftune.run.workers.agreed import Agreed
-from weftune.run.workers.groups import Wires
+from weftune.run.workers.groups import WorkerConnections
 from weftune.run.workers.messages import (
     Attach,
     Begin,
     Begun,
+    CommandReceiver,
     End,
     Ended,
     JobCommand,
-    Orders,
     RunProgram,
 )
 from weftune.run.workers.transport import Transport
@@ -47,7 +47,7 @@ def load_part(spec: BaseSpec, device: torch.device, part: OnWorker) -> Base | St
     return load_streamed(spec, device, part.layout, worker=part.worker)
 
 
-def base_of(loaded: Base | StreamedBase) -> Base:
+def loaded_base(loaded: Base | StreamedBase) -> Base:
     """Return the base of a loaded part."""
     return loaded.whole if isinstance(loaded, StreamedBase) else loaded
 
@@ -65,42 +65,44 @@ def worker_executor(
     return executor, executor.agreement
 
 
-def serve(wires: Wires, device: torch.device) -> None:
+def serve(connections: WorkerConnections, device: torch.device) -> None:
     """Execute commands until the first worker sends `End`."""
-    orders = Orders(wires)
-    first = orders.take()
+    receiver = CommandReceiver(connections)
+    first = receiver.next_command()
     if isinstance(first, End):
-        orders.answer(Ended())
+        receiver.answer(Ended())
         return
     assert isinstance(first, Begin), f"the first command is to begin, not {first}"
     with deterministic_kernels(first.deterministic):
         try:
-            worker = Worker(wires, orders, first, device)
+            worker = Worker(connections, receiver, first, device)
         except UserError as error:
-            orders.answer(Begun(refusal=f"worker {wires.position.worker}: {error}"))
-            last = orders.take()
+            receiver.answer(Begun(refusal=f"worker {connections.position.worker}: {error}"))
+            last = receiver.next_command()
             assert isinstance(last, End), f"a worker that refused is dismissed, and not sent {last}"
-            orders.answer(Ended())
+            receiver.answer(Ended())
             return
-        orders.answer(Begun())
-        worker.obey()
+        receiver.answer(Begun())
+        worker.run_commands()
 
 
 class Worker:
-    def __init__(self, wires: Wires, orders: Orders, begin: Begin, device: torch.device) -> None:
-        self.position = wires.position
-        self.orders = orders
+    def __init__(
+        self, connections: WorkerConnections, receiver: CommandReceiver, begin: Begin, device: torch.device
+    ) -> None:
+        self.position = connections.position
+        self.receiver = receiver
         limit_bytes(device, begin.max_bytes)
         loaded = load_part(begin.spec, device, begin.part)
-        self.base = base_of(loaded)
+        self.base = loaded_base(loaded)
         width, dtype = self.base.shape.hidden, self.base.dtype
-        self.transport = Transport(wires, width, dtype, device, begin.delay)
+        self.transport = Transport(connections, width, dtype, device, begin.delay)
         self.executor, self.agreed = worker_executor(loaded, begin.part, self.transport, self.position.worker)
         self._checkpoints: dict[str, Path] = {}
 
-    def obey(self) -> None:
+    def run_commands(self) -> None:
         while True:
-            match self.orders.take():
+            match self.receiver.next_command():
                 case Attach() as attach:
                     self._attach(attach)
                 case RunProgram() as run:
@@ -119,7 +121,7 @@ class Worker:
                 case End():
                     self.executor.writer.close()
                     self.transport.close()
-                    self.orders.answer(Ended())
+                    self.receiver.answer(Ended())
                     return
                 case other:
                     raise AssertionError(f"a worker does not know {other}")
@@ -149,13 +151,13 @@ class Worker:
         # The peak of this window, as the first worker reports its own; not that of loading.
         begin_peak(self.base.device)
         fetch = delivered(run.program, run.microbatches)
-        for event in self.executor.run(run.program, fetch, overdue=self.orders.overdue.is_set):
+        for event in self.executor.run(run.program, fetch, overdue=self.receiver.stop_requested.is_set):
             assert isinstance(event, SaveDue), f"{event} is the first worker's business"
             self._save(event.job)
         self.transport.flush()
         report = self.agreed.report
         report.peak_bytes = peak_bytes(self.base.device)
-        self.orders.answer(report)
+        self.receiver.answer(report)
 
     def _save(self, job: str) -> None:
         """Take a snapshot. The first worker is notified when the slice is written, or why it cannot be."""
@@ -165,12 +167,12 @@ class Worker:
         """Write a slice in the writer's thread, and report it."""
         job, step = snapshot.job, snapshot.progress.step
         try:
-            self.orders.answer(write_slice(folder, snapshot, self.position.worker))
+            self.receiver.answer(write_slice(folder, snapshot, self.position.worker))
         except OSError as error:
-            self.orders.answer(Unsaved(job, step, error.strerror or str(error)))
+            self.receiver.answer(Unsaved(job, step, error.strerror or str(error)))
         except Exception as error:
             # Otherwise it would not be reported, and the first worker would wait.
-            self.orders.answer(Unsaved(job, step, f"{type(error).__name__}: {error}"))
+            self.receiver.answer(Unsaved(job, step, f"{type(error).__name__}: {error}"))
             raise
 
     def _detach(self, job: str) -> None:
@@ -179,4 +181,4 @@ class Worker:
         del self._checkpoints[job]
         # The workers of other replicas hold the same weights as those of the first.
         if self.position.replica == 0:
-            self.orders.answer(weights_of(training))
+            self.receiver.answer(weights_of(training))
