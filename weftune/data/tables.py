@@ -21,6 +21,8 @@ from weftune.errors import DataError, Mistake
 ROWS_AT_ONCE = 256
 LONGEST_LINE = 16 * 2**20
 """Maximum number of characters in a line or a field of CSV."""
+SKIPPED_AT_ONCE = 2**16
+"""Number of characters read at once of a line that is too long."""
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -74,7 +76,9 @@ class _Lines:
             raise StopIteration
         self.number += 1
         if len(line) == LONGEST_LINE and not line.endswith("\n"):
-            while (rest := self._file.readline(LONGEST_LINE)) and not rest.endswith("\n"):
+            # The rest is skipped in short pieces: long ones would take three times a line's memory.
+            del line
+            while (rest := self._file.readline(SKIPPED_AT_ONCE)) and not rest.endswith("\n"):
                 pass
             raise csv.Error(f"the line is longer than {LONGEST_LINE // 2**20} Mi characters")
         return line
