@@ -518,4 +518,6 @@ def test_a_mixture_that_does_not_fit_is_streamed_at_the_pace_of_its_active_exper
     jobs_file(mixture, short="{rank: 4}", long=f"{{rank: 4, target_parameters: {EXPERTS}}}")
     shown = weftune("jobs.yaml", "--cluster", "1xA100-80G", "--gpu-memory", "40GiB", "--json", "out.json")
     assert shown.code == 0, shown.err
-    assert "is streamed from the host" in shown.out
+    assert "is streamed from host memory" in shown.out
+    # A dense base of 30.5 billion parameters would make 1,000 tokens per second on an A100.
+    assert json.loads((mixture / "out.json").read_text())["forecast"]["tokens_per_second"] > 5_000
