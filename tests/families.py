@@ -195,10 +195,10 @@ class ExactNorm(torch.nn.Module):
         super().__init__()
         self.weight = norm.weight
         self.shift = 1.0 if type(norm).__name__.startswith(("Gemma", "Qwen3_5")) else 0.0
-        self.epsilon = norm.eps if self.shift else norm.variance_epsilon
+        self.eps = self.variance_epsilon = norm.eps if self.shift else norm.variance_epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.shift + self.weight) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return (self.shift + self.weight) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
 
 def randomised(

@@ -96,13 +96,16 @@ class Banks:
         self._free: list[int] = []
         """Heap of the slots freed by detached jobs, all lower than the slots that were never used."""
         self._like, self._embedding, self._tied, self._tiled = like, embedding, tied, tiled
-        self._anchor = torch.zeros((), device=like.device, requires_grad=True)
+        self.anchor = torch.zeros((), device=like.device, requires_grad=True)
+        """A scalar that requires a gradient and never gets one, so that outputs of sites require one."""
         self._compiled: set[Hashable] = set()
         self._whole_sites = tuple(whole_sites or sites)
         self._divided = len(self._whole_sites) > len(sites)
         self._constants: dict[tuple[str, Hashable], Parameters] = {}
         """Maps (kind, key) to constants, which are kept while an attached job reads them."""
         self._current = CurrentPass()
+        self._tiles: dict[int, CurrentPass] = {}
+        """Maps the first row of each tile to the part of the bound pass with the tile's rows."""
         self._groups = site_groups(modules, sites, groups, self._current)
         self._distinct = list({id(group): group for group in self._groups.values()}.values())
         self._experts = expert_groups(modules, sites, self._current)
@@ -325,28 +328,58 @@ class Banks:
         training: bool,
         rows: Rows | None = None,
         gathered: Mapping[str, GatheredRows] | None = None,
+        in_tiles: bool = False,
     ) -> Iterator[None]:
         """Apply the adapters of `microbatch` in every forward within the context, also in recomputation. The
-        rows of the jobs in `gathered` are selected by index, not by segment."""
-        current = self._current
-        assert current.bound is None, "a pass is already bound"
-        if route is Route.tiled and rows is None:
-            rows = Rows.empty(microbatch.rows, self.slots, self._like.device)
-            rows.fill(self.seats(microbatch), microbatch.token_index_T.cpu().numpy())
+        rows of the jobs in `gathered` are selected by index, not by segment. If `in_tiles`, linears run only
+        within `tile`."""
+        assert self._current.bound is None, "a pass is already bound"
         own = all(segment.through in (segment.job, None) for segment in microbatch.segments)
         assert own or not training, "rows are trained through their own adapter only, or through none"
-        found = list(self._segments(microbatch))
-        totals = {attached.adapter.job: attached.totals for _, attached in found}
-        bound = Pass(microbatch, route, training, self._anchor, totals, rows, self.choices, gathered or {})
-        plain = tuple(segment for segment, attached in found if not attached.tiled_linears)
-        current.bound = bound
-        current.beside = replace(bound, microbatch=replace(microbatch, segments=plain))
+        if route is Route.tiled and rows is None and not in_tiles:
+            rows = self._rows(microbatch)
+        self._current.replace(self._pass(microbatch, route, training, rows, gathered))
         try:
-            if rows is not None and training:
-                self._compile_ahead(bound, (microbatch.rows, self.limits()))
             yield
         finally:
-            current.bound = current.beside = current.owners = None
+            self._current.replace(CurrentPass())
+            self._tiles.clear()
+
+    @contextmanager
+    def tile(self, rows: slice) -> Iterator[None]:
+        """Apply the adapters of the bound pass to a part of its rows in every forward within the context."""
+        bound = self._current.bound
+        assert bound is not None, "no pass is bound"
+        if rows.start not in self._tiles:
+            part = bound.microbatch.part(rows)
+            own = self._rows(part) if bound.route is Route.tiled else None
+            self._tiles[rows.start] = self._pass(part, bound.route, bound.training, own)
+        whole = self._current.replace(self._tiles[rows.start])
+        try:
+            yield
+        finally:
+            self._current.replace(whole)
+
+    def _rows(self, microbatch: Microbatch) -> Rows:
+        rows = Rows.empty(microbatch.rows, self.slots, self._like.device)
+        rows.fill(self.seats(microbatch), microbatch.token_index_T.cpu().numpy())
+        return rows
+
+    def _pass(
+        self,
+        microbatch: Microbatch,
+        route: Route,
+        training: bool,
+        rows: Rows | None,
+        gathered: Mapping[str, GatheredRows] | None = None,
+    ) -> CurrentPass:
+        found = list(self._segments(microbatch))
+        totals = {attached.adapter.job: attached.totals for _, attached in found}
+        bound = Pass(microbatch, route, training, self.anchor, totals, rows, self.choices, gathered or {})
+        plain = tuple(segment for segment, attached in found if not attached.tiled_linears)
+        if rows is not None and training:
+            self._compile_ahead(bound, (microbatch.rows, self.limits()))
+        return CurrentPass(bound, replace(bound, microbatch=replace(microbatch, segments=plain)))
 
     def _compile_ahead(self, bound: Pass, launches: Hashable) -> None:
         """Compile the kernels for the sites of a pass, unless an earlier pass had the same `launches`."""
@@ -380,7 +413,7 @@ class Banks:
         attached = self.attached.get(segment.through or "")
         if not self._tied or attached is None or attached.tokens is None:
             return None
-        return attached.tokens.in_head(self._anchor)
+        return attached.tokens.in_head(self.anchor)
 
     def keys_before(self, microbatch: Microbatch) -> list[tuple[Segment, int]]:
         """Return the segments whose jobs have prefix keys and values, each with the number of its keys."""

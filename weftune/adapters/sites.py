@@ -39,6 +39,7 @@ from weftune.ops.lora.routes import Route
 from weftune.ops.site import changed_rows, scaled_outputs, scaled_rows, with_rows, zero_where_changed
 
 
+@dataclass(slots=True)
 class CurrentPass:
     """The currently bound pass, if any, shared by all groups of a base."""
 
@@ -47,6 +48,12 @@ class CurrentPass:
     """The pass with only the segments of jobs whose adapters the tiled kernels do not compute."""
     owners: tuple[Tensor, tuple[str | None, ...]] | None = None
     """Index of each row's job, and the jobs, computed when the first layer with experts needs them."""
+
+    def replace(self, by: CurrentPass) -> CurrentPass:
+        """Bind another pass, and return the one that was bound."""
+        before = CurrentPass(self.bound, self.beside, self.owners)
+        self.bound, self.beside, self.owners = by.bound, by.beside, by.owners
+        return before
 
 
 @dataclass(slots=True)

@@ -24,6 +24,8 @@ from weftune.errors import BaseModelError
 
 NAME = "weftune"
 
+LONG_SAMPLE = 4096
+"""Mean rows per sample from which every sample has its own kernels."""
 HARMLESS = frozenset({"position_ids", "cache_position", "position_embeddings"})
 """Keywords that `attend` can ignore, because they took effect before it is called."""
 
@@ -37,6 +39,8 @@ class Pack:
     longest: int
     even: bool = False
     """Whether all samples are equally long and so form a plain batch, for which faster kernels exist."""
+    apart: bool = False
+    """Whether samples are so long that separate kernels for each of them are faster than one for all."""
     prefixes: Prefixes | GatheredPrefixes | None = None
 
 
@@ -98,7 +102,9 @@ class Rule:
 
 def pack(lengths: Sequence[int], device: torch.device) -> Pack:
     boundaries = to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
-    return Pack(tuple(lengths), boundaries, max(lengths), len(set(lengths)) == 1)
+    even = len(set(lengths)) == 1
+    apart = not even and sum(lengths) >= LONG_SAMPLE * len(lengths)
+    return Pack(tuple(lengths), boundaries, max(lengths), even, apart)
 
 
 def with_prefixes(packed: Pack, counts: Sequence[int], jobs: Sequence[slice], read: ReadKeys) -> Pack:
@@ -263,9 +269,11 @@ def _with_keys(x_ZGD: Tensor, before_PN: Tensor, at: Tensor) -> Tensor:
 def attend_packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule) -> Tensor:
     """Compute the attention of packed samples without prefix keys, [T, H, D]."""
     if kernel_fits(q_THD, v_TGD, rule):
-        if pack.even and (rule.window is None or rule.window >= pack.longest):
+        unlimited = rule.window is None or rule.window >= pack.longest
+        if pack.even and unlimited:
             return attend_as_batch(q_THD, k_TGD, v_TGD, pack, rule)
-        return attend_with_kernel(q_THD, k_TGD, v_TGD, pack, rule)
+        if not (pack.apart and unlimited):
+            return attend_with_kernel(q_THD, k_TGD, v_TGD, pack, rule)
     q_1HTD, k_1GTD, v_1GTD = (x.transpose(0, 1)[None] for x in (q_THD, k_TGD, v_TGD))
     return attend_by_sample(q_1HTD, k_1GTD, v_1GTD, pack, rule)[0]
 

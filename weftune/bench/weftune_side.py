@@ -92,7 +92,8 @@ class AttachedJobs:
         return self._window(courses, capacity)
 
     def _window(self, courses: Sequence[JobWindow], capacity: int) -> Program:
-        layout, ladder = self.executor.part.layout, self.executor.captures is not None
+        layout = self.executor.part.layout
+        ladder = self.executor.captures is not None and not self.recompute.tile_rows
         return plan_window(courses, layout, capacity, ladder, self.recompute)
 
     def run(self, program: Program) -> list[Passed]:

@@ -62,6 +62,22 @@ class Microbatch:
     def rows(self) -> int:
         return self.tokens_T.shape[0]
 
+    def part(self, rows: slice) -> Microbatch:
+        """Return a range of rows as one microbatch. Its samples may be incomplete and count as one."""
+        first, last = rows.start, rows.stop
+        segments = (
+            replace(one, start=max(one.start, first) - first, stop=min(one.stop, last) - first)
+            for one in self.segments
+        )
+        return Microbatch(
+            self.tokens_T[rows],
+            self.positions_T[rows],
+            self.targets_T[rows],
+            self.token_index_T[rows],
+            (last - first,),
+            tuple(one for one in segments if one.start < one.stop),
+        )
+
     def to(self, device: torch.device) -> Microbatch:
         if self.tokens_T.device == device:
             return self

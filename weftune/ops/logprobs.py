@@ -46,14 +46,18 @@ class _TargetLogprobs(torch.autograd.Function):
         wants_gradient = ctx.needs_input_grad[0]
         rows = logit_rows(h_SD.device.type, head.weight_VD.shape[0])
         by_chunk = _by_kernel if kernels_available(h_SD) else _by_torch
-        logprobs, correct, gradients = [], [], []
-        for h, targets in zip(h_SD.split(rows), targets_S.split(rows), strict=True):
+        logprobs, correct = [], []
+        gradient_SD = torch.empty_like(h_SD) if wants_gradient else h_SD
+        chunks = zip(h_SD.split(rows), targets_S.split(rows), gradient_SD.split(rows), strict=True)
+        for h, targets, into in chunks:
             logprob, right, gradient = by_chunk(h, targets, head, wants_gradient)
             logprobs.append(logprob)
             correct.append(right)
-            gradients.append(gradient)
+            if wants_gradient:
+                into.copy_(gradient)
         if wants_gradient:
-            ctx.save_for_backward(torch.cat(gradients))
+            ctx.save_for_backward(gradient_SD)
+            ctx.rows = rows
         correct_S = torch.cat(correct)
         ctx.mark_non_differentiable(correct_S)
         return torch.cat(logprobs), correct_S
@@ -61,7 +65,11 @@ class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_S: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
         (gradient_SD,) = ctx.saved_tensors
-        return (gradient_SD * d_S[:, None]).to(gradient_SD.dtype), None, None
+        dh_SD = torch.empty_like(gradient_SD)
+        # In chunks, since products are in float32.
+        for into, gradient, d in zip(*(x.split(ctx.rows) for x in (dh_SD, gradient_SD, d_S)), strict=True):
+            into.copy_(gradient * d[:, None])
+        return dh_SD, None, None
 
 
 class _OwnTargetLogprobs(torch.autograd.Function):

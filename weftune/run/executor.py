@@ -355,9 +355,13 @@ class Executor:
                 if not evaluates and self._next is not None and self._next[0] == plan:
                     laid = self._next[1]
                 else:
-                    laid = lay(self._fetch(plan, evaluates), plan.rows, self.base.device)
+                    laid = self._lay(plan, evaluates)
                 self._in_flight[visit.microbatch] = InFlight(laid, TimedPass(plan, training=not evaluates))
         return self._in_flight.get(visit.microbatch)
+
+    def _lay(self, plan: MicrobatchPlan, evaluates: bool) -> LaidMicrobatch:
+        base = self.base
+        return lay(self._fetch(plan, evaluates), plan.rows, base.device, base.shape.context)
 
     def _lay_ahead(self, number: int) -> None:
         """Prepare the next microbatch while the GPU computes: an optimizer step would make the host wait."""
@@ -369,7 +373,7 @@ class Executor:
         ):
             plan = self.agreement.alive(self._program.microbatches[number + 1])
             if plan.segments:
-                self._next = plan, lay(self._fetch(plan, False), plan.rows, self.base.device)
+                self._next = plan, self._lay(plan, evaluates=False)
 
     def _refuse(self, program: Program) -> None:
         """Raise PlanError for a Program that cannot be run with this executor's layout."""

@@ -104,7 +104,8 @@ class Windows:
         rounds, layout = self._choice.rounds, self._choice.layout
         windows = [self._jobs[name].course(step, rounds, name in beginners) for name, step in cursors.items()]
         cut = shortened(windows, pace)
-        ladder = self._executor.captures is not None
+        # Passes in tiles are not captured, so their microbatches need not be padded.
+        ladder = self._executor.captures is not None and not recompute.tile_rows
         program = plan_window(cut, layout, capacity, ladder, recompute, self._engine.pacing())
         return Planned(program, windows, rounds_within(windows, pace))
 

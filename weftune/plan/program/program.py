@@ -20,6 +20,12 @@ class Recompute:
     """Whether the outputs of norms and activation functions are recomputed, which costs little."""
     layers: int = 0
     """Number of layers that are recomputed completely, which costs another forward."""
+    tile_rows: int = 0
+    """Maximum rows of a microbatch that a layer computes at a time, except in attention. 0 means all rows."""
+    keeps_attention: bool = False
+    """Whether layers that are recomputed in tiles keep the output of their attention."""
+    offloaded_layers: int = 0
+    """Number of layers, recomputed in tiles, whose kept tensors are in host memory until the backward."""
 
 
 NOTHING = Recompute()

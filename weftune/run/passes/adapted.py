@@ -22,7 +22,9 @@ from weftune.run.passes.layers import Layers
 class AdaptedBase:
     """One worker's share of a base, with its adapters."""
 
-    def __init__(self, base: Base, route: Route | None = None) -> None:
+    def __init__(self, base: Base, route: Route | None = None, fuses: bool | None = None) -> None:
+        """`fuses` says whether layers of known families run as fused ops. None fuses them on the tiled
+        route, where kernels make that faster."""
         self.base = base
         self.route = route or best_route(base.device, base.dtype)
         self.stream = torch.cuda.Stream(base.device) if base.device.type == "cuda" else None
@@ -30,7 +32,8 @@ class AdaptedBase:
             count_compilation()
             compute_by(base.model, _by_kernel, multiply)
         with self.on_stream():
-            self.layers = Layers(base) if self.route is Route.tiled else None
+            fuses = self.route is Route.tiled if fuses is None else fuses
+            self.layers = Layers(base) if fuses else None
             like = torch.empty(0, dtype=base.dtype, device=base.device)
             groups = self.layers.groups if self.layers else ()
             embedding = base.model.get_input_embeddings()

@@ -193,7 +193,8 @@ class GraphInputs:
             sample_lengths=(key.rows,),
             segments=self.gathering.segments,
         )
-        self.pack = Pack((key.rows,), self._boundaries_B, key.longest, key.even, self.gathering.prefixes)
+        prefixes = self.gathering.prefixes
+        self.pack = Pack((key.rows,), self._boundaries_B, key.longest, key.even, prefixes=prefixes)
 
     def fill(self, laid: LaidMicrobatch) -> None:
         """Copy a microbatch into the tensors, and compute the job of each row."""

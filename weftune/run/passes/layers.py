@@ -29,6 +29,8 @@ from weftune.ops.norm import rms_norm, rms_norm_onto, skip_rms_norm
 from weftune.ops.rotary import HeadNorms, rotary_split
 from weftune.ops.swiglu import geglu, swiglu
 from weftune.plan.program.program import Recompute
+from weftune.run.passes.host_copies import HostStore
+from weftune.run.passes.row_tiles import Keep, TiledParts, row_tiles, tiled_layer
 
 Linear = Callable[[Tensor, Tensor | None], Tensor]
 """A function of x and a residual or None. It returns the residual plus the outputs of a group of linears."""
@@ -41,6 +43,8 @@ class Layers:
     def __init__(self, base: Base) -> None:
         self.recompute = Recompute()
         """Layers and outputs that the backward recomputes instead of keeping them from the forward."""
+        self.host = HostStore(base.device)
+        """Host memory for tensors of layers that are offloaded from their forward to their backward."""
         self._decoder = cast(Any, decoder_of(base.model))
         self._config: Any = base.model.config
         self._device = base.device
@@ -75,11 +79,17 @@ class Layers:
             self.modules[index].forward = FusedLayer(self, index, banks, self._config, self._facts)
         if self.modules and self._norms:
             norm = self._decoder.norm
-            norm.forward = FusedNorm(norm, self._facts).alone
+            norm.forward = partial(self._last_norm, FusedNorm(norm, self._facts))
         rotary = self._decoder.rotary_emb
         if rotary.rope_type in ("dynamic", "longrope"):
             # Transformers would read the longest sample's length from the device in every pass.
             rotary.forward = Angles(rotary, self._device)
+
+    def _last_norm(self, norm: FusedNorm, h_1TD: Tensor) -> Tensor:
+        """Replace the forward of the norm behind the last layer."""
+        h_TD, tile_rows = h_1TD[0], self.recompute.tile_rows
+        parts = h_TD.split(tile_rows) if 0 < tile_rows < len(h_TD) else (h_TD,)
+        return torch.cat([norm(part) for part in parts])[None] if len(parts) > 1 else norm(h_TD)[None]
 
     def unfuse(self) -> None:
         """Restore every layer's own forward."""
@@ -95,7 +105,7 @@ class FusedLayer:
     """The fused forward of one layer, with the signature of the layer in transformers."""
 
     def __init__(self, layers: Layers, index: int, banks: Banks, config: Any, facts: DecoderFacts) -> None:
-        self._layers, self._index = layers, index
+        self._layers, self._index, self._banks = layers, index, banks
         module, path = layers.modules[index], layers.paths[index]
         attention = module.self_attn
         self._layer = int(path.rpartition(".")[2])
@@ -132,7 +142,9 @@ class FusedLayer:
         assert weftune_pack is not None
         cos_TE, sin_TE = (x[0] for x in position_embeddings)
         arguments = hidden_states[0], cos_TE, sin_TE, weftune_pack
-        if torch.is_grad_enabled() and self._is_recomputed:
+        if self._layers.recompute.tile_rows:
+            h_TD = self._run_in_tiles(*arguments)
+        elif torch.is_grad_enabled() and self._is_recomputed:
             h_TD = checkpoint(self._run, *arguments, use_reentrant=False, preserve_rng_state=False)
         else:
             h_TD = self._run(*arguments)
@@ -143,52 +155,78 @@ class FusedLayer:
         """Whether the whole layer is recomputed from its input."""
         return self._index < self._layers.recompute.layers
 
+    @property
+    def _spares(self) -> bool:
+        """Whether the outputs of norms and activation functions are recomputed. A layer that is recomputed as
+        a whole is excluded: the functions that recompute them would keep its inputs alive."""
+        return self._layers.recompute.outputs and not self._is_recomputed
+
     def _run(self, h_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, pack: Pack) -> Tensor:
-        return self._mlp(self._attention(h_TD, cos_TE, sin_TE, pack))
+        h_TD, qkv = self.front(h_TD, cos_TE, sin_TE, self._spares)
+        return self.rest(h_TD, attend_behind(*qkv, pack, self._rule, self._layer), self._spares)
 
-    def _attention(self, h_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, pack: Pack) -> Tensor:
-        h_TD, qkv_TN = self._normed(h_TD, self._before_attention, self._qkv)
+    def _run_in_tiles(self, h_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, pack: Pack) -> Tensor:
+        layers, recompute = self._layers, self._layers.recompute
+        keep = Keep(
+            self._index,
+            everything=not self._is_recomputed,
+            attention=recompute.keeps_attention,
+            host=layers.host if self._index < recompute.offloaded_layers else None,
+        )
+        parts = TiledParts(
+            front=lambda h, rows: self.front(h, cos_TE[rows], sin_TE[rows], spares=True),
+            attend=lambda qkv: attend_behind(*qkv, pack, self._rule, self._layer),
+            rest=partial(self.rest, spares=keep.everything),
+            adapters_of=self._banks.tile,
+        )
+        tiles = row_tiles(len(h_TD), recompute.tile_rows)
+        return tiled_layer(h_TD, self._banks.anchor, parts, tiles, keep)
+
+    def front(
+        self, h_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, spares: bool
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Return the residual, which is h itself, and queries, keys and values."""
+        h_TD, qkv_TN = self._normed(h_TD, self._before_attention, self._qkv, spares)
         norms = head_norms(*self._head_norms) if self._head_norms else None
-        q_THD, k_TGD, v_TGD = rotary_split(qkv_TN, cos_TE, sin_TE, self._heads, self._groups, norms)
-        seen_THD = attend_behind(q_THD, k_TGD, v_TGD, pack, self._rule, self._layer)
-        return _onto(h_TD, self._o, seen_THD.flatten(1), self._after_attention)
+        return h_TD, rotary_split(qkv_TN, cos_TE, sin_TE, self._heads, self._groups, norms)
 
-    def _mlp(self, h_TD: Tensor) -> Tensor:
+    def rest(self, h_TD: Tensor, seen_THD: Tensor, spares: bool) -> Tensor:
+        """Return the output of the layer, given the residual and the output of attention."""
+        h_TD = _onto(h_TD, self._o, seen_THD.flatten(1), self._after_attention)
         if self._experts is not None:
             h_TD, n_TD = self._before_mlp.beside(h_TD)
             return h_TD + self._experts(n_TD[None])[0]
-        h_TD, gate_up_TN = self._normed(h_TD, self._before_mlp, self._gate_up)
+        h_TD, gate_up_TN = self._normed(h_TD, self._before_mlp, self._gate_up, spares)
         act_TI = self._activation(gate_up_TN)
-        with self._recomputed(act_TI, partial(self._activation, gate_up_TN.detach())):
+        with recomputed(act_TI, partial(self._activation, gate_up_TN.detach()), spares):
             return _onto(h_TD, self._down, act_TI, self._after_mlp)
 
-    def _normed(self, h_TD: Tensor, norm: FusedNorm, linear: Linear) -> tuple[Tensor, Tensor]:
+    def _normed(self, h_TD: Tensor, norm: FusedNorm, linear: Linear, spares: bool) -> tuple[Tensor, Tensor]:
         """Return the residual around a branch, and the output of the linears at the branch's start."""
         h_TD, n_TD = norm.beside(h_TD)
-        with self._recomputed(n_TD, partial(norm, h_TD.detach())):
+        with recomputed(n_TD, partial(norm, h_TD.detach()), spares):
             return h_TD, linear(n_TD, None)
 
-    @contextmanager
-    def _recomputed(self, output: Tensor, make: Callable[[], Tensor]) -> Iterator[None]:
-        """If outputs are recomputed, make autograd save a function that recomputes `output` instead of the
-        tensor. A layer that is recomputed as a whole is excluded: the function would keep its inputs
-        alive."""
-        if not self._layers.recompute.outputs or self._is_recomputed:
-            yield
-            return
 
-        # Autograd keeps the functions as long as the packed values: they must not refer to the tensor itself.
-        known = output.data_ptr(), output.shape
-        del output
+@contextmanager
+def recomputed(output: Tensor, make: Callable[[], Tensor], spares: bool) -> Iterator[None]:
+    """If `spares`, make autograd save a function that recomputes `output` instead of the tensor."""
+    if not spares:
+        yield
+        return
 
-        def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
-            return make if (tensor.data_ptr(), tensor.shape) == known else tensor
+    # Autograd keeps the functions as long as the packed values: they must not refer to the tensor itself.
+    known = output.data_ptr(), output.shape
+    del output
 
-        def unpack(kept: Tensor | Callable[[], Tensor]) -> Tensor:
-            return kept if isinstance(kept, Tensor) else kept()
+    def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+        return make if (tensor.data_ptr(), tensor.shape) == known else tensor
 
-        with saved_tensors_hooks(pack, unpack):
-            yield
+    def unpack(kept: Tensor | Callable[[], Tensor]) -> Tensor:
+        return kept if isinstance(kept, Tensor) else kept()
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
 
 
 def _onto(h_TD: Tensor, linear: Linear, x: Tensor, norm: FusedNorm | None) -> Tensor:
@@ -210,10 +248,6 @@ class FusedNorm:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         return rms_norm(x_TD, self.weight_D, self.eps, self.offset)
-
-    def alone(self, h_1TD: Tensor) -> Tensor:
-        """Replace the forward of the norm's module, with a batch dimension of 1."""
-        return self(h_1TD[0])[None]
 
     def beside(self, h_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return h and the normalised h."""

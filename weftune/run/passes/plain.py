@@ -9,6 +9,7 @@ Shapes: T rows, D hidden width.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -76,12 +77,16 @@ class PlainPasses:
     def abandon(self) -> None:
         """Drop passes that wait for their backward, and free optional memory such as captured graphs."""
         self.open.clear()
+        if self.adapted.layers is not None:
+            self.adapted.layers.host.forget()
 
     def _pass(self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None) -> Plain:
         given = None if given_TD is None else given_TD.detach()
         adapted = self.adapted
         base = self.stages[visit.stage]
-        return Plain(base, adapted.banks, flight.laid, adapted.route, flight.membership(adapted), given)
+        tiled = adapted.layers is not None and adapted.layers.recompute.tile_rows > 0
+        membership = flight.membership(adapted, tiled)
+        return Plain(base, adapted.banks, flight.laid, adapted.route, membership, given, tiled)
 
 
 class Plain:
@@ -95,15 +100,17 @@ class Plain:
         route: Route,
         membership: Membership,
         given_TD: Tensor | None = None,
+        in_tiles: bool = False,
     ) -> None:
+        """If `in_tiles`, the linears of the layers get a tile of rows at a time."""
         self._base, self._banks, self._laid, self._route = base, banks, laid, route
-        self._membership, self._given_TD = membership, given_TD
+        self._membership, self._given_TD, self._in_tiles = membership, given_TD, in_tiles
         self._h_TD: Tensor | None = None
 
     def forward(self, training: bool = True) -> Tensor:
         if training and self._given_TD is not None:
             self._given_TD.requires_grad_()
-        with self._banks.bound(self._laid.microbatch, self._route, training, self._membership.rows):
+        with self._bound(training):
             self._h_TD = self._base.hidden(self._laid.microbatch, self._membership.pack, self._given_TD)
         return self._h_TD
 
@@ -117,8 +124,12 @@ class Plain:
         if not self._h_TD.requires_grad:
             return  # a first stage on which no job has an adapter
         # A layer that is recomputed must see the adapters of its own microbatch.
-        with self._banks.bound(self._laid.microbatch, self._route, True, self._membership.rows):
+        with self._bound(training=True):
             self._h_TD.backward(dh_TD)
+
+    def _bound(self, training: bool) -> AbstractContextManager[None]:
+        microbatch, rows = self._laid.microbatch, self._membership.rows
+        return self._banks.bound(microbatch, self._route, training, rows, in_tiles=self._in_tiles)
 
     @property
     def dgiven_TD(self) -> Tensor:

@@ -53,31 +53,37 @@ class LaidMicrobatch:
         return int(end - first)
 
 
-def lay(microbatch: Microbatch, rows: int, device: torch.device) -> LaidMicrobatch:
-    """Pad a microbatch to `rows` rows and copy it to the device, without waiting for the device."""
+def lay(microbatch: Microbatch, rows: int, device: torch.device, context: int = 0) -> LaidMicrobatch:
+    """Pad a microbatch to `rows` rows and copy it to the device, without waiting for the device. A sample may
+    be padded to at most `context` rows."""
     rows_S = (microbatch.targets_T != IGNORED).nonzero().squeeze(1)
     begins = torch.tensor([segment.start for segment in microbatch.segments[1:]], dtype=rows_S.dtype)
     sections = torch.searchsorted(rows_S, begins).tolist()
-    full = padded(microbatch, rows)
+    full = padded(microbatch, rows, context)
     return LaidMicrobatch(
         full.to(device), full.token_index_T.numpy(), to_device(rows_S, device), sections, rows_S.numpy()
     )
 
 
-def padded(microbatch: Microbatch, rows: int) -> Microbatch:
-    """Return the microbatch padded to `rows` rows, by samples no longer than its longest sample."""
-    missing = rows - microbatch.rows
+def padded(microbatch: Microbatch, rows: int, context: int = 0) -> Microbatch:
+    """Return the microbatch padded to `rows` rows, by samples no longer than its longest sample. The only
+    sample of a microbatch is itself padded, up to `context` rows: no row attends to a later one, and the
+    attention of a single sample has faster kernels."""
+    missing, lengths = rows - microbatch.rows, microbatch.sample_lengths
     if missing <= 0:
         return microbatch
-    longest = max(microbatch.sample_lengths)
-    lengths = (longest,) * (missing // longest) + ((missing % longest,) if missing % longest else ())
+    longest = max(lengths)
+    if len(lengths) == 1 and rows <= context:
+        lengths = (rows,)
+    else:
+        lengths += (longest,) * (missing // longest) + ((missing % longest,) if missing % longest else ())
     return replace(
         microbatch,
         tokens_T=pad(microbatch.tokens_T, (0, missing)),
         positions_T=pad(microbatch.positions_T, (0, missing)),
         targets_T=pad(microbatch.targets_T, (0, missing), value=IGNORED),
         token_index_T=pad(microbatch.token_index_T, (0, missing)),
-        sample_lengths=microbatch.sample_lengths + lengths,
+        sample_lengths=lengths,
     )
 
 
@@ -89,10 +95,13 @@ class Membership:
     pack: Pack
 
 
-def membership_of(base: Base, banks: Banks, laid: LaidMicrobatch, route: Route) -> Membership:
-    """Return the job of each row and the sample boundaries, which are the same for every stage."""
+def membership_of(
+    base: Base, banks: Banks, laid: LaidMicrobatch, route: Route, in_tiles: bool = False
+) -> Membership:
+    """Return the job of each row and the sample boundaries, which are the same for every stage. If
+    `in_tiles`, the jobs of rows are found tile by tile instead."""
     rows = None
-    if route is Route.tiled:
+    if route is Route.tiled and not in_tiles:
         rows = Rows.empty(laid.microbatch.rows, banks.slots, base.device)
         rows.fill(banks.seats(laid.microbatch), laid.token_index)
     packed = pack(laid.microbatch.sample_lengths, base.device)
@@ -125,7 +134,8 @@ def as_captured(packed: Pack, context: int) -> Pack:
         return packed
     empty = bucket(len(packed.lengths), 1) - len(packed.lengths)
     boundaries_B = pad(packed.boundaries, (0, empty), value=sum(packed.lengths))
-    return replace(packed, boundaries=boundaries_B, longest=longest_bucket(packed.longest, context))
+    longest = longest_bucket(packed.longest, context)
+    return replace(packed, boundaries=boundaries_B, longest=longest, apart=False)
 
 
 def bucket(value: int, least: int) -> int:
@@ -169,8 +179,8 @@ class InFlight:
     """Losses of the microbatch, once it has passed the model's last stage on this worker."""
     _membership: Membership | None = None
 
-    def membership(self, adapted: AdaptedBase) -> Membership:
+    def membership(self, adapted: AdaptedBase, in_tiles: bool = False) -> Membership:
         """Return the job of each row and the sample boundaries, computed at first use."""
         if self._membership is None:
-            self._membership = membership_of(adapted.base, adapted.banks, self.laid, adapted.route)
+            self._membership = membership_of(adapted.base, adapted.banks, self.laid, adapted.route, in_tiles)
         return self._membership

@@ -200,7 +200,8 @@ class Scorer:
         ]
         offsets = tuple(int(laid.token_index[start]) for start, _ in spans)
         counts = tuple(laid.supervised_in(start, stop) for start, stop in spans)
-        return offsets, counts, [stop - 1 for _, stop in spans]
+        # A sample may be followed by rows of padding.
+        return offsets, counts, [min(stop, segment.stop) - 1 for _, stop in spans]
 
 
 _References = dict[int, dict[str | None, Tensor]]

@@ -7,7 +7,6 @@ Shapes: G stages with kept inputs, R rows of a round, T rows of a microbatch, D 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection
 
 import torch
@@ -16,10 +15,9 @@ from torch import Tensor
 from weftune.base.host.pinned import host_vectors
 from weftune.base.host.streamed import StreamedBase
 from weftune.plan.program.program import What
-from weftune.run.measure.timers import Waited, recorded_event
+from weftune.run.measure.timers import Waited
+from weftune.run.passes.host_copies import HostCopies
 from weftune.run.passes.rows import StageVisit
-
-CHUNK_BYTES = 8 << 20
 
 
 class KeptActivations:
@@ -91,7 +89,7 @@ class OffloadedActivations:
         self._kept = KeptActivations(part.own)
         self._offloaded = part.offloaded
         self.width, self._dtype, self._device = whole.shape.hidden, whole.dtype, whole.device
-        self._copies = _Copies(self._device, waited)
+        self._copies = HostCopies(self._device, waited)
         self._away: set[StageVisit] = set()
         """Inputs that have been offloaded, or are about to be, and will be fetched back."""
         self._rows: dict[int, slice] = {}
@@ -164,72 +162,3 @@ class OffloadedActivations:
         self._kept.forget()
         self._away.clear()
         self._rows.clear()
-
-
-class _Copies:
-    """Copies on separate streams: queued after Loads, an input would wait for stages that are needed only
-    later, and queued after Evicts it would hold up a slot. An input is small compared to a stage. If a CPU
-    acts as the device, each copy is made at once.
-
-    Tensors are allocated and freed on the compute stream, after it has waited for their copy. So the tensors
-    on the device at any time follow from the Program, not from how far the host runs ahead.
-    """
-
-    def __init__(self, device: torch.device, waited: Waited) -> None:
-        self._device, self._waited = device, waited
-        self._on_gpu = device.type == "cuda"
-        if self._on_gpu:
-            self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._gone: dict[StageVisit, torch.cuda.Event] = {}
-        self._there: dict[StageVisit, torch.cuda.Event] = {}
-
-    def leave(self, visit: StageVisit, given_TD: Tensor, host_TD: Tensor) -> None:
-        if not self._on_gpu:
-            self._copy_now(host_TD, given_TD)
-            return
-        self._out.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._out):
-            # In chunks, so that copies of Steps to the host can run in between.
-            rows = max(1, CHUNK_BYTES // given_TD[:1].nbytes)
-            for given, host in zip(given_TD.split(rows), host_TD.split(rows), strict=True):
-                host.copy_(given, non_blocking=True)
-            self._gone[visit] = recorded_event()
-
-    def await_gone(self, visit: StageVisit) -> None:
-        """Wait until the device's tensor may be freed."""
-        self._await(self._gone.pop(visit, None))
-
-    def come(self, visit: StageVisit, host_TD: Tensor) -> Tensor:
-        here_TD = torch.empty_like(host_TD, device=self._device)
-        self._waited.copied_bytes += host_TD.nbytes
-        if not self._on_gpu:
-            self._copy_now(here_TD, host_TD)
-            return here_TD
-        # Its memory may have belonged to another tensor that compute has yet to read.
-        self._in.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._in):
-            here_TD.copy_(host_TD, non_blocking=True)
-            self._there[visit] = recorded_event()
-        return here_TD
-
-    def await_coming(self, visit: StageVisit) -> None:
-        """Wait until the copy may be read."""
-        self._await(self._there.pop(visit, None))
-
-    def finish(self) -> None:
-        """Order all later work after all copies."""
-        if self._on_gpu:
-            torch.cuda.synchronize(self._device)
-        self._gone.clear()
-        self._there.clear()
-
-    def _copy_now(self, target_TD: Tensor, source_TD: Tensor) -> None:
-        began = time.perf_counter()
-        target_TD.copy_(source_TD)
-        self._waited.seconds += time.perf_counter() - began
-
-    def _await(self, copied: torch.cuda.Event | None) -> None:
-        if copied is not None:
-            ready = recorded_event()
-            torch.cuda.current_stream().wait_event(copied)
-            self._waited.note(ready, copied)

@@ -1,0 +1,140 @@
+"""Copies of activations between the device and host memory, and the tensors of layers that wait there.
+
+Shapes: T rows of a microbatch, D width.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+from weftune.base.host.pinned import host_vectors
+from weftune.run.measure.timers import Waited, recorded_event
+
+CHUNK_BYTES = 8 << 20
+"""Bytes per copy to the host, so that other copies can run in between."""
+
+
+class HostCopies:
+    """Copies on streams of their own: queued after Loads, an input would wait for stages that are needed only
+    later, and queued after Evicts it would hold up a slot. An input is small compared to a stage. If a CPU
+    acts as the device, each copy is made at once.
+
+    Tensors are allocated and freed on the compute stream, after it has waited for their copy. So the tensors
+    on the device at any time follow from the Program, not from how far the host runs ahead.
+    """
+
+    def __init__(self, device: torch.device, waited: Waited) -> None:
+        self._device, self._waited = device, waited
+        self._on_gpu = device.type == "cuda"
+        if self._on_gpu:
+            self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._gone: dict[Hashable, torch.cuda.Event] = {}
+        self._there: dict[Hashable, torch.cuda.Event] = {}
+
+    def leave(self, key: Hashable, given_TD: Tensor, host_TD: Tensor) -> None:
+        if not self._on_gpu:
+            self._copy_now(host_TD, given_TD)
+            return
+        self._out.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._out):
+            # In chunks, so that copies of Steps to the host can run in between.
+            rows = max(1, CHUNK_BYTES // given_TD[:1].nbytes)
+            for given, host in zip(given_TD.split(rows), host_TD.split(rows), strict=True):
+                host.copy_(given, non_blocking=True)
+            self._gone[key] = recorded_event()
+
+    def await_gone(self, key: Hashable) -> None:
+        """Wait until the device's tensor may be freed."""
+        self._await(self._gone.pop(key, None))
+
+    def come(self, key: Hashable, host_TD: Tensor) -> Tensor:
+        here_TD = torch.empty_like(host_TD, device=self._device)
+        self._waited.copied_bytes += host_TD.nbytes
+        if not self._on_gpu:
+            self._copy_now(here_TD, host_TD)
+            return here_TD
+        # Its memory may have belonged to another tensor that compute has yet to read.
+        self._in.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._in):
+            here_TD.copy_(host_TD, non_blocking=True)
+            self._there[key] = recorded_event()
+        return here_TD
+
+    def await_coming(self, key: Hashable) -> None:
+        """Wait until the copy may be read."""
+        self._await(self._there.pop(key, None))
+
+    def finish(self) -> None:
+        """Order all later work after all copies."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+        self._gone.clear()
+        self._there.clear()
+
+    def _copy_now(self, target_TD: Tensor, source_TD: Tensor) -> None:
+        began = time.perf_counter()
+        target_TD.copy_(source_TD)
+        self._waited.seconds += time.perf_counter() - began
+
+    def _await(self, copied: torch.cuda.Event | None) -> None:
+        if copied is not None:
+            ready = recorded_event()
+            torch.cuda.current_stream().wait_event(copied)
+            self._waited.note(ready, copied)
+
+
+class HostStore:
+    """Vectors of layers that wait in host memory from the forward of a microbatch to its backward. The layers
+    are visited in order, then in reverse order, and one microbatch waits at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies = HostCopies(device, Waited())
+        self._rooms: dict[tuple[int, int], Tensor] = {}
+        """Maps each layer and number to host memory, which is reused by later microbatches."""
+        self._waiting: dict[tuple[int, int], Tensor] = {}
+        """Maps the layer and number of each stored vector to its values in host memory."""
+        self._leaving: dict[tuple[int, int], Tensor] = {}
+        """Vectors on the device that may not have been copied to the host yet."""
+        self._coming: dict[tuple[int, int], Tensor] = {}
+        """Vectors on the device that are being copied from the host."""
+
+    def put(self, layer: int, flat: Tensor) -> Callable[[], Tensor]:
+        """Copy a vector to the host, and return a function that returns it on the device, once. Its memory on
+        the device is released by the next `free_copied`; it must not be changed before that."""
+        key = layer, sum(1 for owner, _ in self._waiting if owner == layer)
+        if key not in self._rooms or self._rooms[key].nbytes < flat.nbytes:
+            self._rooms.pop(key, None)
+            [self._rooms[key]] = host_vectors([(flat.nbytes, torch.uint8)], self._device)
+        self._waiting[key] = self._rooms[key][: flat.nbytes].view(flat.dtype)
+        self._copies.leave(key, flat, self._waiting[key])
+        self._leaving[key] = flat
+
+        def fetch() -> Tensor:
+            self.request(layer)
+            self._copies.await_coming(key)
+            return self._coming.pop(key)
+
+        return fetch
+
+    def free_copied(self) -> None:
+        """Release the device memory of all stored vectors. Later work waits until they have been copied."""
+        for key in self._leaving:
+            self._copies.await_gone(key)
+        self._leaving.clear()
+
+    def request(self, layer: int) -> None:
+        """Begin to copy what is stored for a layer to the device."""
+        for key in [key for key in self._waiting if key[0] == layer]:
+            self.free_copied()
+            self._coming[key] = self._copies.come(key, self._waiting.pop(key))
+
+    def forget(self) -> None:
+        """Drop the tensors of an unfinished microbatch."""
+        self._copies.finish()
+        for tensors in (self._waiting, self._leaving, self._coming):
+            tensors.clear()

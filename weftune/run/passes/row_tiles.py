@@ -1,0 +1,328 @@
+"""Decoder layers of long microbatches, computed in tiles of rows: only attention sees all rows at once.
+
+A layer has two parts that treat rows separately. Its front ends with queries, keys and values; its rest
+begins with the output of attention. Both run tile by tile, each tile with its own autograd graph, and the
+backward goes through the graphs of the rest, of attention and of the front. A recomputed layer keeps only its
+input, and optionally the output of its attention, on the device or in host memory.
+
+Shapes: T rows of the microbatch, D hidden width, H query heads, G key and value heads, E width of a head, N
+values of attention per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from weftune.run.passes.host_copies import HostStore
+
+ROW_MULTIPLE = 128
+"""Tiles have a multiple of this many rows, except for the last tile of a microbatch."""
+
+Fetch = Callable[[], Tensor]
+"""A function that returns a kept tensor on the device."""
+Qkv = tuple[Tensor, Tensor, Tensor]
+"""Queries [T, H, E], keys and values [T, G, E]."""
+
+
+@dataclass(frozen=True, slots=True)
+class TiledParts:
+    """The parts of a decoder layer, for one microbatch."""
+
+    front: Callable[[Tensor, slice], tuple[Tensor, Qkv]]
+    """Function of h of a tile and the tile's rows. It returns the residual, which is h itself, and queries,
+    keys and values."""
+    attend: Callable[[Qkv], Tensor]
+    """Function that returns the attention [T, H, E] of all rows of the microbatch."""
+    rest: Callable[[Tensor, Tensor], Tensor]
+    """Function of a tile's residual and attention, which returns the output of the layer."""
+    adapters_of: Callable[[slice], AbstractContextManager[None]]
+    """Function that returns a context in which the adapters apply to a tile's rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What a layer keeps from its forward to its backward."""
+
+    layer: int
+    everything: bool = False
+    """Whether nothing is recomputed."""
+    attention: bool = False
+    """Whether the output of attention is kept, so that attention is not recomputed."""
+    host: HostStore | None = None
+    """Where input and attention are kept. None keeps them on the device."""
+
+    def stored(self, tensor: Tensor) -> Fetch:
+        """Keep a tensor with all of its storage, and return a function that returns it, once."""
+        if self.host is None:
+            return lambda: tensor
+        layout = tensor.shape, tensor.stride(), tensor.storage_offset()
+        fetch = self.host.put(self.layer, tensor.new_empty(0).set_(tensor.untyped_storage()))
+        return lambda: fetch().as_strided(*layout)
+
+
+def row_tiles(rows: int, tile_rows: int) -> list[slice]:
+    """Return tiles of about equal size with at most `tile_rows` rows, which cover all rows."""
+    count = -(-rows // tile_rows)
+    size = -(-rows // count)
+    if tile_rows >= ROW_MULTIPLE:
+        size = min(tile_rows, -(-size // ROW_MULTIPLE) * ROW_MULTIPLE)
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def tiled_layer(
+    h_TD: Tensor, anchor: Tensor, parts: TiledParts, tiles: Sequence[slice], keep: Keep
+) -> Tensor:
+    """Compute a layer tile by tile. `anchor` is a scalar that requires a gradient and never gets one."""
+    if not torch.is_grad_enabled():
+        return _LayerPass(parts, tiles, keep).output(h_TD)
+    output: Tensor = _TiledLayer.apply(h_TD, anchor, _LayerPass(parts, tiles, keep))
+    return output
+
+
+class _TiledLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h_TD: Tensor, anchor: Tensor, layer_pass: _LayerPass) -> Tensor:
+        ctx.layer_pass = layer_pass
+        return layer_pass.forward(h_TD)
+
+    @staticmethod
+    def backward(ctx: Any, dout_TD: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.layer_pass.backward(dout_TD), None, None
+
+
+@dataclass(slots=True)
+class _FrontGraph:
+    """The autograd graph of the front of one tile."""
+
+    rows: slice
+    h_TD: Tensor
+    """Leaf tensor."""
+    outputs: tuple[Tensor, ...]
+    """The residual, queries, keys and values."""
+
+
+@dataclass(slots=True)
+class _RestGraph:
+    """The autograd graph of the rest of one tile."""
+
+    rows: slice
+    h_TD: Tensor
+    seen_THE: Tensor
+    """Both are leaf tensors."""
+    output_TD: Tensor
+
+
+class _LayerPass:
+    """The pass of one microbatch through one layer, from its forward to its backward."""
+
+    def __init__(self, parts: TiledParts, tiles: Sequence[slice], keep: Keep) -> None:
+        self._parts, self._tiles, self._keep = parts, tiles, keep
+        self._input: Fetch | None = None
+        self._attention: _KeptAttention | None = None
+        self._fronts: list[_FrontGraph] = []
+        self._rests: list[_RestGraph] = []
+
+    def output(self, h_TD: Tensor) -> Tensor:
+        """Return the output of the layer without keeping anything."""
+        seen_THE = self._parts.attend(self._joined(self._front_graphs(h_TD), h_TD))
+        return self._collected(h_TD, self._rest_graphs(h_TD, seen_THE))
+
+    def forward(self, h_TD: Tensor) -> Tensor:
+        """Return the output of the layer, and keep what the backward needs. Autograd is disabled."""
+        keep, h_TD = self._keep, h_TD.detach()
+        if keep.host is not None:
+            keep.host.free_copied()
+        self._input = keep.stored(h_TD)
+        if keep.everything:
+            with torch.enable_grad():
+                self._fronts = list(self._front_graphs(h_TD))
+                qkv = self._joined(self._fronts, h_TD)
+                self._attention, seen_THE = _KeptAttention.of(self._parts.attend, qkv, keep)
+                self._attention.saved.qkv = qkv
+                self._rests = list(self._rest_graphs(h_TD, seen_THE))
+            return self._collected(h_TD, self._rests)
+        if not keep.attention:
+            return self.output(h_TD)
+        qkv = self._joined(self._front_graphs(h_TD), h_TD)
+        self._attention, seen_THE = _KeptAttention.of(self._parts.attend, qkv, keep)
+        del qkv
+        return self._collected(h_TD, self._rest_graphs(h_TD, seen_THE))
+
+    def backward(self, dout_TD: Tensor) -> Tensor:
+        """Return the gradient of the input, and add to the gradients of the adapters."""
+        assert self._input is not None
+        h_TD, keep = self._input(), self._keep
+        if keep.host is not None:
+            keep.host.request(keep.layer - 1)
+        with torch.enable_grad():
+            fronts = self._fronts or list(self._front_graphs(h_TD))
+            attention = self._attention
+            qkv = None if keep.everything else self._joined(fronts, h_TD)
+            if attention is None:
+                assert qkv is not None
+                attention, seen_THE = _KeptAttention.of(self._parts.attend, qkv, Keep(keep.layer))
+            else:
+                seen_THE = attention.output()
+            attention.saved.qkv, qkv = qkv or attention.saved.qkv, None
+            dh_TD, dseen_THE = torch.empty_like(dout_TD), torch.empty_like(seen_THE)
+            for rest in self._rests or self._rest_graphs(h_TD, seen_THE):
+                torch.autograd.backward(rest.output_TD, dout_TD[rest.rows])
+                dh_TD[rest.rows].copy_(_gradient(rest.h_TD))
+                dseen_THE[rest.rows].copy_(_gradient(rest.seen_THE))
+        # Autograd keeps this object until the backward of the whole pass has ended.
+        self._input, self._attention, self._fronts, self._rests = None, None, [], []
+        del seen_THE, h_TD, rest
+        gradients = attention.backward(dseen_THE)
+        del attention, dseen_THE
+        while fronts:
+            front = fronts.pop()
+            given = (dh_TD[front.rows], *(gradient[front.rows] for gradient in gradients))
+            torch.autograd.backward(front.outputs, given)
+            dh_TD[front.rows].copy_(_gradient(front.h_TD))
+        return dh_TD
+
+    def _front_graphs(self, h_TD: Tensor) -> Iterator[_FrontGraph]:
+        for rows in self._tiles:
+            leaf_TD = _leaf(h_TD[rows])
+            with self._parts.adapters_of(rows):
+                residual_TD, qkv = self._parts.front(leaf_TD, rows)
+            yield _FrontGraph(rows, leaf_TD, (residual_TD, *qkv))
+
+    def _rest_graphs(self, h_TD: Tensor, seen_THE: Tensor) -> Iterator[_RestGraph]:
+        for rows in self._tiles:
+            leaf_TD, seen = _leaf(h_TD[rows]), _leaf(seen_THE[rows])
+            with self._parts.adapters_of(rows):
+                output_TD = self._parts.rest(leaf_TD, seen)
+            yield _RestGraph(rows, leaf_TD, seen, output_TD)
+
+    def _joined(self, fronts: Iterator[_FrontGraph] | list[_FrontGraph], h_TD: Tensor) -> Qkv:
+        """Return queries, keys and values of all rows, without their graphs."""
+        whole: list[Tensor] = []
+        for front in fronts:
+            _, *parts = front.outputs
+            whole = whole or [part.new_empty(len(h_TD), *part.shape[1:]) for part in parts]
+            for into, part in zip(whole, parts, strict=True):
+                into[front.rows] = part.detach()
+        q_THE, k_TGE, v_TGE = whole
+        return q_THE, k_TGE, v_TGE
+
+    def _collected(self, h_TD: Tensor, rests: Iterator[_RestGraph] | list[_RestGraph]) -> Tensor:
+        output_TD = torch.empty_like(h_TD)
+        for rest in rests:
+            output_TD[rest.rows] = rest.output_TD.detach()
+        return output_TD
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(torch.is_grad_enabled())
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+class _KeptAttention:
+    """The autograd graph of a layer's attention, from its forward to its backward."""
+
+    def __init__(
+        self, edge: GradientEdge, output: Tensor | _Saved, saved: _SavedTensors, gradients: list[Tensor]
+    ) -> None:
+        self._edge, self._output, self.saved, self._gradients = edge, output, saved, gradients
+
+    @classmethod
+    def of(cls, attend: Callable[[Qkv], Tensor], qkv: Qkv, keep: Keep) -> tuple[_KeptAttention, Tensor]:
+        """Compute the attention of all rows. Return its graph, and its output [T, H, E]."""
+        saved, gradients = _SavedTensors(qkv, keep), list[Tensor]()
+        with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.unpack):
+            anchor = torch.zeros((), requires_grad=True)
+            seen_THE = attend(_Given.apply(anchor, gradients, *qkv))
+        edge, seen_THE = get_gradient_edge(seen_THE), seen_THE.detach()
+        return cls(edge, saved.pack(seen_THE), saved, gradients), seen_THE
+
+    def output(self) -> Tensor:
+        """Return the output again, from where it is kept."""
+        return self.saved.unpack(self._output)
+
+    def backward(self, dseen_THE: Tensor) -> list[Tensor]:
+        """Return the gradients of queries, keys and values."""
+        torch.autograd.backward((self._edge,), (dseen_THE,))
+        return self._gradients
+
+
+class _SavedTensors:
+    """The tensors that the graph of attention saves, without queries, keys and values, which are given again
+    before the backward. Large tensors are kept on the device or on the host.
+
+    The graph refers to this object, which must therefore not refer to the graph."""
+
+    def __init__(self, qkv: Qkv, keep: Keep) -> None:
+        self.qkv: Qkv | None = None
+        """Queries, keys and values that the backward reads."""
+        self._keep = keep
+        self._given = {one.untyped_storage().data_ptr(): index for index, one in enumerate(qkv)}
+        self._least_bytes = min(one.nbytes for one in qkv)
+        self._stored: dict[int, Fetch] = {}
+        """Maps the address of each large storage to a function that returns a vector of its values."""
+        self._fetched: dict[int, Tensor] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor | _Saved:
+        saved = _Saved.of(tensor)
+        if saved.address in self._given:
+            return replace(saved, given=self._given[saved.address])
+        if tensor.nbytes < self._least_bytes:
+            return tensor
+        if saved.address not in self._stored:
+            flat = tensor.detach().new_empty(0).set_(tensor.untyped_storage())
+            self._stored[saved.address] = self._keep.stored(flat)
+        return saved
+
+    def unpack(self, saved: Tensor | _Saved) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if saved.given is not None:
+            assert self.qkv is not None, "queries, keys and values have not been given again"
+            flat = self.qkv[saved.given]
+        else:
+            if saved.address not in self._fetched:
+                self._fetched[saved.address] = self._stored.pop(saved.address)()
+            flat = self._fetched[saved.address]
+        return flat.as_strided(saved.size, saved.stride, saved.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A saved tensor, as a view of a storage that is kept elsewhere."""
+
+    address: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    given: int | None = None
+    """Index among queries, keys and values. None for another tensor."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Saved:
+        address = tensor.untyped_storage().data_ptr()
+        return cls(address, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+
+class _Given(torch.autograd.Function):
+    """Returns its tensors. The backward puts their gradients into a list, so that the graph holds no leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, gradients: list[Tensor], *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.into = gradients
+        return tuple(one.view_as(one) for one in given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        ctx.into.extend(gradients)
+        return (None,) * (2 + len(gradients))
