@@ -34,6 +34,7 @@ from weftune.plan.cost.memory_fit import window_need
 from weftune.plan.program.layout import one_device
 from weftune.plan.program.program import Recompute
 from weftune.run.measure.memory import budget_bytes
+from weftune.trainer.options import host_budget
 
 TILE_ROWS = 8192
 GIB = 2**30
@@ -87,7 +88,9 @@ class WeftuneCase:
             for order, (name, one) in enumerate(executor.attached.items())
         ]
         layout = one_device(executor.base.shape.layers)
-        self.memory = MemoryModel(executor.base.shape, self._budget, fused=True, layout=layout)
+        self.memory = MemoryModel(
+            executor.base.shape, self._budget, fused=True, layout=layout, host_budget=host_budget()
+        )
 
         self._capacity = max(work.length, min(TILE_ROWS, work.tokens))
 

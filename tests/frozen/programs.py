@@ -111,13 +111,12 @@ def _streamed_by_workers(seed: int) -> Iterator[tuple[str, Plan]]:
 
 def digest(program: Program) -> dict[str, object]:
     """What a program is, short enough to be kept: its sizes, and hashes that say which part has changed."""
+    recomputed = program.recompute.outputs, program.recompute.layers
     return {
         "microbatches": _hash(map(_microbatch, program.microbatches)),
         "batches": _hash(f"{one.job} {one.step} {one.supervised}" for one in program.batches),
         "devices": [f"{len(actions)} {_hash(map(_action, actions))}" for actions in program.devices],
-        "rest": str(
-            (program.capacity, program.stages, astuple(program.recompute), program.chunk, program.replicas)
-        ),
+        "rest": str((program.capacity, program.stages, recomputed, program.chunk, program.replicas)),
     }
 
 

@@ -85,7 +85,13 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
             for module in modules.values()
         ),
         extra_values=extra_values(config.model_type, sites),
+        query_width=query_width(config),
     )
+
+
+def query_width(config: PretrainedConfig) -> int:
+    heads = int(config.num_attention_heads)
+    return heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 def values(model: PreTrainedModel) -> int:

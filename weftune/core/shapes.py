@@ -87,6 +87,13 @@ class ModelShape:
     extra_values: int = 0
     """Values per token that a fused layer keeps for its backward in addition to those computed from the
     widths of its linears: some families have more norms, or one linear where others have three."""
+    query_width: int = 0
+    """Values per token of all query heads, which is also the width of attention's output. 0 if unknown."""
+
+    @property
+    def attention_width(self) -> int:
+        """Values per token of attention's output."""
+        return self.query_width or self.hidden
 
     @property
     def mixes(self) -> bool:

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from weftune.plan.cost.learned import Learned
-from weftune.plan.program.program import NOTHING, Program, Recompute
+from weftune.plan.program.program import Program, Recompute
 from weftune.plan.window.pace import WindowPace, rounds_within, shortened
 from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import plan_window
@@ -76,9 +76,9 @@ class Windows:
 
     def base_evaluation(self, names: Collection[str]) -> Program:
         """Return a window that only evaluates the base itself, on the held-out samples of these jobs."""
-        cursors, (capacity, _) = self._cursors(), self._capacity()
+        cursors, (capacity, recompute) = self._cursors(), self._capacity()
         windows = [self._jobs[name].base_course(cursors[name]) for name in names]
-        return plan_window(windows, self._choice.layout, capacity, False, NOTHING, self._engine.pacing())
+        return plan_window(windows, self._choice.layout, capacity, False, recompute, self._engine.pacing())
 
     def plan_ahead(self, program: Program) -> None:
         """Begin to plan the window that follows this one."""

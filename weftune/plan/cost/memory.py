@@ -10,8 +10,9 @@ is logged with the measured peak, and `memory_fit.py` fits the model to both.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weftune.core.shapes import JobShape, LayerRange, ModelShape, logit_rows
 from weftune.plan.cost.estimate import stage_shape
@@ -20,7 +21,9 @@ from weftune.plan.cost.streamed_memory import (
     ON_THE_WAY,
     StreamedMemory,
     matrix_bytes,
+    offloaded_token_bytes,
     state_bytes,
+    tile_bytes,
     token_bytes,
 )
 from weftune.plan.program.layout import BUFFERED, Layout, OnWorker, one_device
@@ -28,6 +31,13 @@ from weftune.plan.program.program import NOTHING, Recompute
 
 ENOUGH_TOKENS = 2048
 """Tokens per microbatch that keep a device busy. Layers are recomputed before microbatches become smaller."""
+
+TILE_ROWS, SMALL_TILE_ROWS = 8192, 1024
+"""Rows of a tile: enough to keep a device busy, and the fewest that are tried where memory is short."""
+LONG_ROWS = 2 * TILE_ROWS
+"""Rows of a microbatch from which layers are recomputed in tiles."""
+MAX_UNTILED_ROWS = 1 << 16
+"""Maximum rows of a microbatch without tiles: the kernels count the values of a tensor in 32 bits."""
 
 SMALL_BYTES, TINY_BYTES = 50 << 20, 50 << 10
 SLACK_BYTES = 256 << 20
@@ -95,7 +105,7 @@ class MemoryModel:
     first_only: int = 0
     """Bytes of `taken` that only the first worker holds: the tokenizer and the data."""
     host_budget: int = 0
-    """Bytes of host memory that the run may use if the optimizer is offloaded."""
+    """Bytes of host memory that the run may use for an offloaded optimizer and for tensors of layers."""
 
     # -- bytes -------------------------------------------------------------------------------------------
 
@@ -121,6 +131,11 @@ class MemoryModel:
         scored = tokens if supervised is None else supervised
         if self._keeps:
             kept = [int(tokens * self._kept_bytes(part, recompute, jobs)) for part in self._parts]
+            if tokens and recompute.tile_rows:
+                kept = [
+                    own + tile_bytes(part, recompute, jobs)
+                    for own, part in zip(kept, self._parts, strict=True)
+                ]
             return self._keeping(jobs, kept, scored)
         layout, rounds = self.layout, sum(job.batch_tokens for job in jobs)
         memory = StreamedMemory(
@@ -277,13 +292,14 @@ class MemoryModel:
 
     def recompute(self, jobs: Sequence[JobShape], max_tokens: int) -> Recompute:
         """Return the least recomputation with which microbatches of `max_tokens` fit. Whole layers are
-        recomputed only as far as `ENOUGH_TOKENS` require: beyond that, smaller microbatches cost less. If
-        nothing fits, return the maximum."""
-        choices = self._choices()
+        recomputed only as far as `ENOUGH_TOKENS` or the longest sample require: beyond that, smaller
+        microbatches cost less. If nothing fits, return the maximum."""
+        choices = self._choices(longest(jobs))
         rooms = {choice: self._room(jobs, choice) for choice in choices}
-        enough = min(max_tokens, max(ENOUGH_TOKENS, longest(jobs)))
-        whole = (choice for choice in choices if not choice.layers and rooms[choice] >= max_tokens)
-        less = (choice for choice in choices if choice != NOTHING and rooms[choice] >= enough)
+        whole_rows = max(max_tokens, longest(jobs))
+        least_rows = max(longest(jobs), min(max_tokens, ENOUGH_TOKENS))
+        whole = (choice for choice in choices if not choice.layers and rooms[choice] >= whole_rows)
+        less = (choice for choice in choices if choice != NOTHING and rooms[choice] >= least_rows)
         return next(whole, None) or next(less, choices[-1])
 
     def capacity(self, jobs: Sequence[JobShape], max_tokens: int, recompute: Recompute = NOTHING) -> int:
@@ -292,7 +308,14 @@ class MemoryModel:
 
     def least_bytes(self, jobs: Sequence[JobShape]) -> int:
         """Return the bytes needed with microbatches of the longest sample and maximum recomputation."""
-        return self.peak_bytes(jobs, longest(jobs), self._choices()[-1]) + self.fit.error
+        return self.peak_bytes(jobs, longest(jobs), self._least_memory(jobs)) + self.fit.error
+
+    def _least_memory(self, jobs: Sequence[JobShape]) -> Recompute:
+        """Return the choice that needs the least device memory for the longest sample, among those for which
+        host memory suffices."""
+        rows = longest(jobs)
+        possible = [one for one in self._choices(rows) if self._host_room(jobs, one) >= rows]
+        return min(possible, key=lambda one: self.peak_bytes(jobs, rows, one))
 
     def why_not(self, jobs: Sequence[JobShape]) -> str | None:
         """Return a sentence that says why these jobs do not fit together, or None if they do."""
@@ -304,15 +327,17 @@ class MemoryModel:
         need = self.least_bytes(jobs)
         if need <= self.budget:
             return None
-        return (
+        sentence = (
             f"needs {gib(need)} with {len(jobs) - 1} other jobs running and its longest sample of "
             f"{longest(jobs)} tokens, but {gib(self.budget)} are available"
         )
+        room = self._room(jobs, self._least_memory(jobs)) if len(jobs) == 1 else 0
+        return f"{sentence}; samples of up to {room} tokens fit" if room > 0 else sentence
 
     def advice(self, job: JobShape) -> str:
         """Return advice for a job that does not fit even alone: the settings that each affect at least a
         tenth of the bytes that settings can affect."""
-        need = self.need([job], job.longest, self._choices()[-1])
+        need = self.need([job], job.longest, self._least_memory([job]))
         levers = {
             "data.max_length": self.fit.activations * need.activations + self.fit.head * need.head,
             "rank": self.fit.state * need.state,
@@ -323,19 +348,50 @@ class MemoryModel:
         listed = " or ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
         return f"lower {listed}, or give more memory"
 
-    def _choices(self) -> list[Recompute]:
-        """Return the recomputation choices, from nothing to everything. Only fused layers have a choice, and
-        stages that share a device in turn are always recomputed."""
-        if not (self.fused and self._keeps) or self.shape.mixes:
+    def _choices(self, rows: int) -> list[Recompute]:
+        """Return the recomputation choices for samples of `rows` rows, the fastest first. Only fused layers
+        have a choice, and stages that share a device in turn are always recomputed."""
+        if not (self.fused and self._keeps):
             return [NOTHING]
-        layers = (Recompute(True, count) for count in range(1, self.pass_layers + 1))
-        return [NOTHING, Recompute(outputs=True), *layers]
+        layers = self.pass_layers
+        untiled = [NOTHING]
+        if not self.shape.mixes:
+            untiled.append(Recompute(outputs=True))
+            if rows <= LONG_ROWS:
+                untiled += [Recompute(True, count) for count in range(1, layers + 1)]
+        if rows <= MAX_UNTILED_ROWS:
+            return untiled + (self._tiled_choices() if rows > TILE_ROWS else [])
+        return self._tiled_choices()
+
+    def _tiled_choices(self) -> list[Recompute]:
+        """Return the choices with layers in tiles, the fastest first: attention is recomputed only if its
+        output fits neither on the device nor in host memory."""
+        layers = self.pass_layers
+        everything = Recompute(True, layers, TILE_ROWS, keeps_attention=True)
+        counts = range(layers if self.shape.mixes else 0, layers)
+        choices = [replace(everything, layers=count) for count in counts]
+        # Several workers have several microbatches in flight, whose tensors stay on the device.
+        offloaded = range(1, layers + 1) if self.layout.workers == 1 and self.host_budget else ()
+        choices += [everything, *(replace(everything, offloaded_layers=count) for count in offloaded)]
+        without = replace(everything, keeps_attention=False)
+        choices += [without, *(replace(without, offloaded_layers=count) for count in offloaded)]
+        return [*choices, replace(choices[-1], tile_rows=SMALL_TILE_ROWS)]
 
     def _room(self, jobs: Sequence[JobShape], recompute: Recompute) -> int:
+        """Return the tokens of the largest microbatch that fits."""
         # The head is given a full chunk, however few rows are supervised.
         head = int(self.fit.head * self.head_bytes(math.inf))
         free = self.budget - self.peak_bytes(jobs, 0, recompute) - self.fit.error - head
-        return int(free / (self.fit.activations * self.bytes_per_token(recompute, jobs)))
+        if recompute.tile_rows:
+            free -= int(self.fit.activations * max(tile_bytes(part, recompute, jobs) for part in self._parts))
+        fits = int(free / (self.fit.activations * self.bytes_per_token(recompute, jobs)))
+        return min(fits, self._host_room(jobs, recompute)) if recompute.offloaded_layers else fits
+
+    def _host_room(self, jobs: Sequence[JobShape], recompute: Recompute) -> int:
+        """Return the tokens of the largest microbatch whose offloaded tensors fit in host memory."""
+        if not recompute.offloaded_layers:
+            return sys.maxsize
+        return (self.host_budget - self.host_bytes(jobs)) // offloaded_token_bytes(self.shape, recompute)
 
 
 def longest(jobs: Iterable[JobShape]) -> int:

@@ -33,6 +33,11 @@ divided by the widths of all linears: 0.55 to 0.57, and a margin for temporaries
 RECOMPUTED_FACTOR = 1.4
 """Values per token of a recomputed layer during its backward, divided by the widths of its linears:
 all activations, and gradients."""
+TILED_HIDDEN, TILED_ATTENTION = 4.0, 7.0
+"""Values per token of the layer whose backward runs in tiles, divided by the hidden width and by the width of
+attention: inputs, outputs and gradients of attention and of the layer, for all rows of the microbatch."""
+MOVING = 2
+"""Number of layers whose kept tensors are on the device at a time if they are offloaded."""
 ON_THE_WAY = 4
 """Number of full microbatches whose activations or gradients a stage may hold to be sent or used."""
 
@@ -49,10 +54,28 @@ def token_bytes(
         extra += max((job.scaled for job in jobs), default=0) / layers
     again, one = min(recompute.layers, part.layers), widths / part.layers
     values = (part.layers - again) * (factor * one + extra)
-    if again:
+    if recompute.tile_rows:
+        kept = part.hidden + (part.attention_width if recompute.keeps_attention else 0)
+        offloaded = min(recompute.offloaded_layers, again)
+        values += (again - offloaded + (MOVING if offloaded else 0)) * kept
+        values += TILED_HIDDEN * part.hidden + TILED_ATTENTION * part.attention_width
+    elif again:
         # Each recomputed layer keeps its input, and one layer at a time is held completely.
         values += again * part.hidden + RECOMPUTED_FACTOR * one + extra
     return int(values * part.bytes_per_value) + part.code_bytes
+
+
+def tile_bytes(part: ModelShape, recompute: Recompute, jobs: Iterable[JobShape]) -> int:
+    """Return the activation bytes of one tile of rows in one layer, from its forward to its backward."""
+    one = sum(site.widths for site in part.sites) / part.layers + part.extra_values
+    one += max((job.scaled for job in jobs), default=0) / part.layers
+    return int(recompute.tile_rows * RECOMPUTED_FACTOR * one * part.bytes_per_value)
+
+
+def offloaded_token_bytes(part: ModelShape, recompute: Recompute) -> int:
+    """Return the host bytes per token of the tensors that layers keep in host memory."""
+    kept = part.hidden + (part.attention_width if recompute.keeps_attention else 0)
+    return min(recompute.offloaded_layers, part.layers) * kept * part.bytes_per_value
 
 
 def state_bytes(jobs: Iterable[JobShape], bytes_per_value: int) -> int:

@@ -229,7 +229,10 @@ def part_costs(shape: ModelShape, machine: Machine) -> PartCosts | None:
 
 def _whole(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice:
     profile = machine.profile
-    memory = MemoryModel(shape, machine.budget, machine.taken, machine.on_gpu, _fit(shape, machine))
+    host_budget = machine.host_budget if machine.on_gpu else 0
+    memory = MemoryModel(
+        shape, machine.budget, machine.taken, machine.on_gpu, _fit(shape, machine), host_budget=host_budget
+    )
     cost = None if profile is None else cost_of(profile, shape)
     together = fitting(jobs, memory)
     choice = Choice(
