@@ -48,7 +48,7 @@ class TiledParts:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """What a layer keeps from its forward to its backward."""
+    """The tensors that a layer keeps from its forward to its backward."""
 
     layer: int
     everything: bool = False
@@ -56,7 +56,7 @@ class Keep:
     attention: bool = False
     """Whether the output of attention is kept, so that attention is not recomputed."""
     host: HostStore | None = None
-    """Where input and attention are kept. None keeps them on the device."""
+    """Store that keeps input and attention. None keeps them on the device."""
 
     def stored(self, tensor: Tensor) -> Fetch:
         """Keep a tensor with all of its storage, and return a function that returns it, once."""
