@@ -13,6 +13,7 @@ import yaml
 
 from tests.docs.pages import GUIDE, README, ROOT, SWEEPS, blocks, table_rows
 from weftune.adapters.lora.spec import LoraSpec
+from weftune.base.spec import RopeScaling
 from weftune.data.spec import DataSpec, EvalSpec, Source
 from weftune.jobs.spec.keys import SECTIONS
 from weftune.jobs.spec.read import read_run
@@ -22,11 +23,12 @@ from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
 PREFIX = {
     "run": "", "job": "", "source": "data.path[].", "halving": "sweep.halving.",
-    "init_from": "adapter.init_from.",
+    "init_from": "adapter.init_from.", "rope_scaling": "base.rope_scaling.",
 }  # fmt: skip
 RECORDS: dict[str, type] = {
     "": JobSpec, "adapter.": LoraSpec, "data.": DataSpec, "data.path[].": Source, "eval.": EvalSpec,
     "early_stop.": EarlyStop, "sweep.": SweepSpec, "sweep.halving.": Halving,
+    "base.rope_scaling.": RopeScaling,
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from tests.report.example import Job, write_example
-from weftune.base.spec import BaseSpec, Quantize
+from weftune.base.spec import BaseSpec, Quantize, RopeScaling
 from weftune.jobs.store.status import State
 from weftune.jobs.store.store import open_store
 from weftune.report.ending import print_ending
@@ -76,6 +76,21 @@ def test_a_base_in_nf4_is_loaded_in_nf4_as_it_was_trained_on() -> None:
         "bnb_4bit_compute_dtype": "bfloat16",
     }
     assert "dtype='bfloat16', quantization_config=nf4)" in snippet
+
+
+def test_a_scaled_base_is_loaded_with_its_scaling_which_the_record_of_the_job_has(tmp_path: Path) -> None:
+    base = BaseSpec(
+        model="org/base",
+        revision="abc",
+        dtype="bfloat16",
+        rope_scaling=RopeScaling(rope_type="yarn", factor=4.0),
+    )
+    snippet = load_snippet(base, Path("/out/job"))
+    ast.parse(snippet)
+    assert "config = AutoConfig.from_pretrained('org/base', revision='abc')" in snippet
+    assert "update({'rope_type': 'yarn', 'factor': 4.0})" in snippet
+    assert "from_pretrained('org/base', revision='abc', dtype='bfloat16', config=config)" in snippet
+    assert BaseSpec.from_record(base.record()) == base
 
 
 @pytest.mark.parametrize("quantize", ["int8", "fp8"])

@@ -21,12 +21,10 @@ from weftune.base.decoders import (
     within,
 )
 from weftune.base.quant.stored import MULTIPLIED_AS_STORED, quantised, site_bytes_per_value
+from weftune.base.rope import Config, context, scaled_values, unscaled_context
 from weftune.base.spec import BaseSpec
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import BaseModelError
-
-Config = Mapping[str, Any]
-
 
 _Linears = Sequence[tuple[str, int, int, bool]]
 """Linears in the model's order, each as (path inside a layer, inputs, outputs, whether it has a bias)."""
@@ -105,14 +103,16 @@ DEFAULTS: Mapping[str, Config] = {
 }
 """Maps each family to default values of keys that its config.json may omit."""
 
-LONG_ROPE = ("longrope", "su")
-"""Names of the rope type LongRoPE in config.json; "su" is used in early files."""
-
 
 def spec_shape(spec: BaseSpec, config: Config, bytes_per_value: int) -> ModelShape:
     """Return the sizes of a base with this config.json, quantised as `spec` requests. Raise BaseModelError if
-    its family is unknown."""
+    its family is unknown, or if its positions cannot be scaled as `spec` requests."""
     shape, found = model_shape(config, spec.model, bytes_per_value), quantised(config, spec)
+    if spec.rope_scaling is not None:
+        text = text_values(config) if config.get("model_type") in WRAPPERS else config
+        scaled = {**DEFAULTS[str(text["model_type"])], **_given(text)}
+        scaled |= scaled_values(scaled, spec)
+        shape = replace(shape, context=context(scaled), unscaled_context=unscaled_context(scaled))
     if found is None:
         return shape
     stored = site_bytes_per_value(shape.sites, found.quantize, bytes_per_value, found.nested)
@@ -132,10 +132,10 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
             f"{name} is a {family} model, whose sizes cannot be determined from config.json alone; "
             f"known: {known}"
         )
-    given = {key: value for key, value in config.items() if value is not None}
-    whole = {**DEFAULTS[family], **given}
+    whole = {**DEFAULTS[family], **_given(config)}
     try:
         parts = FAMILIES[family](whole)
+        longest, unscaled = context(whole), unscaled_context(whole)
     except (TypeError, ValueError, ArithmeticError):
         raise BaseModelError(f"The config.json of {name} has sizes that are no whole numbers.") from None
     sites = [
@@ -156,21 +156,14 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
         parameters=sum(count for _, count in parts.layers) + parts.around + outside,
         bytes_per_value=bytes_per_value,
         sites=tuple(sites),
-        context=_context(whole),
+        context=longest,
+        unscaled_context=unscaled,
         extra_values=extra_values(family, sites),
     )
 
 
-def _context(config: Config) -> int:
-    """Return the context length. With LongRoPE it is the original length, whose key in config.json depends on
-    the file's age."""
-    longest = int(config.get("max_position_embeddings") or config["n_positions"])
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    for one in [rope, *(value for value in rope.values() if isinstance(value, Mapping))]:
-        if (one.get("rope_type") or one.get("type")) in LONG_ROPE:
-            original = one.get("original_max_position_embeddings")
-            longest = min(longest, int(original or config["original_max_position_embeddings"]))
-    return longest
+def _given(config: Config) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if value is not None}
 
 
 def _decoder(facts: DecoderFacts, config: Config) -> _Parts:

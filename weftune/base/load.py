@@ -34,6 +34,7 @@ from weftune.base.gguf import FORMAT, converted, converted_into
 from weftune.base.model import Base
 from weftune.base.quant.linear import quantise_linears, replace_linears
 from weftune.base.quant.stored import CONFIG_KEY, Quantised, quantised
+from weftune.base.rope import no_rope, scaled_values
 from weftune.base.shape import model_shape
 from weftune.base.spec import DEMO, BaseSpec, Dtype
 from weftune.base.weights import (
@@ -264,9 +265,20 @@ def load_config(spec: BaseSpec, where: str) -> BaseConfig:
         if hasattr(one, CONFIG_KEY):
             delattr(one, CONFIG_KEY)
     refuse_config(found.text, spec.model)
+    with explained(spec):
+        _scale_rope(found.text, spec)
     if type(found.text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise BaseModelError(f"{spec.model} ({found.text.model_type}) is no causal language model.")
     return found
+
+
+def _scale_rope(config: PretrainedConfig, spec: BaseSpec) -> None:
+    """Change the positions in a config as the spec requests. Transformers computes the frequencies, and the
+    factor of cosines and sines, from the config."""
+    if spec.rope_scaling is not None and not hasattr(config, "rope_parameters"):
+        raise no_rope(config.model_type, spec)
+    for key, value in scaled_values(config.to_dict(), spec).items():
+        setattr(config, key, value)
 
 
 def _base_config(config: PretrainedConfig, spec: BaseSpec, source: str) -> BaseConfig:

@@ -7,10 +7,11 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from weftune.base.decoders import DOWN, EXPERTS, GATE_UP, MIXTURES, extra_values
+from weftune.base.rope import context, unscaled_context
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.core.weights import HoldsWeight, Weight, held_bytes, is_coded
 
@@ -69,6 +70,7 @@ def site_shape(name: str, module: nn.Module) -> SiteShape:
 
 def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
     config = model.config
+    configured = config.to_dict()
     modules = linears(model)
     sites = tuple(model_sites(model))
     return ModelShape(
@@ -78,7 +80,8 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
         parameters=values(model),
         bytes_per_value=dtype.itemsize,
         sites=sites,
-        context=context(config),
+        context=context(configured),
+        unscaled_context=unscaled_context(configured) if hasattr(config, "rope_parameters") else None,
         site_bytes_per_value=_site_bytes(modules.values()),
         multiplied_as_stored=any(
             isinstance(module, HoldsWeight) and is_coded(module.frozen_weight())
@@ -118,15 +121,3 @@ def _site_bytes(modules: Collection[nn.Module]) -> float | None:
 def _weights(module: nn.Module) -> int:
     shape = site_shape("", module)
     return shape.in_features * shape.out_features
-
-
-def context(config: PretrainedConfig) -> int:
-    """Return the largest sample length for which a sample's positions do not depend on others in the pack.
-    LongRoPE changes the rotation of all rows if the longest sample exceeds the original length, which is
-    therefore the limit for such a base."""
-    longest = int(config.max_position_embeddings)
-    rope = getattr(config, "rope_parameters", None) or {}
-    for layer_rope in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        if layer_rope.get("rope_type") == "longrope":
-            longest = min(longest, int(layer_rope["original_max_position_embeddings"]))
-    return longest

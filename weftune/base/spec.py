@@ -2,14 +2,57 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, Literal
+
+from weftune.core.bounds import MAX_COUNT, Bound
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Quantize = Literal["nf4", "int8", "fp8"]
+RopeType = Literal["linear", "yarn", "llama3"]
 
 DEMO = "demo"
 DEMO_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """A change of the rotary positions that extends the context, in the form of transformers. Keys that are
+    not given keep the value of the base's config."""
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+
+    rope_type: RopeType
+    factor: Annotated[float, Bound(at_least=1, at_most=1e6)]
+    """Factor by which the context is extended."""
+    rope_theta: Annotated[float | None, Bound(above=0)] = None
+    original_max_position_embeddings: Annotated[int | None, Bound(at_least=1, at_most=MAX_COUNT)] = None
+    """Context that `factor` multiplies. None selects that of the base's config."""
+    attention_factor: Annotated[float | None, Bound(above=0)] = None
+    beta_fast: Annotated[float | None, Bound(above=0)] = None
+    beta_slow: Annotated[float | None, Bound(above=0)] = None
+    mscale: Annotated[float | None, Bound(above=0)] = None
+    mscale_all_dim: Annotated[float | None, Bound(above=0)] = None
+    truncate: bool | None = None
+    low_freq_factor: Annotated[float | None, Bound(above=0)] = None
+    high_freq_factor: Annotated[float | None, Bound(above=0)] = None
+
+    def values(self) -> dict[str, Any]:
+        """Return the keys that are given."""
+        found = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+ORIGINAL = "original_max_position_embeddings"
+ROPE_KEYS: Mapping[RopeType, tuple[str, ...]] = {
+    "linear": (),
+    "yarn": (
+        ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+    ),
+    "llama3": (ORIGINAL, "low_freq_factor", "high_freq_factor"),
+}  # fmt: skip
+"""Maps each type of rope scaling to the keys that it has besides `rope_type`, `factor` and `rope_theta`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +67,8 @@ class BaseSpec:
     revision: str | None = None
     quantize: Quantize | None = None
     """Quantisation format of the layers' weights. None keeps the format of the base's files."""
+    rope_scaling: RopeScaling | None = None
+    """Extension of the context. None keeps the positions of the base's config."""
     written: str | None = None
     """The user's original name if `model` is its absolute path. It is never a key of jobs.yaml."""
 
@@ -31,3 +76,21 @@ class BaseSpec:
     def published_name(self) -> str:
         """Name of the base in the config of an exported adapter."""
         return DEMO_HUB_ID if self.model == DEMO else self.written or self.model
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> BaseSpec:
+        """Return the base that `record` describes. Raise TypeError or KeyError if it does not."""
+        known: dict[str, Any] = {name: record.get(name) for name in (*BASE_KEYS, "written")}
+        scaling = known.pop("rope_scaling")
+        known["model"] = str(record["model"])
+        return cls(**known, rope_scaling=None if scaling is None else RopeScaling(**scaling))
+
+    def record(self) -> dict[str, Any]:
+        """Return the keys that identify the base as plain values."""
+        found = {name: getattr(self, name) for name in BASE_KEYS}
+        scaling = self.rope_scaling
+        return {**found, "rope_scaling": None if scaling is None else scaling.values()}
+
+
+BASE_KEYS = ("model", "dtype", "revision", "quantize", "rope_scaling")
+"""Keys that identify a base, apart from the path that the user wrote."""

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from weftune.base.config import CONFIG, open_safetensors, read_config, weight_map
-from weftune.base.decoders import DOWN, EXPERTS, GATE_UP, MIXTURES, older_name
+from weftune.base.decoders import DOWN, EXPERTS, GATE_UP, MIXTURES, ROTATES_IMAGES, older_name
 from weftune.base.quant.formats import WeightFormat
 from weftune.base.quant.linear import FORMATS, quant_paths
 from weftune.base.quant.read import (
@@ -301,7 +301,15 @@ def write_wrapper(model: PreTrainedModel, spec: BaseSpec, source: str, target: P
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(files.files)}
         (target / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
     dtype = str(model.dtype).removeprefix("torch.")
-    (target / CONFIG).write_text(json.dumps(_in_dtype(read_config(spec), dtype), indent=2))
+    config = _in_dtype(read_config(spec), dtype)
+    if spec.rope_scaling is not None:
+        text, scaled = config["text_config"], model.config
+        # Transformers would prefer the older key.
+        own = text.pop("rope_scaling", None) or text.get("rope_parameters") or {}
+        kept = {key: own[key] for key in ROTATES_IMAGES if key in own}
+        text["rope_parameters"] = {**kept, **scaled.rope_parameters}
+        text["max_position_embeddings"] = scaled.max_position_embeddings
+    (target / CONFIG).write_text(json.dumps(config, indent=2))
     for name in BESIDE:
         path = found_file(files.where, name, spec.revision)
         if path is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -62,14 +62,7 @@ def base_of(folder: Path) -> BaseSpec:
         found = read_job_file(folder)
         if found is None:
             raise AdapterError(f"{folder} is no folder of a finished job: it holds no {JOB_FILE}.")
-        base: Any = found.values["base"]
-        return BaseSpec(
-            model=str(base["model"]),
-            dtype=base.get("dtype"),
-            revision=base.get("revision"),
-            quantize=base.get("quantize"),
-            written=base.get("written"),
-        )
+        return BaseSpec.from_record(found.values["base"])
     except DamagedJobFile as error:
         raise AdapterError(f"{error}, so it is not known which base the adapter was trained on.") from error
     except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:

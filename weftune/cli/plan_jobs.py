@@ -19,7 +19,7 @@ from weftune.data.samples import SampleOrder
 from weftune.data.spec import DataSpec, EvalSpec
 from weftune.errors import DataError, Mistake, SpecError
 from weftune.jobs.courses import Curriculum, curriculum, cut_data, job_shape
-from weftune.jobs.spec.checks import check_starts, check_targets
+from weftune.jobs.spec.checks import check_on_base
 from weftune.jobs.spec.spec import JobSpec, RunSpec, in_steps
 from weftune.plan.cost.cluster import Cluster
 from weftune.plan.cost.estimate import JobOutline, Speed, sheet_speed
@@ -93,8 +93,7 @@ def read_case(
 ) -> PlanCase:
     """Return the plan's input for a run's jobs on a cluster; the base's sizes come from its config.json."""
     shape = spec_shape(run.base, read_config(run.base), bytes_per_value(run.base, cluster.devices[0].is_gpu))
-    mistakes = [*check_targets(run.jobs, shape, run.locate), *check_starts(run.jobs, shape, run.locate)]
-    if mistakes:
+    if mistakes := check_on_base(run.jobs, shape, run.base, run.locate):
         # Trials share the line of a wrong target.
         raise SpecError(dict.fromkeys(mistakes))
     averaged = averaged_trials(run.sweeps)

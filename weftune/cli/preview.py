@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weftune.cli.early import JobsFile, read_early, refuse_rows
-from weftune.errors import DataError, Mistake, UserError
+from weftune.errors import DataError, Mistake, SpecError, UserError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -53,9 +53,13 @@ def preview(
     from rich.text import Text
 
     from weftune.base.load import inspect, load_tokenizer
+    from weftune.jobs.spec.checks import check_on_base, rope_warnings
 
     tokenizer = load_tokenizer(run.base)
     shape = inspect(run.base)
+    if mistakes := check_on_base(chosen, shape, run.base, run.locate):
+        # Trials share the line of a wrong target.
+        raise SpecError(dict.fromkeys(mistakes))
     console = Console()
     marked = console.color_system is None or console.no_color
     found = prepare_all(chosen, tokenizer, shape.context)
@@ -64,7 +68,7 @@ def preview(
             console.print(part)
     if sweeps:
         _show_trials(console, run, sweeps)
-    for sentence in warned(chosen, found, shape, sweeps):
+    for sentence in (*warned(chosen, found, shape, sweeps), *rope_warnings(chosen, run.base)):
         console.print(Text(f"warning: {sentence}"), soft_wrap=True)
 
 

@@ -80,6 +80,9 @@ class ModelShape:
     sites: tuple[SiteShape, ...]
     context: int
     """Maximum number of tokens per sample that the base has positions for."""
+    unscaled_context: int | None = None
+    """Context before any rope scaling, which the factor of a rope scaling multiplies. None if the context
+    cannot be extended."""
     site_bytes_per_value: float | None = None
     """Bytes per value of the sites' weights, if their format differs from the compute dtype."""
     multiplied_as_stored: bool = False

@@ -123,8 +123,7 @@ class SharedData:
                 for source in (template_source(encoder.tokenizer, chosen, tools=one) for one in (False, True))
             )
             self._templates[chosen] = plain, for_tools
-        longest = data.max_length if context is None else min(data.max_length, context)
-        return Rules(data, encoder, *self._templates[chosen], longest, context)
+        return Rules(data, encoder, *self._templates[chosen], data.longest(context), context)
 
 
 def prepare(
@@ -167,7 +166,7 @@ def _check(data: DataSpec, evaluation: EvalSpec | None) -> None:
         raise DataError(Mistake("data", "give either a path or rows"))
     if data.limit is not None and data.limit < 1:
         raise DataError(Mistake("data.limit", f"must be at least 1, got {data.limit}"))
-    if data.max_length < 2:
+    if data.max_length is not None and data.max_length < 2:
         raise DataError(Mistake("data.max_length", f"must be at least 2, got {data.max_length}"))
     for source in data.sources if data.rows is None else ():
         if not (math.isfinite(source.weight) and source.weight > 0):

@@ -11,6 +11,7 @@ from weftune.core.bounds import MAX_COUNT, RUN_SHARE, Bound
 Format = Literal[
     "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "kto", "tokens"
 ]
+DEFAULT_MAX_LENGTH = 2048
 TrainOn = Literal["assistant", "all", "completion"]
 
 
@@ -39,11 +40,18 @@ class DataSpec:
     """Maps Weftune's column names to those of the file: `{prompt: question}`."""
     split: str | None = None
     limit: Annotated[int | None, Bound(at_least=1)] = None
-    max_length: Annotated[int, Bound(at_least=2, at_most=MAX_COUNT)] = 2048
+    max_length: Annotated[int | None, Bound(at_least=2, at_most=MAX_COUNT)] = None
+    """Maximum number of tokens per sample. None selects DEFAULT_MAX_LENGTH, or the base's context if that is
+    less."""
     train_on: TrainOn = "assistant"
     chat_template: str | None = None
     """`chatml` or the path of a Jinja file. None selects the tokenizer's template."""
     skip_bad_rows: bool = False
+
+    def longest(self, context: int | None) -> int:
+        """Return the maximum number of tokens per sample on a base with this context."""
+        longest = DEFAULT_MAX_LENGTH if self.max_length is None else self.max_length
+        return longest if context is None else min(longest, context)
 
     @property
     def sources(self) -> tuple[Source, ...]:

@@ -77,7 +77,7 @@ def cut_data(spec: JobSpec, context: int) -> DataSpec:
     adapter's virtual tokens."""
     if not (before := spec.adapter.positions_before):
         return spec.data
-    return replace(spec.data, max_length=min(spec.data.max_length, context - before))
+    return replace(spec.data, max_length=spec.data.longest(context - before))
 
 
 _ADAPTER_SIZES: deque[tuple[AdapterSpec, Sequence[SiteShape], JobShape]] = deque(maxlen=16)

@@ -6,10 +6,10 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from weftune.adapters.folder import read_config
-from weftune.base.spec import BaseSpec, Dtype
+from weftune.base.spec import BaseSpec, RopeScaling
 from weftune.core.shapes import in_wrapper
 from weftune.errors import AdapterError
 from weftune.jobs.store.status import resume_line
@@ -29,12 +29,11 @@ def base_spec(job: JobRecord, run: Run) -> BaseSpec | None:
     model = job.base.get("model") or run.base
     if not model:
         return None
-    return BaseSpec(
-        model=str(model),
-        dtype=cast("Dtype | None", job.base.get("dtype") or run.dtype or None),
-        revision=job.base.get("revision"),
-        quantize=job.base.get("quantize"),
-    )
+    own = {key: value for key, value in job.base.items() if key != "written"}
+    try:
+        return BaseSpec.from_record({**own, "model": model, "dtype": own.get("dtype") or run.dtype or None})
+    except TypeError:
+        return None
 
 
 def load_snippet(base: BaseSpec, folder: Path) -> str:
@@ -46,10 +45,16 @@ def load_snippet(base: BaseSpec, folder: Path) -> str:
         arguments = [repr(str(file.parent)), f"gguf_file={file.name!r}"]
     if base.revision:
         arguments.append(f"revision={base.revision!r}")
+    located = ", ".join(arguments)
     if base.dtype:
         arguments.append(f"dtype={base.dtype!r}")
     model = "AutoModelForImageTextToText" if _in_wrapper(folder) else "AutoModelForCausalLM"
     imports = [model, "AutoTokenizer"]
+    rope_lines = []
+    if base.rope_scaling is not None:
+        imports.insert(0, "AutoConfig")
+        rope_lines = _rope_lines(base.rope_scaling, located)
+        arguments.append("config=config")
     if base.quantize == "nf4":
         imports.append("BitsAndBytesConfig")
         arguments.append("quantization_config=nf4")
@@ -59,11 +64,22 @@ def load_snippet(base: BaseSpec, folder: Path) -> str:
             f"from transformers import {', '.join(imports)}",
             "",
             *_quantisation_lines(base, folder),
+            *rope_lines,
             f"model = {model}.from_pretrained({', '.join(arguments)})",
             f"model = PeftModel.from_pretrained(model, {str(folder)!r})",
             f"tokenizer = AutoTokenizer.from_pretrained({str(folder)!r})",
         )
     )
+
+
+def _rope_lines(scaling: RopeScaling, located: str) -> list[str]:
+    """Return lines that load the base's config with the rope scaling that the adapter was trained with. They
+    also fit families whose layers differ in their rope, of which only full attention is scaled."""
+    return [
+        f"config = AutoConfig.from_pretrained({located})",
+        "rope = config.get_text_config().rope_parameters",
+        f'rope.get("full_attention", rope).update({scaling.values()!r})',
+    ]
 
 
 def _quantisation_lines(base: BaseSpec, folder: Path) -> list[str]:

@@ -23,7 +23,7 @@ import torch
 from weftune.adapters.folder import CONFIG
 from weftune.adapters.kind import Parameters
 from weftune.adapters.registry import kind_named
-from weftune.base.spec import BaseSpec
+from weftune.base.spec import BASE_KEYS, BaseSpec
 from weftune.core.clock import Phase, phase
 from weftune.core.files import FORMAT, disk_errors, json_text, ordinary_modes, sync_folder
 from weftune.core.shapes import ModelShape, SiteShape
@@ -47,8 +47,6 @@ from weftune.trainer.journal import Journal
 
 PARTIAL = ".adapter.partial"
 """Folder inside a job's folder for an adapter that is being written."""
-BASE_KEYS = ("model", "dtype", "revision", "quantize")
-"""Keys that identify a base, apart from the path that the user wrote."""
 NAMED_PACKAGES = ("weftune", "torch", "transformers", "peft", "safetensors", "datasets")
 
 
@@ -62,7 +60,7 @@ def describe(job: PreparedJob, base: BaseSpec, deterministic: bool = False) -> d
         "job": resolved(job.spec),
         "steps": job.recipe.steps,
         **({"deterministic": True} if deterministic else {}),
-        "base": {name: getattr(base, name) for name in (*BASE_KEYS, "written")},
+        "base": {**base.record(), "written": base.written},
         "data": {
             "fingerprint": data.train.fingerprint,
             "samples": len(data.train),
@@ -137,13 +135,13 @@ def finished_changes(folder: Path, job: JobSpec, base: BaseSpec, max_steps: int 
         return []
     if found is None:
         return []
-    before, now = found.values, resolved(job)
+    before, now, base_now = found.values, resolved(job), base.record()
     keys = changed_keys(before["job"], now)
     changed = {key: (value_at(before["job"], key), value_at(now, key)) for key in keys}
     changed |= {
-        f"base.{key}": (before["base"].get(key), getattr(base, key))
+        f"base.{key}": (before["base"].get(key), base_now[key])
         for key in BASE_KEYS
-        if before["base"].get(key) != getattr(base, key)
+        if before["base"].get(key) != base_now[key]
     }
     if not changed and job.steps is not None:
         steps = job.steps if max_steps is None else min(job.steps, max_steps)

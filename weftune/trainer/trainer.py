@@ -26,13 +26,16 @@ from weftune.data.prepare import SharedData
 from weftune.data.workers import end_workers
 from weftune.errors import BaseModelError, Mistake, OutputError, SpecError, UserError, WeightsLost
 from weftune.jobs.spec.checks import (
+    check_lengths,
     check_names,
     check_starts,
     check_targets,
     data_warnings,
+    rope_warnings,
     told_once,
     warnings,
 )
+from weftune.jobs.spec.read import parse_base
 from weftune.jobs.spec.retry import as_retried, new_retry, with_changes
 from weftune.jobs.spec.spec import JobSpec, locate_in_job, resolved
 from weftune.jobs.store.job_file import DamagedJobFile, read_job_file
@@ -111,7 +114,7 @@ class Trainer:
         place: Callable[..., str] = locate_in_job,
     ) -> None:
         if isinstance(base, str | Mapping):
-            base = BaseSpec(model=base) if isinstance(base, str) else BaseSpec(**base)
+            base = BaseSpec(model=base) if isinstance(base, str) else parse_base(base)
         self.base = base
         self.spec = base.spec if isinstance(base, Base) else base
         self.output = Path(output)
@@ -245,7 +248,7 @@ class Trainer:
             raise SpecError("There is no job to train; add one.")
         jobs = list(self.jobs.values())
         self._refuse_mistakes(jobs, shape)
-        self._tell_of_jobs("warning", warnings(jobs, shape))
+        self._tell_of_jobs("warning", [*warnings(jobs, shape), *rope_warnings(jobs, self.spec)])
         known = [*self.jobs, *proposed_trials(self.output, self.sweeps)]
         for option, names in (("--restart", self.options.restart), ("--retry", self.options.retry)):
             if unknown := [name for name in names if name not in known]:
@@ -258,12 +261,13 @@ class Trainer:
         self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
 
     def _refuse_mistakes(self, jobs: Sequence[JobSpec], shape: ModelShape) -> None:
-        """Refuse targets that the base lacks, and jobs that cannot start from the job they name; with shares,
-        the process that divides the jobs checks this."""
+        """Refuse targets that the base lacks, samples longer than its context, and jobs that cannot start
+        from the job they name; with shares, the process that divides the jobs checks this."""
         known = list(self.jobs) if self.options.share is None else [source_of(job.adapter) for job in jobs]
         mistakes = check_names(jobs, known, self._place)
         mistakes = mistakes or check_starts(list(self.jobs.values()), shape, self._place)
-        if mistakes := [*mistakes, *check_targets(jobs, shape, self._place)]:
+        mistakes += check_targets(jobs, shape, self._place)
+        if mistakes := [*mistakes, *check_lengths(jobs, shape, self.spec, self._place)]:
             raise SpecError(dict.fromkeys(mistakes))
 
     def _recalled_sweeps(self, store: Store) -> Sweeps:

@@ -29,7 +29,7 @@ RANGES = [
     (("adapter", "alpha_pattern", ANY), [1e-9], [(0, "above 0")]),
     (("data", "path", ANY, "weight"), [1e-9, 10**6], [(0, "above 0"), (10**6 + 1, "at most 1000000")]),
     (("data", "limit"), [1, None, 10**15], [(0, "at least 1"), (1.5, WHOLE)]),
-    (("data", "max_length"), [2, LARGE], [(1, "at least 2"), (LARGE + 1, "at most 1e+12"), (2.5, WHOLE)]),
+    (("data", "max_length"), [2, None], [(1, "at least 2"), (LARGE + 1, "at most 1e+12"), (2.5, WHOLE)]),
     (("eval", "fraction"), [1e-9, 0.999, None], [(0, "above 0"), (1, "below 1")]),
     (("eval", "every"), [1e-9, 1, 7, LARGE, None], [(0, "above 0"), (LARGE + 1, "at most"), (1.5, SHARE)]),
     (("epochs",), [1e-9, 1.5, 10**9, None], [(0, "above 0"), (10**9 + 1, "at most 1000000000")]),
@@ -49,6 +49,15 @@ RANGES = [
     (("sweep", "trials"), [1, 1000, None], [(0, "at least 1"), (1001, "at most 1000"), (1.5, WHOLE)]),
     (("sweep", "keep"), [1, 1000], [(0, "at least 1"), (1001, "at most 1000"), (1.5, WHOLE)]),
     (("sweep", "halving", "at", ANY), [1e-9, 0.999], [(0, "above 0"), (1, "below 1")]),
+    (("base", "rope_scaling", "factor"), [1, 10**6], [(0.9, "at least 1"), (10**6 + 1, "at most 1000000")]),
+    (("base", "rope_scaling", "original_max_position_embeddings"), [1, None], [(0, "least 1"), (1.5, WHOLE)]),
+    *(
+        (("base", "rope_scaling", key), [1e-9, 32, None], [(0, "above 0")])
+        for key in (
+            "rope_theta", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+            "low_freq_factor", "high_freq_factor",
+        )
+    ),
     (("sweep", "halving", "keep"), [1e-9, 0.999], [(0, "above 0"), (1, "below 1")]),
 ]  # fmt: skip
 

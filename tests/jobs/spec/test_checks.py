@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from weftune.adapters.target import FromJob
+from weftune.base.spec import BaseSpec, RopeScaling
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import SpecError
 from weftune.jobs.spec.checks import (
+    check_lengths,
     check_names,
     check_starts,
     check_targets,
@@ -85,9 +87,32 @@ def test_what_may_not_be_meant_is_a_warning() -> None:
     assert "weftune export --portable" in patterned
     stray, _ = warnings([job(rank=4, targets=["q_proj"], alpha_pattern={"v_proj": 8})], SHAPE)
     assert stray == 'a: alpha_pattern "v_proj" matches none of the job\'s targets'
-    assert warnings([job(rank=4, max_length=512)], SHAPE) == []
-    (long,) = warnings([job(rank=4, max_length=513)], SHAPE)
-    assert "max_length 513 is over the base's context of 512 tokens" in long
+    prompt = JobSpec(
+        name="a",
+        data={"path": "owner/rows", "max_length": 512},
+        adapter={"kind": "prompt", "num_virtual_tokens": 12},
+    )
+    long = warnings([prompt], SHAPE)[-1]
+    assert "max_length 512 is over the 500 that virtual tokens leave of the base's context of 512" in long
+
+
+def test_a_max_length_over_the_context_is_told_once_for_all_jobs_at_one_place(tmp_path: Path) -> None:
+    base, scalable = BaseSpec(model="x"), replace(SHAPE, unscaled_context=512)
+    assert check_lengths([job(max_length=512), JobSpec(name="b", data="owner/rows")], SHAPE, base) == []
+    jobs = [{"name": "a"}, {"name": "b"}]
+    run = parse_run(
+        {"base": "x/y", "jobs": jobs, "defaults": {"data": {"path": "o/r", "max_length": 513}}}, tmp_path
+    )
+    (mistake,) = check_lengths(run.jobs, scalable, base, run.locate)
+    assert str(mistake) == (
+        "defaults.data.max_length: max_length 513 of a, b is over the base's context of 512 tokens; write "
+        "512 or less, or extend it with `rope_scaling: {rope_type: yarn, factor: 2}` under `base:`"
+    )
+    (learned,) = check_lengths(run.jobs[:1], SHAPE, base)
+    assert learned.sentence.endswith("choose another base, for the positions of this one cannot be scaled")
+    scaled = replace(base, rope_scaling=RopeScaling(rope_type="linear", factor=1.0))
+    (larger,) = check_lengths(run.jobs[:1], scalable, scaled)
+    assert larger.sentence.endswith("write 512 or less, or raise base.rope_scaling.factor to 2")
 
 
 def test_a_learning_rate_that_nothing_trains_with_is_a_warning_before_the_run() -> None:

@@ -144,7 +144,7 @@ def test_a_file_is_near_by_its_name_and_not_by_its_ending(tmp_path: Path) -> Non
         ("run", "rank", "is not a key of the file; write adapter.rank in each job, or under defaults"),
         ("run", "seed", "is not a key of the file; write seed in each job, or under defaults"),
         ("base", "rank", "is not a key of base; write adapter.rank in each job, or under defaults"),
-        ("base", "zzz", "is not a key of base; its keys are model, dtype, revision, quantize"),
+        ("base", "zzz", "is not a key of base; its keys are model, dtype, revision, quantize, rope_scaling"),
         ("source", "wieght", "is not a key of a source of data; did you mean weight?"),
         ("job", "tf32", "leave it out"),
     ],

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from weftune.base.spec import BaseSpec
+from weftune.base.spec import BaseSpec, RopeScaling
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.data.spec import Source
 from weftune.errors import BaseModelError, Mistake, SpecError
@@ -217,6 +217,29 @@ def told(mapping: object, folder: Path, **keys: Path) -> list[str]:
             "base.quantization_config: write quantize (nf4, ",
         ),
         ({"model": "owner/x", "llm_int8_threshold": 6}, "base.llm_int8_threshold: leave it out"),
+        ({"model": "owner/x", "rope_parameters": {}}, "base.rope_parameters: write rope_scaling"),
+        ({"model": "owner/x", "rope_scaling": "yarn"}, "base.rope_scaling: must be a mapping such as {rope_"),
+        ({"model": "owner/x", "rope_scaling": {"factor": 2}}, "base.rope_scaling: needs rope_type: linear, "),
+        ({"model": "owner/x", "rope_scaling": {"type": "yarn"}}, "base.rope_scaling: needs factor: how many"),
+        *(
+            ({"model": "owner/x", "rope_scaling": {"rope_type": kind, **keys}}, f"base.rope_scaling{mistake}")
+            for kind, keys, mistake in (
+                ("yarnn", {"factor": 2}, '.rope_type: must be linear, yarn or llama3, got "yarnn"; did you'),
+                ("dynamic", {"factor": 2}, ".rope_type: dynamic changes the positions of all samples with"),
+                ("longrope", {"long_factor": [1]}, ".rope_type: longrope changes the positions of all"),
+                ("default", {}, ".rope_type: default scales nothing; leave rope_scaling out"),
+                ("yarn", {"factor": 0.5}, ".factor: must be at least 1, got 0.5"),
+                (
+                    "yarn",
+                    {"factor": 2, "beta_fats": 8},
+                    ".beta_fats: is not a key of base.rope_scaling; did ",
+                ),
+                ("yarn", {"factor": 2, "type": "yarn"}, ".type: give rope_type or type, not both"),
+                ("yarn", {"factor": 2, "beta_slow": 32}, ".beta_slow: must be below beta_fast, which is 32"),
+                ("linear", {"factor": 2, "beta_fast": 8}, ".beta_fast: is a key of yarn, not of linear"),
+                ("llama3", {"factor": 2, "low_freq_factor": 1}, ": llama3 needs high_freq_factor; Llama 3"),
+            )
+        ),
         (None, "base: must be a Hub id"),
         (["demo"], "base: must be a Hub id"),
     ],
@@ -235,6 +258,14 @@ def test_a_base_is_a_folder_before_it_is_an_id_and_demo_is_neither(tmp_path: Pat
     assert run.base == BaseSpec(model="owner/x", revision="v1")
     run = parse_run({"base": {"model": "owner/x", "quantize": "int8"}, "jobs": [ONE]}, tmp_path)
     assert run.base == BaseSpec(model="owner/x", quantize="int8")
+    older, newer = (
+        parse_run(
+            {"base": {"model": "owner/x", "rope_scaling": {key: "yarn", "factor": 2}}, "jobs": [ONE]},
+            tmp_path,
+        ).base
+        for key in ("type", "rope_type")
+    )
+    assert older == newer == BaseSpec(model="owner/x", rope_scaling=RopeScaling(rope_type="yarn", factor=2.0))
 
 
 def test_foreign_keys_of_quantisation_in_a_job_lead_to_the_base(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from weftune.adapters.folder import CONFIG, WEIGHTS, no_weights
 from weftune.adapters.kinds import BROKEN, KINDS
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.target import ALL_LINEAR, layer_numbers
+from weftune.base.spec import ROPE_KEYS
 from weftune.core.bounds import Bound, show
 from weftune.core.limited import ending, slow_sentence
 from weftune.errors import Mistake
@@ -371,3 +372,52 @@ def _expression(text: str, whole: str, loc: Loc) -> Iterator[Fault]:
         re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:
         yield Fault(loc, f"is no regular expression: {error}; a list names module endings without one")
+
+
+ROPE: Loc = ("base", "rope_scaling")
+BY_LONGEST = (
+    "changes the positions of all samples with the longest one of a batch, so a job's results would depend "
+    "on the samples that it is packed with; write rope_type: yarn"
+)
+NO_SCALING: Mapping[str, str] = {
+    "dynamic": BY_LONGEST,
+    "longrope": BY_LONGEST,
+    "su": BY_LONGEST,
+    "default": "scales nothing; leave rope_scaling out",
+}
+"""Maps each rope type of transformers that is refused to the reason."""
+
+
+def rope_checked(base: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
+    """Return the keys of the base with `type`, an older name of `rope_type`, renamed, and the faults of its
+    rope scaling that types do not show."""
+    keys = base.get("rope_scaling")
+    if not isinstance(keys, Mapping):
+        return dict(base), []
+    if "type" in keys and "rope_type" in keys:
+        return {**base, "rope_scaling": None}, [Fault((*ROPE, "type"), "give rope_type or type, not both")]
+    name = "type" if "type" in keys else "rope_type"
+    kind = keys.get(name)
+    if isinstance(kind, str) and kind in NO_SCALING:
+        return {**base, "rope_scaling": None}, [Fault((*ROPE, name), f"{kind} {NO_SCALING[kind]}")]
+    keys = {"rope_type" if key == "type" else key: value for key, value in keys.items()}
+    whole = {**base, "rope_scaling": keys}
+    return whole, [*number_faults({"base": whole}), *_rope_faults(kind, keys)]
+
+
+def _rope_faults(kind: Any, keys: Mapping[str, Any]) -> Iterator[Fault]:
+    if kind not in ROPE_KEYS:
+        return
+    for key in keys:
+        others = [name for name, known in ROPE_KEYS.items() if key in known and name != kind]
+        if others and key not in ROPE_KEYS[kind]:
+            yield Fault((*ROPE, key), f"is a key of {' and '.join(others)}, not of {kind}; leave it out")
+    lacking = [key for key in ("low_freq_factor", "high_freq_factor") if keys.get(key) is None]
+    if kind == "llama3" and lacking:
+        yield Fault(
+            ROPE, f"llama3 needs {' and '.join(lacking)}; Llama 3 has low_freq_factor: 1, high_freq_factor: 4"
+        )
+    for lower, upper, default in (("low_freq_factor", "high_freq_factor", 4), ("beta_slow", "beta_fast", 32)):
+        low, high = keys.get(lower), keys.get(upper, default)
+        if isinstance(low, int | float) and isinstance(high, int | float) and low >= high:
+            yield Fault((*ROPE, lower), f"must be below {upper}, which is {show(high)}, got {show(low)}")

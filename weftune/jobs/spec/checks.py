@@ -1,5 +1,5 @@
-"""Checks of jobs that need the base or the other jobs of the run: targets that match nothing, ranks larger
-than a layer's width, adapters that cannot start from one another."""
+"""Checks of jobs that need the base or the other jobs of the run: targets that match nothing, samples longer
+than the base's context, ranks larger than a layer's width, adapters that cannot start from one another."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from weftune.adapters.folder import refuse_slow
 from weftune.adapters.lora.spec import LoraSpec, pattern_for, read_spec
 from weftune.adapters.target import TargetSpec, layer_numbers, source_of
+from weftune.base.spec import BaseSpec
 from weftune.core.bounds import show
 from weftune.core.limited import slow_sentence
 from weftune.core.shapes import ModelShape, SiteShape, layer_of
-from weftune.errors import AdapterError, Mistake
+from weftune.errors import AdapterError, Mistake, OutputError
 from weftune.jobs.spec.keys import nearest
 from weftune.jobs.spec.layer import Fault, Loc
 from weftune.jobs.spec.spec import JobSpec, in_steps, locate_in_job
+from weftune.jobs.store.job_file import read_job_file
 from weftune.plan.cost.memory import gib
 
 HIGH_RATE, HIGH_DECAY = 0.1, 1.0
@@ -27,6 +30,17 @@ LEAST_TOKENS = 2
 """Minimum number of tokens in a sample: one of them is predicted from the other."""
 NAMED = 4
 """Maximum number of jobs that a message names; of more jobs, it gives the number."""
+
+
+def check_on_base(
+    jobs: Sequence[JobSpec], shape: ModelShape, base: BaseSpec, locate: Callable[..., str] = locate_in_job
+) -> list[Mistake]:
+    """Return the mistakes of a run's jobs that the sizes of its base show."""
+    return [
+        *check_targets(jobs, shape, locate),
+        *check_lengths(jobs, shape, base, locate),
+        *check_starts(jobs, shape, locate),
+    ]
 
 
 def check_targets(
@@ -39,6 +53,35 @@ def check_targets(
         for job in jobs
         for fault in _adapter_faults(job.adapter, shape)
     ]
+
+
+def check_lengths(
+    jobs: Sequence[JobSpec], shape: ModelShape, base: BaseSpec, locate: Callable[..., str] = locate_in_job
+) -> list[Mistake]:
+    """Return a mistake for every `max_length` over the base's context, which names all jobs that it is of."""
+    over: dict[tuple[str, int], list[str]] = {}
+    for job in jobs:
+        if job.data.max_length is not None and job.data.max_length > shape.context:
+            place = locate(job.name, "data", "max_length")
+            over.setdefault((place, job.data.max_length), []).append(job.name)
+    return [
+        Mistake(
+            place,
+            f"max_length {length} of {_names(names)} is over the base's context of {shape.context} tokens; "
+            f"write {shape.context} or less, or {_longer(length, shape, base)}",
+        )
+        for (place, length), names in over.items()
+    ]
+
+
+def _longer(length: int, shape: ModelShape, base: BaseSpec) -> str:
+    """Return what extends the base's context to `length` tokens."""
+    if shape.unscaled_context is None:
+        return "choose another base, for the positions of this one cannot be scaled"
+    factor = math.ceil(length / shape.unscaled_context)
+    if base.rope_scaling is not None:
+        return f"raise base.rope_scaling.factor to {factor}"
+    return f"extend it with `rope_scaling: {{rope_type: yarn, factor: {factor}}}` under `base:`"
 
 
 def _adapter_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
@@ -158,6 +201,11 @@ def warnings(jobs: Sequence[JobSpec], shape: ModelShape) -> list[str]:
     return told_once((job.name, sentence) for job in jobs for sentence in _job_warnings(job, shape, adapters))
 
 
+def rope_warnings(jobs: Sequence[JobSpec], base: BaseSpec) -> list[str]:
+    """Return warnings about jobs that start from an adapter of which the base had another rope scaling."""
+    return told_once((job.name, sentence) for job in jobs for sentence in _rope_warnings(job, base))
+
+
 def data_warnings(job: JobSpec, samples: int, steps: int, evaluates_trained: bool = False) -> Iterator[str]:
     """Yield warnings that depend on the data: the number of samples, the number of steps in the run, and
     whether all rows of the evaluation are also trained on."""
@@ -211,10 +259,32 @@ def _job_warnings(job: JobSpec, shape: ModelShape, adapters: Mapping[str, Target
         )
     if isinstance(adapter, LoraSpec):
         yield from _lora_warnings(adapter, sites, adapters)
-    if job.data.max_length > (room := shape.context - adapter.positions_before):
-        context = f"the base's context of {shape.context} tokens"
-        less = f"the {room} that virtual tokens leave of {context}" if adapter.positions_before else context
-        yield f"max_length {job.data.max_length} is over {less}; longer samples are cut there"
+    if (job.data.max_length or 0) > (room := shape.context - adapter.positions_before):
+        yield (
+            f"max_length {job.data.max_length} is over the {room} that virtual tokens leave of the base's "
+            f"context of {shape.context} tokens; longer samples are cut there"
+        )
+
+
+def _rope_warnings(job: JobSpec, base: BaseSpec) -> Iterator[str]:
+    if not isinstance(job.adapter.init_from, str):
+        return
+    try:
+        found = read_job_file(Path(job.adapter.init_from))
+    except OutputError:
+        return
+    now, before = base.record()["rope_scaling"], (found.values["base"] if found else {}).get("rope_scaling")
+    if found is not None and before != now:
+        yield (
+            f"init_from was trained with {_rope_text(before)}, and this run has {_rope_text(now)}; to "
+            "continue from what it computes, scale the base as it was"
+        )
+
+
+def _rope_text(scaling: Mapping[str, Any] | None) -> str:
+    if not scaling:
+        return "no rope_scaling"
+    return f"rope_scaling {{{', '.join(f'{key}: {value}' for key, value in scaling.items())}}}"
 
 
 def _lora_warnings(

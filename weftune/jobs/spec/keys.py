@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Required, TypedDict
 
 from weftune.adapters.kinds import KINDS, AdapterSpec
 from weftune.adapters.target import FromJob
-from weftune.base.spec import BaseSpec
+from weftune.base.spec import BaseSpec, RopeScaling
 from weftune.core.bounds import MAX_COUNT, RUN_SHARE, SEED, Bound, show
 from weftune.data.spec import DataSpec, EvalSpec, Source
 from weftune.jobs.sweeps.spec import Halving, SweepSpec
@@ -131,6 +131,7 @@ def _names(*records: type) -> tuple[str, ...]:
 SECTIONS: Mapping[str, Sequence[str]] = {
     "run": ("base", "output", "report_to", "deterministic", "defaults", "jobs"),
     "base": tuple(name for name in _names(BaseSpec) if name != "written"),
+    "rope_scaling": _names(RopeScaling),
     "job": (*JobKeys.__annotations__, "sweep"),
     "adapter": _names(*KINDS.values()),
     "data": tuple(name for name in _names(DataSpec) if name != "rows"),
@@ -142,7 +143,13 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     "init_from": _names(FromJob),
 }
 """Maps each section of jobs.yaml to its keys, which are the fields of the records."""
-TITLES = {"run": "the file", "job": "a job", "source": "a source of data", "halving": "sweep.halving"}
+TITLES = {
+    "run": "the file",
+    "rope_scaling": "base.rope_scaling",
+    "job": "a job",
+    "source": "a source of data",
+    "halving": "sweep.halving",
+}
 SAME_FOR_ALL: Mapping[str, str] = {
     "name": "every trial is named after what sets it apart",
     "data": "trials that train on other rows cannot be compared; write a job for each",
@@ -154,7 +161,7 @@ SAME_FOR_ALL: Mapping[str, str] = {
 }
 """Maps the first part of a key to the reason why all trials of a sweep share its value."""
 
-INNER = ("source", "halving", "init_from")
+INNER = ("source", "halving", "init_from", "rope_scaling")
 """Sections inside other sections; their keys are not suggested for unknown keys of other sections."""
 
 FOREIGN: Mapping[str, str] = {
@@ -189,6 +196,7 @@ FOREIGN: Mapping[str, str] = {
         "quantization quantization_config quantization_bit quantization_method bnb_4bit_quant_type "
         "load_in_4bit load_in_8bit"
     ),
+    "base.rope_scaling": "rope_parameters",
     "run.output": "output_dir",
     "data.path": "dataset_name train_file training_file datasets dataset dataset_path dataset_dir",
     "eval.path": "validation_file test_datasets",
@@ -245,6 +253,7 @@ _ANSWERED: Mapping[str, str] = {
     "bf16": "write base: {model: ..., dtype: bfloat16} at the top of the file",
     "fp16": "write base: {model: ..., dtype: float16} at the top of the file",
     "tf32": "leave it out",
+    "partial_rotary_factor": "leave it out, the base's own is kept",
     "bnb_4bit_use_double_quant": "leave it out, nf4 always quantises twice",
     "bnb_4bit_compute_dtype": "write base: {model: ..., dtype: ...}, which all products are computed in",
     "bnb_4bit_quant_storage": "leave it out, nf4 is stored in bytes",

@@ -12,8 +12,8 @@ from weftune.base.spec import DEMO, BaseSpec
 from weftune.core.bounds import show
 from weftune.core.shapes import ModelShape
 from weftune.errors import Mistake, SpecError, UserError
-from weftune.jobs.spec.build import build_job, exists, is_hub_id, is_revision, missing, place_in
-from weftune.jobs.spec.checks import SOURCE, check_starts, check_targets, name_faults
+from weftune.jobs.spec.build import build_job, exists, is_hub_id, is_revision, missing, place_in, rope_checked
+from weftune.jobs.spec.checks import SOURCE, check_on_base, name_faults
 from weftune.jobs.spec.keys import SECTIONS, repeated, unknown_key
 from weftune.jobs.spec.layer import (
     ROWS,
@@ -55,6 +55,15 @@ def read_run(path: Path | str, shape_of: ShapeOf | None = None) -> RunSpec:
 def parse_run(mapping: Any, folder: Path, file: Path | None = None) -> RunSpec:
     """Read a run from a mapping that is already in memory; paths are relative to `folder`."""
     return _Reader("" if file is None else file.name, folder.absolute(), {}, []).run(mapping, file)
+
+
+def parse_base(values: Mapping[str, Any]) -> BaseSpec:
+    """Read a base from a mapping with the keys of `base` in a jobs file."""
+    reader = _Reader("", Path.cwd(), {}, [])
+    base = reader.base(values)
+    reader.raise_mistakes()
+    assert base is not None
+    return base
 
 
 @dataclass(slots=True)
@@ -115,7 +124,7 @@ class _Reader:
             return error.mistakes
         if shape is None:
             return ()
-        return [*check_targets(run.jobs, shape, run.locate), *check_starts(run.jobs, shape, run.locate)]
+        return check_on_base(run.jobs, shape, run.base, run.locate)
 
     def fault(self, loc: Loc, sentence: str) -> None:
         line = next((self.lines[loc[:n]] for n in range(len(loc), -1, -1) if loc[:n] in self.lines), 0)
@@ -130,10 +139,12 @@ class _Reader:
         for key in keys:
             if key not in known:
                 self.fault(("base", key), unknown_key("base", str(key)))
+        known, flaws = rope_checked(known)
         base = build(BaseSpec, known, "base", ("base",))
-        if isinstance(base, list):
-            for flaw in base:
-                self.fault(flaw.loc, flaw.sentence)
+        flaws = [*flaws, *(base if isinstance(base, list) else ())]
+        if flaws:
+            for loc, sentence in {flaw.loc: flaw.sentence for flaw in reversed(flaws)}.items():
+                self.fault(loc, sentence)
             return None
         assert isinstance(base, BaseSpec)
         return self.located_base(base, ("base",) if isinstance(value, str) else ("base", "model"))

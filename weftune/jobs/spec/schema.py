@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from weftune.adapters.kinds import KINDS as ADAPTER_KINDS
+from weftune.base.spec import RopeScaling
 from weftune.core.bounds import Bound, show
 from weftune.jobs.spec.keys import JobKeys, nearest, unknown_key
 from weftune.jobs.spec.layer import ABSENT, Fault, Loc, step_into
@@ -39,6 +40,7 @@ EXPECTED: Mapping[Loc, str] = {
     ("sweep", "halving"): "a mapping such as {at: [0.1, 0.3], keep: 0.33}",
     ("sweep", "halving", "at"): "a list of shares of the steps such as [0.1, 0.3]",
     ("base",): "a Hub id, a folder, a GGUF file, demo, or a mapping such as {model: demo, dtype: float32}",
+    ("base", "rope_scaling"): "a mapping such as {rope_type: yarn, factor: 4}",
 }
 """Maps each location to a description of the allowed values, where the type alone describes them badly."""
 
@@ -61,6 +63,7 @@ INNER: Mapping[Loc, str] = {
     ("data", "path"): "source",
     ("adapter", "init_from"): "init_from",
     ("sweep", "halving"): "halving",
+    ("base", "rope_scaling"): "rope_scaling",
 }
 """Maps each location of a section inside another section to its name."""
 
@@ -73,6 +76,8 @@ REQUIRED: Mapping[str, str] = {
     "at": f"at: {EXPECTED['sweep', 'halving', 'at']}",
     "keep": "keep: the share of trials that continues, such as 0.33",
     "job": "job: the name of another job",
+    "rope_type": "rope_type: linear, yarn or llama3",
+    "factor": "factor: how many times longer the context becomes, such as 4",
     "patience": "patience: how many evaluations to wait",
 }
 """Maps each required key to the words with which a message asks for it."""
@@ -173,8 +178,9 @@ BOUNDS: Mapping[Loc, Bound] = {
     **{loc: bound for kind in ADAPTER_KINDS.values() for loc, bound in _bounds(kind, ("adapter",))},
     **dict(_bounds(JobKeys, ())),
     **dict(_bounds(SweepSpec, ("sweep",))),
+    **dict(_bounds(RopeScaling, ("base", "rope_scaling"))),
 }
-"""Maps the location of every number in a job to its allowed range."""
+"""Maps the location of every number in a job, and in the base, to its allowed range."""
 
 
 def bound_at(loc: Loc) -> Bound | None:

@@ -13,7 +13,7 @@ from weftune.adapters.kinds import AdapterSpec
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.target import FromJob
 from weftune.base.spec import BaseSpec
-from weftune.data.spec import DataSpec, EvalSpec
+from weftune.data.spec import DEFAULT_MAX_LENGTH, DataSpec, EvalSpec
 from weftune.errors import Mistake, SpecError
 from weftune.jobs.spec.build import build_job
 from weftune.jobs.spec.keys import EarlyStop, JobKeys, Keep, Objective, Schedule
@@ -165,6 +165,8 @@ def _completed(job: Mapping[str, Any]) -> dict[str, Any]:
     whole = {**ADDED, **job}
     if isinstance(adapter := whole.get("adapter"), Mapping):
         whole["adapter"] = {**ADDED_TO_ADAPTERS, **adapter}
+    if isinstance(data := whole.get("data"), Mapping) and data.get("max_length") is None:
+        whole["data"] = {**data, "max_length": DEFAULT_MAX_LENGTH}
     return whole
 
 

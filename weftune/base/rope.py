@@ -1,0 +1,116 @@
+"""The context of a base by its config, and its extension by rope scaling. It does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weftune.base.spec import ORIGINAL, ROPE_KEYS, BaseSpec
+from weftune.errors import BaseModelError
+
+Config = Mapping[str, Any]
+
+LONG_ROPE = ("longrope", "su")
+"""Names of the rope type LongRoPE in config.json; "su" is used in early files."""
+FULL = "full_attention"
+"""Key of the layers that attend to the whole sample, where layers differ in their rope."""
+LEARNED = ("gpt2", "opt")
+"""Families with learned positions, of which there are as many as the base was trained with."""
+LONG_ROPE_ONLY = ("phi3",)
+"""Families for which transformers accepts no other rope scaling than LongRoPE."""
+SCALING_KEYS = {"type", *(key for keys in ROPE_KEYS.values() for key in keys)}
+
+
+def context(config: Config) -> int:
+    """Return the largest sample length for which a sample's positions do not depend on others in the pack.
+    LongRoPE changes the rotation of all rows if the longest sample exceeds the original length, which is
+    therefore the limit for such a base."""
+    longest, rope = _positions(config), _rope(config)
+    for one in [rope, *(value for value in rope.values() if isinstance(value, Mapping))]:
+        if _type(one) in LONG_ROPE:
+            longest = min(longest, int(one.get(ORIGINAL) or config[ORIGINAL]))
+    return longest
+
+
+def unscaled_context(config: Config) -> int | None:
+    """Return the context before any rope scaling, which `factor` of a rope scaling multiplies. None if the
+    context cannot be extended."""
+    if config.get("model_type") in (*LEARNED, *LONG_ROPE_ONLY):
+        return None
+    return round(_original(config))
+
+
+def scaled_values(config: Config, spec: BaseSpec) -> dict[str, Any]:
+    """Return the values of a config that the base's rope scaling changes."""
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return {}
+    _refuse_unscalable(config, spec)
+    rope, own = _rope(config), _full_rope(config)
+    kept = {
+        key: value
+        for key, value in own.items()
+        if key not in SCALING_KEYS or key in ROPE_KEYS[scaling.rope_type]
+    }
+    changed = {**kept, **scaling.values()}
+    original = scaling.original_max_position_embeddings or _original(config)
+    if ORIGINAL in ROPE_KEYS[scaling.rope_type]:
+        changed[ORIGINAL] = int(original)
+    # What a config says of its context holds for its own rope only.
+    same = _type(own) in ("default", scaling.rope_type)
+    longest = max(_positions(config) if same else 0, int(original * scaling.factor))
+    return {
+        "rope_parameters": {**rope, FULL: changed} if FULL in rope else changed,
+        "max_position_embeddings": longest,
+    }
+
+
+def no_rope(family: str, spec: BaseSpec) -> BaseModelError:
+    return BaseModelError(
+        f"base.rope_scaling: {spec.model} ({family}) has no rotary positions that can be scaled; leave it "
+        "out, or choose a base with a longer context."
+    )
+
+
+def _refuse_unscalable(config: Config, spec: BaseSpec) -> None:
+    assert spec.rope_scaling is not None
+    family, own = config.get("model_type"), _full_rope(config)
+    if family in LEARNED:
+        raise no_rope(str(family), spec)
+    if family in LONG_ROPE_ONLY:
+        raise BaseModelError(
+            f"base.rope_scaling: transformers scales {family} models with longrope only, so the positions of "
+            f"{spec.model} cannot be scaled here; leave it out."
+        )
+    named = spec.rope_scaling.original_max_position_embeddings or own.get(ORIGINAL) or config.get(ORIGINAL)
+    if ORIGINAL in ROPE_KEYS[spec.rope_scaling.rope_type] and not named and _type(own) != "default":
+        raise BaseModelError(
+            f"base.rope_scaling: the rope of {spec.model} is {_type(own)} already, and its config does not "
+            f"say with which context it was trained before; write {ORIGINAL}, too."
+        )
+
+
+def _rope(config: Config) -> Mapping[str, Any]:
+    found = config.get("rope_parameters") or config.get("rope_scaling")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _full_rope(config: Config) -> Mapping[str, Any]:
+    """Return the rope of the layers that attend to the whole sample."""
+    return _rope(config).get(FULL) or _rope(config)
+
+
+def _type(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+def _positions(config: Config) -> int:
+    return int(config.get("max_position_embeddings") or config["n_positions"])
+
+
+def _original(config: Config) -> float:
+    """Return the context with which the base was trained before its own rope scaling, if it has one."""
+    own = _full_rope(config)
+    if original := own.get(ORIGINAL) or config.get(ORIGINAL):
+        return float(original)
+    return _positions(config) / (float(own.get("factor") or 1) if _type(own) == "linear" else 1.0)
