@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.base.folders import model_folder
+from tests.families import CONTEXT
+from weftune.base.architecture import spec_shape
+from weftune.base.config import read_config
+from weftune.base.host.streamed import load_streamed
+from weftune.base.load import inspect, load_base, load_plain
 from weftune.base.rope import context, scaled_values, unscaled_context
 from weftune.base.spec import BaseSpec, RopeScaling
+from weftune.base.stages import load_stage
+from weftune.core.shapes import LayerRange
 from weftune.errors import BaseModelError
+from weftune.plan.program.layout import Layout, StageLayers
+
+CPU = torch.device("cpu")
 
 PLAIN: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 4096}
 LLAMA3 = {
@@ -79,3 +95,39 @@ def test_positions_that_cannot_be_scaled_are_refused(family: str, reason: str) -
     assert unscaled_context({**PLAIN, "model_type": family}) is None
     with pytest.raises(BaseModelError, match=reason):
         scaled({**PLAIN, "model_type": family}, "yarn", 2.0)
+
+
+STREAMED = Layout((StageLayers(0, 1, resident=False), StageLayers(1, 2, resident=False)), (2,))
+WAYS: dict[str, Callable[[BaseSpec], PreTrainedModel]] = {
+    "plain": lambda spec: load_plain(spec, CPU),
+    "resident": lambda spec: load_base(spec, CPU).model,
+    "quantised": lambda spec: load_base(replace(spec, quantize="int8"), CPU).model,
+    "stage": lambda spec: load_stage(spec, CPU, LayerRange(1, 2, 2)).model,
+    "streamed": lambda spec: load_streamed(spec, CPU, STREAMED).whole.model,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_loading_has_the_cosines_of_transformers(way: str, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    scaling = RopeScaling(rope_type="yarn", factor=3.0)
+    found: Any = WAYS[way](BaseSpec(model=str(folder), dtype="float32", rope_scaling=scaling))
+    theirs = {"rope_type": "yarn", "factor": 3.0, "rope_theta": 1e4}
+    config = AutoConfig.from_pretrained(folder, rope_parameters=theirs)
+    expected: Any = AutoModelForCausalLM.from_pretrained(folder, config=config)
+    assert expected.model.rotary_emb.attention_scaling > 1.1
+    given = torch.zeros(1), torch.arange(3 * CONTEXT)[None]
+    for mine, wanted in zip(found.model.rotary_emb(*given), expected.model.rotary_emb(*given), strict=True):
+        assert torch.equal(mine, wanted)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mistral"])
+@pytest.mark.parametrize("rope_type", ["linear", "yarn"])
+def test_the_config_alone_says_the_context_of_the_scaled_model(
+    family: str, rope_type: Any, tmp_path: Path
+) -> None:
+    folder = model_folder(tmp_path / "model", family)
+    spec = BaseSpec(model=str(folder), rope_scaling=RopeScaling(rope_type=rope_type, factor=1.7))
+    shape = inspect(spec, CPU)
+    assert shape == load_base(spec, CPU).shape == spec_shape(spec, read_config(spec), 4)
+    assert shape.context == int(1.7 * CONTEXT)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
 from tests.base.folders import wrapper_folder
 from tests.base.packs import CPU, packed, random_samples
-from tests.families import WRAPPERS, tiny_wrapper
-from weftune.base.architecture import model_shape
+from tests.families import CONTEXT, WRAPPERS, tiny_wrapper
+from weftune.base.architecture import model_shape, spec_shape
 from weftune.base.config import read_config
 from weftune.base.host.streamed import load_streamed, weights_in_files
-from weftune.base.load import inspect, load_base
-from weftune.base.spec import BaseSpec
+from weftune.base.load import inspect, load_base, load_plain, model_source
+from weftune.base.spec import BaseSpec, RopeScaling
 from weftune.base.stages import load_stage
+from weftune.base.weights import write_wrapper
 from weftune.core.shapes import LayerRange
 from weftune.errors import BaseModelError
 from weftune.plan.program.layout import Layout, StageLayers
@@ -59,6 +62,23 @@ def test_its_shape_is_known_from_the_config_alone(spec: BaseSpec) -> None:
     shape = load_base(spec, CPU).shape
     assert inspect(spec, CPU) == shape
     assert model_shape(read_config(spec), spec.model, 4) == shape
+
+
+def test_its_positions_are_scaled_and_so_are_those_of_the_whole_model_that_is_written(
+    family: str, spec: BaseSpec, tmp_path: Path
+) -> None:
+    scaled = replace(spec, rope_scaling=RopeScaling(rope_type="linear", factor=2.0))
+    base = load_base(scaled, CPU)
+    assert base.shape.context == 2 * CONTEXT
+    assert inspect(scaled, CPU) == spec_shape(scaled, read_config(scaled), 4) == base.shape
+    write_wrapper(load_plain(scaled, CPU), scaled, model_source(scaled), tmp_path)
+    written = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        found = torch.cat([written(input_ids=one[None]).logits[0] for one in random_samples()])
+    logits = base.head().logits(base.hidden(MICROBATCH))
+    torch.testing.assert_close(logits, found, rtol=1e-5, atol=1e-5)
+    plain = load_base(spec, CPU)
+    assert (plain.head().logits(plain.hidden(MICROBATCH)) - logits).abs().max() > 1e-3
 
 
 def test_other_weights_than_its_own_are_never_read(spec: BaseSpec, tmp_path: Path) -> None:

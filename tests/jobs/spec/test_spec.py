@@ -121,7 +121,7 @@ def test_no_clipping_has_one_spelling() -> None:
 def test_the_listed_keys_are_the_fields_of_the_records() -> None:
     from dataclasses import fields
 
-    from weftune.base.spec import BaseSpec
+    from weftune.base.spec import BaseSpec, RopeScaling
 
     def names(record: type) -> set[str]:
         return {item.name for item in fields(record)}
@@ -133,6 +133,7 @@ def test_the_listed_keys_are_the_fields_of_the_records() -> None:
     assert set(SECTIONS["adapter"]) == set().union(*map(names, KINDS.values()))
     assert set(SECTIONS["data"]) == names(DataSpec) - {"rows"}
     assert set(SECTIONS["base"]) == names(BaseSpec) - {"written"}
+    assert set(SECTIONS["rope_scaling"]) == names(RopeScaling)
     assert set(SECTIONS["eval"]) == names(EvalSpec)
     assert set(SECTIONS["source"]) == names(Source)
     assert set(SECTIONS["early_stop"]) == names(EarlyStop)
@@ -243,6 +244,9 @@ def test_changed_keys_are_named_by_their_way() -> None:
     new = resolved(JobSpec(name="a", data="owner/rows", adapter={"rank": 8}, eval={"fraction": 0.1}, steps=3))
     assert changed_keys(old, new) == ["adapter.rank", "epochs", "eval", "steps"]
     assert changed_keys(old, old) == []
+    earlier = {**old, "data": {**old["data"], "max_length": 2048}}
+    assert changed_keys(earlier, old) == [], "as earlier versions wrote the default"
+    assert changed_keys({**old, "data": {**old["data"], "max_length": 2047}}, old) == ["data.max_length"]
     assert changed_keys({}, {"seed": 1}) == ["seed"]
     assert changed_keys({"seed": None}, {}) == ["seed"], "what is not said is not the same as nothing"
 
