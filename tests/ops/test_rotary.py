@@ -24,10 +24,10 @@ def drawn(*shape, dtype=torch.float32, device="cpu"):
 
 
 def angles(rows, width, dtype=torch.float32, device="cpu"):
-    """(cosines, sines) as Llama has them, both halves filled."""
+    """(cosines, sines) as Llama has them, both halves filled, times a factor such as yarn's."""
     frequency_E = 10000.0 ** -torch.linspace(0.0, 1.0, width // 2).repeat(2)
     angle_TE = torch.arange(3, rows + 3)[:, None] * frequency_E
-    return angle_TE.cos().to(device, dtype), angle_TE.sin().to(device, dtype)
+    return tuple((1.2 * x_TE).to(device, dtype) for x_TE in (angle_TE.cos(), angle_TE.sin()))
 
 
 def norms_of(width, dtype=torch.float32, device="cpu", offset=0.0):
