@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from weftune.base.decoders import DOWN, EXPERTS, GATE_UP, MIXTURES, extra_values
