@@ -360,6 +360,17 @@ class Banks:
         finally:
             self._current.replace(whole)
 
+    @contextmanager
+    def graph_only(self) -> Iterator[None]:
+        """Let linears within the context return arbitrary values where their backward does not need them."""
+        bound, beside = self._current.bound, self._current.beside
+        assert bound is not None, "no pass is bound"
+        whole = self._current.replace(CurrentPass(replace(bound, graph_only=True), beside))
+        try:
+            yield
+        finally:
+            self._current.replace(whole)
+
     def _rows(self, microbatch: Microbatch) -> Rows:
         rows = Rows.empty(microbatch.rows, self.slots, self._like.device)
         rows.fill(self.seats(microbatch), microbatch.token_index_T.cpu().numpy())

@@ -10,7 +10,7 @@ Shapes: T rows, K inputs, N outputs of a site or a group.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import cast
 
@@ -123,6 +123,7 @@ class SiteGroup:
             for part in own
             for rows, change in part.after
         ]
+        bound = replace(bound, graph_only=False)  # The changes read the outputs.
         around_TN = None if residual_TN is None else zero_where_changed(residual_TN, changes)
         return changed_rows(self._kernel_output(x_TK, around_TN, bound), residual_TN, changes, bound.anchor)
 

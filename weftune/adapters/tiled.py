@@ -131,6 +131,7 @@ class TiledBank:
             bound.rows,
             bound.training,
             bound.choices,
+            bound.graph_only,
         )
 
     def trial(self, frozen: Frozen, residual: bool, bound: Pass) -> PlanTrial | None:

@@ -64,12 +64,13 @@ def lora_linear(
     rows: Rows,
     training: bool,
     choices: Choices | None = None,
+    graph_only: bool = False,
 ) -> Tensor:
     """Return y = residual + bias + g_out ⊙ ((x ⊙ g_in)Wᵀ + factor · drop(x)AᵀB), A and B by job.
 
     The backward adds dA and dB to the jobs' accumulators. For a group of several sites it may overwrite dy.
     `anchor` is a scalar with `requires_grad` that gets no gradient: it makes autograd call the backward even
-    if x needs no gradient.
+    if x needs no gradient. If `graph_only`, y may have arbitrary values, since only the backward is used.
     """
     assert x_TK.shape[0] == len(rows.token_index_T)
     right = multiplied(weight)
@@ -77,7 +78,7 @@ def lora_linear(
     plans = candidate_plans(weight_NK, group, x_TK.device)
     plan = choices.plan(x_TK, weight_NK, residual_TN, group, rows, plans) if choices else plans[0]
     tiling = choose_tiling(rows, group, x_TK.shape[1], x_TK.dtype)
-    call = SiteCall(group, rows, training, tiling, plan)
+    call = SiteCall(group, rows, training, tiling, plan, graph_only)
     source = None if isinstance(weight, Tensor) else weight
     return _LoraLinear.apply(x_TK, right, bias_N, residual_TN, anchor, call, source)
 
@@ -136,7 +137,10 @@ def forward(
         if group.lengths:
             row_lengths(matrix_like(x_TK, weight), call)
         residual_TN = None if residual_TN is None else residual_TN.contiguous()
-        u_TN = None if group.g_out is None else x_TK.new_empty(len(x_TK), group.columns[-1][1])
+        outputs = len(x_TK), group.columns[-1][1]
+        if call.graph_only and group.g_out is None:
+            return x_TK.new_empty(outputs), s_TPR, None
+        u_TN = None if group.g_out is None else x_TK.new_empty(outputs)
         product = fused_y if call.plan.fuses else wide_y
         return product(x_TK, weight, bias_N, residual_TN, s_TPR, u_TN, call), s_TPR, u_TN
 

@@ -126,6 +126,8 @@ class SiteCall:
     training: bool
     tiling: Tiling
     plan: ProductPlan = ProductPlan.wide
+    graph_only: bool = False
+    """Whether the outputs may be arbitrary values, because only the backward will be used."""
 
     @property
     def sites(self) -> int:

@@ -11,7 +11,7 @@ heads, E rotary width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -176,7 +176,7 @@ class FusedLayer:
         parts = TiledParts(
             front=lambda h, rows: self.front(h, cos_TE[rows], sin_TE[rows], spares=True),
             attend=lambda qkv: attend_behind(*qkv, pack, self._rule, self._layer),
-            rest=partial(self.rest, spares=keep.everything),
+            rest=lambda h, seen, graph_only: self.rest(h, seen, keep.everything, graph_only),
             adapters_of=self._banks.tile,
         )
         tiles = row_tiles(len(h_TD), recompute.tile_rows)
@@ -190,15 +190,21 @@ class FusedLayer:
         norms = head_norms(*self._head_norms) if self._head_norms else None
         return h_TD, rotary_split(qkv_TN, cos_TE, sin_TE, self._heads, self._groups, norms)
 
-    def rest(self, h_TD: Tensor, seen_THD: Tensor, spares: bool) -> Tensor:
-        """Return the output of the layer, given the residual and the output of attention."""
+    def rest(self, h_TD: Tensor, seen_THD: Tensor, spares: bool, graph_only: bool = False) -> Tensor:
+        """Return the output of the layer, given the residual and the output of attention. If `graph_only`,
+        the values of the output may be arbitrary."""
         h_TD = _onto(h_TD, self._o, seen_THD.flatten(1), self._after_attention)
         if self._experts is not None:
             h_TD, n_TD = self._before_mlp.beside(h_TD)
             return h_TD + self._experts(n_TD[None])[0]
         h_TD, gate_up_TN = self._normed(h_TD, self._before_mlp, self._gate_up, spares)
         act_TI = self._activation(gate_up_TN)
-        with recomputed(act_TI, partial(self._activation, gate_up_TN.detach()), spares):
+        # A norm after the last linear saves the linear's output for its backward.
+        discards = graph_only and self._after_mlp is None
+        with (
+            recomputed(act_TI, partial(self._activation, gate_up_TN.detach()), spares),
+            self._banks.graph_only() if discards else nullcontext(),
+        ):
             return _onto(h_TD, self._down, act_TI, self._after_mlp)
 
     def _normed(self, h_TD: Tensor, norm: FusedNorm, linear: Linear, spares: bool) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from weftune.adapters.banks import Banks
 from weftune.base.model import Base
@@ -105,14 +106,16 @@ class Plain:
         """If `in_tiles`, the linears of the layers get a tile of rows at a time."""
         self._base, self._banks, self._laid, self._route = base, banks, laid, route
         self._membership, self._given_TD, self._in_tiles = membership, given_TD, in_tiles
-        self._h_TD: Tensor | None = None
+        self._end: GradientEdge | None = None
+        """The end of the forward's graph. None if no job has an adapter in the stage, or before it."""
 
     def forward(self, training: bool = True) -> Tensor:
         if training and self._given_TD is not None:
             self._given_TD.requires_grad_()
         with self._bound(training):
-            self._h_TD = self._base.hidden(self._laid.microbatch, self._membership.pack, self._given_TD)
-        return self._h_TD
+            h_TD = self._base.hidden(self._laid.microbatch, self._membership.pack, self._given_TD)
+        self._end = get_gradient_edge(h_TD) if h_TD.requires_grad else None
+        return h_TD
 
     @torch.no_grad()
     def forward_only(self) -> Tensor:
@@ -120,12 +123,11 @@ class Plain:
         return self.forward()
 
     def backward(self, dh_TD: Tensor) -> None:
-        assert self._h_TD is not None
-        if not self._h_TD.requires_grad:
+        if self._end is None:
             return  # a first stage on which no job has an adapter
         # A layer that is recomputed must see the adapters of its own microbatch.
         with self._bound(training=True):
-            self._h_TD.backward(dh_TD)
+            torch.autograd.backward((self._end,), (dh_TD,))
 
     def _bound(self, training: bool) -> AbstractContextManager[None]:
         microbatch, rows = self._laid.microbatch, self._membership.rows

@@ -40,8 +40,9 @@ class TiledParts:
     keys and values."""
     attend: Callable[[Qkv], Tensor]
     """Function that returns the attention [T, H, E] of all rows of the microbatch."""
-    rest: Callable[[Tensor, Tensor], Tensor]
-    """Function of a tile's residual and attention, which returns the output of the layer."""
+    rest: Callable[[Tensor, Tensor, bool], Tensor]
+    """Function of a tile's residual and attention, which returns the output of the layer. If the flag is set,
+    only the graph of the output is needed, and its values may be arbitrary."""
     adapters_of: Callable[[slice], AbstractContextManager[None]]
     """Function that returns a context in which the adapters apply to a tile's rows."""
 
@@ -104,8 +105,8 @@ class _FrontGraph:
     rows: slice
     h_TD: Tensor
     """Leaf tensor."""
-    outputs: tuple[Tensor, ...]
-    """The residual, queries, keys and values."""
+    outputs: tuple[GradientEdge, ...]
+    """The residual, queries, keys and values. Their values are not kept."""
 
 
 @dataclass(slots=True)
@@ -131,7 +132,7 @@ class _LayerPass:
 
     def output(self, h_TD: Tensor) -> Tensor:
         """Return the output of the layer without keeping anything."""
-        seen_THE = self._parts.attend(self._joined(self._front_graphs(h_TD), h_TD))
+        seen_THE = self._parts.attend(self._front(h_TD))
         return self._collected(h_TD, self._rest_graphs(h_TD, seen_THE))
 
     def forward(self, h_TD: Tensor) -> Tensor:
@@ -142,15 +143,14 @@ class _LayerPass:
         self._input = keep.stored(h_TD)
         if keep.everything:
             with torch.enable_grad():
-                self._fronts = list(self._front_graphs(h_TD))
-                qkv = self._joined(self._fronts, h_TD)
+                qkv = self._front(h_TD, self._fronts)
                 self._attention, seen_THE = _KeptAttention.of(self._parts.attend, qkv, keep)
                 self._attention.saved.qkv = qkv
                 self._rests = list(self._rest_graphs(h_TD, seen_THE))
             return self._collected(h_TD, self._rests)
         if not keep.attention:
             return self.output(h_TD)
-        qkv = self._joined(self._front_graphs(h_TD), h_TD)
+        qkv = self._front(h_TD)
         self._attention, seen_THE = _KeptAttention.of(self._parts.attend, qkv, keep)
         del qkv
         return self._collected(h_TD, self._rest_graphs(h_TD, seen_THE))
@@ -161,19 +161,20 @@ class _LayerPass:
         h_TD, keep = self._input(), self._keep
         if keep.host is not None:
             keep.host.request(keep.layer - 1)
+        # The gradient that autograd gives to a layer is read by no other, so it can be overwritten.
+        dh_TD = dout_TD if dout_TD.is_contiguous() else dout_TD.contiguous()
         with torch.enable_grad():
-            fronts = self._fronts or list(self._front_graphs(h_TD))
-            attention = self._attention
-            qkv = None if keep.everything else self._joined(fronts, h_TD)
+            fronts, attention = self._fronts, self._attention
+            qkv = None if keep.everything else self._front(h_TD, fronts)
             if attention is None:
                 assert qkv is not None
                 attention, seen_THE = _KeptAttention.of(self._parts.attend, qkv, Keep(keep.layer))
             else:
                 seen_THE = attention.output()
             attention.saved.qkv, qkv = qkv or attention.saved.qkv, None
-            dh_TD, dseen_THE = torch.empty_like(dout_TD), torch.empty_like(seen_THE)
-            for rest in self._rests or self._rest_graphs(h_TD, seen_THE):
-                torch.autograd.backward(rest.output_TD, dout_TD[rest.rows])
+            dseen_THE = torch.empty_like(seen_THE)
+            for rest in self._rests or self._rest_graphs(h_TD, seen_THE, graph_only=True):
+                torch.autograd.backward(rest.output_TD, dh_TD[rest.rows])
                 dh_TD[rest.rows].copy_(_gradient(rest.h_TD))
                 dseen_THE[rest.rows].copy_(_gradient(rest.seen_THE))
         # Autograd keeps this object until the backward of the whole pass has ended.
@@ -188,30 +189,28 @@ class _LayerPass:
             dh_TD[front.rows].copy_(_gradient(front.h_TD))
         return dh_TD
 
-    def _front_graphs(self, h_TD: Tensor) -> Iterator[_FrontGraph]:
+    def _front(self, h_TD: Tensor, graphs: list[_FrontGraph] | None = None) -> Qkv:
+        """Return queries, keys and values of all rows, and append the graph of every tile to `graphs`."""
+        whole: list[Tensor] = []
         for rows in self._tiles:
             leaf_TD = _leaf(h_TD[rows])
             with self._parts.adapters_of(rows):
-                residual_TD, qkv = self._parts.front(leaf_TD, rows)
-            yield _FrontGraph(rows, leaf_TD, (residual_TD, *qkv))
+                residual_TD, parts = self._parts.front(leaf_TD, rows)
+            whole = whole or [part.new_empty(len(h_TD), *part.shape[1:]) for part in parts]
+            for into, part in zip(whole, parts, strict=True):
+                into[rows] = part.detach()
+            if graphs is not None:
+                edges = tuple(get_gradient_edge(output) for output in (residual_TD, *parts))
+                graphs.append(_FrontGraph(rows, leaf_TD, edges))
+        q_THE, k_TGE, v_TGE = whole
+        return q_THE, k_TGE, v_TGE
 
-    def _rest_graphs(self, h_TD: Tensor, seen_THE: Tensor) -> Iterator[_RestGraph]:
+    def _rest_graphs(self, h_TD: Tensor, seen_THE: Tensor, graph_only: bool = False) -> Iterator[_RestGraph]:
         for rows in self._tiles:
             leaf_TD, seen = _leaf(h_TD[rows]), _leaf(seen_THE[rows])
             with self._parts.adapters_of(rows):
-                output_TD = self._parts.rest(leaf_TD, seen)
+                output_TD = self._parts.rest(leaf_TD, seen, graph_only)
             yield _RestGraph(rows, leaf_TD, seen, output_TD)
-
-    def _joined(self, fronts: Iterator[_FrontGraph] | list[_FrontGraph], h_TD: Tensor) -> Qkv:
-        """Return queries, keys and values of all rows, without their graphs."""
-        whole: list[Tensor] = []
-        for front in fronts:
-            _, *parts = front.outputs
-            whole = whole or [part.new_empty(len(h_TD), *part.shape[1:]) for part in parts]
-            for into, part in zip(whole, parts, strict=True):
-                into[front.rows] = part.detach()
-        q_THE, k_TGE, v_TGE = whole
-        return q_THE, k_TGE, v_TGE
 
     def _collected(self, h_TD: Tensor, rests: Iterator[_RestGraph] | list[_RestGraph]) -> Tensor:
         output_TD = torch.empty_like(h_TD)

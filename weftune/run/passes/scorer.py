@@ -22,26 +22,32 @@ from weftune.run.passes.rows import LaidMicrobatch
 from weftune.run.training.state import EvaluationSums
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Scores:
     """The result of a microbatch: for each segment its loss and its number of correct predictions."""
 
     segments: tuple[Segment, ...]
-    leaf_TD: Tensor
-    """Last hidden states, as the leaf tensor with respect to which losses are differentiated."""
+    leaf_TD: Tensor | None
+    """Last hidden states, as the leaf tensor with respect to which losses are differentiated. None after
+    `gradient_TD`."""
     losses: list[Tensor]
     correct: list[Tensor]
 
     def gradient_TD(self, dead: Collection[str] = ()) -> Tensor:
-        """Return the gradient of all losses at the last hidden states; it is 0 in rows of dead jobs."""
+        """Return the gradient of all losses at the last hidden states, once, and drop the hidden states. The
+        gradient is 0 in rows of dead jobs."""
+        leaf_TD, self.leaf_TD = self.leaf_TD, None
+        assert leaf_TD is not None
         alive = [
             loss for segment, loss in zip(self.segments, self.losses, strict=True) if segment.job not in dead
         ]
         if not alive:
-            return torch.zeros_like(self.leaf_TD)
+            return torch.zeros_like(leaf_TD)
         torch.stack(alive).sum().backward()
-        assert self.leaf_TD.grad is not None
-        return self.leaf_TD.grad
+        assert leaf_TD.grad is not None
+        # Losses are only reported from now on.
+        self.losses = [loss.detach() for loss in self.losses]
+        return leaf_TD.grad
 
 
 @dataclass(frozen=True, slots=True)
