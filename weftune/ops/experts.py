@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from weftune.core.device_class import class_of
 from weftune.ops.lora.table import Group
 
 ALIGNED = 8
 """Grouped products require the width of a row to be a multiple of this number of 16-bit values."""
-GROUPING = (8, 0)
-"""Minimum compute capability for torch's `grouped_mm`."""
 
 
 Tokens = tuple[int, int]
@@ -165,4 +164,4 @@ def has_kernel(w_EKN: Tensor) -> bool:
     if not w_EKN.is_cuda or w_EKN.dtype is not torch.bfloat16 or w_EKN.requires_grad:
         return False
     aligned = all(width % ALIGNED == 0 for width in w_EKN.shape[1:])
-    return aligned and torch.cuda.get_device_capability(w_EKN.device) >= GROUPING
+    return aligned and class_of(w_EKN.device).has_grouped_mm

@@ -17,6 +17,7 @@ from weftune.base.quant.formats import Fp8, multiplies_fp8, refuse_without_fp8
 from weftune.base.quant.linear import QuantLinear, unrounded
 from weftune.base.quant.stored import stored_bytes
 from weftune.base.spec import BaseSpec
+from weftune.core.device_class import class_with, pretend
 from weftune.core.weights import multiply_codes, multiply_unrounded
 from weftune.errors import BaseModelError
 from weftune.plan.cost.memory import MemoryModel
@@ -105,13 +106,13 @@ def test_an_older_gpu_is_called_by_its_name_and_a_newer_one_is_not_refused(monke
     spec, cuda = BaseSpec(model="x", quantize="fp8"), torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     for capability, served in (((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert multiplies_fp8(cuda) is served
-        if served:
-            refuse_without_fp8(spec, cuda)
-        else:
-            with pytest.raises(BaseModelError, match="which NVIDIA A100 does not have"):
+        with pretend(class_with(capability)):
+            assert multiplies_fp8(cuda) is served
+            if served:
                 refuse_without_fp8(spec, cuda)
+            else:
+                with pytest.raises(BaseModelError, match="which NVIDIA A100 does not have"):
+                    refuse_without_fp8(spec, cuda)
     refuse_without_fp8(BaseSpec(model="x", quantize="nf4"), CPU)
 
 

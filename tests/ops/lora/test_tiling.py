@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weftune.ops.lora import tiling
+from weftune.core import device_class
+from weftune.core.device_class import class_with, pretend
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.table import Group, SlotTable, bands_for
 from weftune.ops.lora.tiling import (
@@ -39,11 +40,10 @@ def group_of(rank=8, widths=(4096,), drops=False, first=0):
     return Group(columns, SlotTable.empty(names, 2, CPU, bands=bands_for(rank)), rank, drops)
 
 
-def tiled(monkeypatch, rows=64, features=4096, dtype=HALF, programs=132, shared=ROOMY, piece=1024, **group):
+def tiled(rows=64, features=4096, dtype=HALF, programs=132, shared=ROOMY, piece=1024, **group):
     """The tiling of a GPU with so many multiprocessors and so much shared memory."""
-    monkeypatch.setattr(tiling, "_programs", lambda device: programs)
-    monkeypatch.setattr(tiling, "_shared_memory", lambda device: shared)
-    return choose_tiling(Rows.empty(rows, 2, CPU, piece=piece), group_of(**group), features, dtype)
+    with pretend(replace(class_with((9, 0)), shared_memory=shared, multiprocessors=programs)):
+        return choose_tiling(Rows.empty(rows, 2, CPU, piece=piece), group_of(**group), features, dtype)
 
 
 def shown(chosen):
@@ -91,9 +91,9 @@ IN_16_BITS = {
 
 
 @pytest.mark.parametrize("name", IN_16_BITS)
-def test_the_blocks_in_16_bits_are_those_that_were_measured(name, monkeypatch):
+def test_the_blocks_in_16_bits_are_those_that_were_measured(name):
     group, wanted = IN_16_BITS[name]
-    chosen = tiled(monkeypatch, **group)
+    chosen = tiled(**group)
     assert shown(chosen) == wanted
     assert chosen.one_read == (group["rank"] <= 64)
     assert chosen.down.rows == chosen.da.rows == 64
@@ -102,17 +102,17 @@ def test_the_blocks_in_16_bits_are_those_that_were_measured(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", IN_16_BITS)
-def test_a_gpu_with_little_shared_memory_takes_half_the_columns_and_looks_less_far_ahead(name, monkeypatch):
+def test_a_gpu_with_little_shared_memory_takes_half_the_columns_and_looks_less_far_ahead(name):
     group, roomy = IN_16_BITS[name]
     lean = [(columns // 2, warps, min(2, stages)) for columns, warps, stages in roomy]
-    assert shown(tiled(monkeypatch, shared=NARROW, **group)) == lean
+    assert shown(tiled(shared=NARROW, **group)) == lean
 
 
 @pytest.mark.parametrize("shared", [ROOMY, NARROW])
 @pytest.mark.parametrize("rank", [1, 64, 65])
 @pytest.mark.parametrize("rows", [64, 1 << 17])
-def test_the_blocks_in_32_bits_are_small_on_every_gpu(shared, rank, rows, monkeypatch):
-    chosen = tiled(monkeypatch, rows=rows, dtype=torch.float32, shared=shared, rank=rank)
+def test_the_blocks_in_32_bits_are_small_on_every_gpu(shared, rank, rows):
+    chosen = tiled(rows=rows, dtype=torch.float32, shared=shared, rank=rank)
     assert shown(chosen) == [(32, 8, 1)] * 5
     assert {one.rows for one in (chosen.down, chosen.up, chosen.ds_db, chosen.db, chosen.da)} == {32}
     assert chosen.one_read == (rank <= 64)
@@ -143,8 +143,8 @@ SHARES = [
 
 
 @pytest.mark.parametrize(("case", "split", "ds_split"), SHARES)
-def test_a_sum_is_shared_by_as_many_programs_as_keep_the_memory_busy(case, split, ds_split, monkeypatch):
-    chosen = tiled(monkeypatch, **case)
+def test_a_sum_is_shared_by_as_many_programs_as_keep_the_memory_busy(case, split, ds_split):
+    chosen = tiled(**case)
     assert (chosen.split, chosen.ds_split) == (split, ds_split)
 
 
@@ -162,8 +162,8 @@ def test_a_sum_is_shared_by_as_many_programs_as_keep_the_memory_busy(case, split
         (dict(rows=2048, widths=(67 * 256,)), 2),
     ],
 )
-def test_programs_that_share_a_multiprocessor_load_less_ahead(case, stages, monkeypatch):
-    chosen = tiled(monkeypatch, **case)
+def test_programs_that_share_a_multiprocessor_load_less_ahead(case, stages):
+    chosen = tiled(**case)
     assert (chosen.ds_db.columns, chosen.ds_db.warps, chosen.ds_db.stages) == (256, 4, stages)
 
 
@@ -185,8 +185,8 @@ PRODUCTS = [
 
 
 @pytest.mark.parametrize(("case", "columns"), PRODUCTS)
-def test_the_columns_of_a_product_are_those_whose_rounds_take_the_least_time(case, columns, monkeypatch):
-    blocks = tiled(monkeypatch, **case).y
+def test_the_columns_of_a_product_are_those_whose_rounds_take_the_least_time(case, columns):
+    blocks = tiled(**case).y
     assert blocks.columns == columns
     assert (blocks.inner, blocks.stages, blocks.group, blocks.warps) == (64, 3 if columns == 256 else 4, 8, 8)
     assert blocks.programs == case.get("programs", 132)
@@ -206,9 +206,9 @@ BACKWARDS = [
 
 @pytest.mark.parametrize(("rows", "features", "columns", "programs"), BACKWARDS)
 def test_the_product_of_the_backward_takes_no_more_programs_than_its_rounds_need(
-    rows, features, columns, programs, monkeypatch
+    rows, features, columns, programs
 ):
-    blocks = tiled(monkeypatch, rows=rows, features=features).dx
+    blocks = tiled(rows=rows, features=features).dx
     assert (blocks.columns, blocks.programs) == (columns, programs)
 
 
@@ -282,7 +282,9 @@ def card(monkeypatch):
     one = SimpleNamespace(capability=(9, 0), shared_memory_per_block_optin=232_448, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: one)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: one.capability)
-    return one
+    device_class._as_class.cache_clear()
+    yield one
+    device_class._as_class.cache_clear()
 
 
 def weight(outputs=128, features=128, apart=136, dtype=HALF, shift=0):
@@ -339,17 +341,8 @@ def test_copy_engines_and_room_are_those_of_gpus_for_data_centres(device, capabi
     assert candidate_plans(weight(), group_of(), device) == plans
 
 
-def test_a_gpu_has_a_program_for_every_multiprocessor_and_the_shared_memory_that_it_says(card):
-    device = torch.device("cuda", 7)
-    card.multi_processor_count = 77
-    assert tiling._programs(device) == 77
-    assert tiling._shared_memory(device) == 232_448
-    assert tiling._shared_memory(CPU) == ROOMY
-    assert tiling._programs(CPU) == 3
-
-
-def test_what_is_lean_keeps_all_but_its_blocks(monkeypatch):
-    roomy, lean = (tiled(monkeypatch, shared=shared, rank=16) for shared in (ROOMY, NARROW))
+def test_what_is_lean_keeps_all_but_its_blocks():
+    roomy, lean = (tiled(shared=shared, rank=16) for shared in (ROOMY, NARROW))
     kernels = ("down", "up", "ds", "ds_db", "db", "da")
     same = replace(lean, **{name: getattr(roomy, name) for name in (*kernels, "split", "ds_split")})
     assert same == replace(roomy, split=roomy.split)

@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 
 from weftune.base.quant.stored import NESTED_BLOCK, NESTED_CODES, NF4_BLOCK, NF4_CODES
 from weftune.base.spec import BaseSpec, Quantize
+from weftune.core.device_class import class_of
 from weftune.core.weights import CODES, row_codes
 from weftune.errors import BaseModelError
 
@@ -43,8 +44,6 @@ fit a CPU's caches, or keep a GPU busy, and are small compared to the matrix."""
 LEAST = 1e-38
 """Lower limit of a divisor, since the maximum of a block of zeros is 0."""
 LARGEST = 127
-LEAST_CAPABILITY = (8, 9)
-"""Lowest CUDA compute capability with fp8 tensor cores (Ada; Hopper is next)."""
 
 
 def _without_values(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -226,4 +225,4 @@ def refuse_without_fp8(spec: BaseSpec, device: torch.device) -> None:
 
 
 def multiplies_fp8(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+    return device.type == "cuda" and class_of(device).has_fp8

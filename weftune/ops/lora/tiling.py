@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from weftune.core.device_class import class_of
 from weftune.ops.lora.rows import BLOCK, Rows
 from weftune.ops.lora.table import ALIGNMENT, BAND, Group
 
@@ -242,7 +242,7 @@ def _split(max_shares: int, width: int, launch: KernelLaunch) -> int:
 def _crowded(rows: Rows, group: Group, launch: KernelLaunch, device: torch.device) -> bool:
     """Return whether several programs share a multiprocessor, which leaves less shared memory for each."""
     blocks = sum(-(-(high - low) // launch.columns) for low, high in group.columns)
-    return blocks * -(-len(rows.token_index_T) // rows.piece) > _programs(device)
+    return blocks * -(-len(rows.token_index_T) // rows.piece) > class_of(device).multiprocessors
 
 
 def plans_for(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[ProductPlan, ...]:
@@ -277,16 +277,15 @@ def _in_whole_rows(weight_NK: Tensor) -> bool:
 
 def _has_copy_engines(device: torch.device) -> bool:
     """Return whether the device has TMA and enough shared memory: a data-centre GPU, Hopper or later."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        return False
-    return _shared_memory(device) >= FUSED_SHARED_MEMORY
+    found = class_of(device)
+    return found.has_copy_engines and found.shared_memory >= FUSED_SHARED_MEMORY
 
 
 def blocks_for(
     rows: int, columns: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device
 ) -> ProductBlocks:
     """Return the block size with the shortest estimated time, such that no block spans two linears."""
-    programs = _programs(device)
+    programs = class_of(device).multiprocessors
     fitting = [width for width in (256, 128) if all(low % width == 0 for low, _ in columns)] or [128]
 
     def time(width: int) -> int:
@@ -318,16 +317,10 @@ def blocks_for_codes(blocks: ProductBlocks, length: int) -> ProductBlocks:
     return replace(blocks, columns=FUSED_COLUMNS, inner=CODED_INNER, stages=4, rough=CODED_INNER)
 
 
-@cache
-def _programs(device: torch.device) -> int:
-    """Return the number of multiprocessors. On a CPU return 3, so that tests cover loops over tiles."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-
-
 def _launches_for_16_bits(group: Group, device: torch.device) -> dict[str, KernelLaunch]:
     few = rank_block(group.rank) <= DIRECT_RANKS
     launches = _launches_for_few_ranks(group) if few else _launches_for_many_ranks(group)
-    if _shared_memory(device) < LARGE_SHARED_MEMORY:
+    if class_of(device).shared_memory < LARGE_SHARED_MEMORY:
         # Consumer GPUs: half the columns and less prefetching.
         for name, launch in launches.items():
             launches[name] = replace(launch, columns=launch.columns // 2, stages=min(2, launch.stages))
@@ -380,10 +373,3 @@ def _launches_for_32_bits(group: Group) -> dict[str, KernelLaunch]:
     reader = replace(launch, together=parts_together(group))
     others = dict.fromkeys(("up", "ds", "ds_db", "db", "large_y", "large_dx"), launch)
     return {"down": reader, "da": reader, **others}
-
-
-def _shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that one program may use, or a large value for a CPU."""
-    if device.type != "cuda":
-        return LARGE_SHARED_MEMORY
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from weftune.core.clock import Phase, claim
+from weftune.core.device_class import class_of
 
 MODULES = (
     *("adamw", "computed", "dequantise", "experts", "fp8", "large", "logprobs", "norm", "product", "rotary"),
@@ -34,8 +35,8 @@ def kernels_available(x: Tensor) -> bool:
 
 
 def kernels_available_on(device: torch.device, dtype: torch.dtype) -> bool:
-    runs = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-    return dtype in DTYPES and runs and _installed()
+    compiles = device.type == "cuda" and class_of(device).has_kernels
+    return dtype in DTYPES and (compiles or os.environ.get("TRITON_INTERPRET") == "1") and _installed()
 
 
 @cache

@@ -1,0 +1,140 @@
+"""Classes of GPUs by compute capability, from which kernels and their launch parameters are selected."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from weftune.errors import UserError
+
+VARIABLE = "WEFTUNE_DEVICE_CLASS"
+"""Environment variable with the capability of the class that every GPU of the process pretends to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceClass:
+    """What kernels may use on GPUs of one compute capability."""
+
+    capability: tuple[int, int]
+    name: str
+    cards: str
+    """Examples of GPUs."""
+    shared_memory: int
+    """Bytes of shared memory that one program may use."""
+    multiprocessors: int
+    """Multiprocessors of the first example; of the device itself, where there is one."""
+    has_copy_engines: bool = False
+    """Whether tensor descriptors are copied by hardware (TMA)."""
+    has_fp8: bool = False
+    """Whether tensor cores multiply 8-bit floats."""
+    has_grouped_mm: bool = False
+    """Whether torch's `grouped_mm` is one kernel. Elsewhere it is a loop that reads the groups' sizes on the
+    host."""
+    has_kernels: bool = True
+    """Whether Triton compiles for it."""
+    tested: bool = False
+    """Whether the tests of this project have run on such a GPU."""
+
+    @property
+    def architecture(self) -> str:
+        """Name of the architecture, such as "sm_86"."""
+        return f"sm_{self.capability[0]}{self.capability[1]}"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.cards})"
+
+
+CLASSES = (
+    DeviceClass((8, 0), "Ampere, data centre", "A100, A30", 163 << 10, 108),
+    DeviceClass((8, 6), "Ampere", "RTX 3090, A10, A40", 99 << 10, 82),
+    DeviceClass((8, 9), "Ada", "RTX 4090, L4, L40S", 99 << 10, 128, has_fp8=True),
+    DeviceClass(
+        (9, 0),
+        "Hopper",
+        "H100, H200",
+        227 << 10,
+        132,
+        has_copy_engines=True,
+        has_fp8=True,
+        has_grouped_mm=True,
+        tested=True,
+    ),
+    DeviceClass(
+        (10, 0),
+        "Blackwell, data centre",
+        "B200",
+        227 << 10,
+        148,
+        has_copy_engines=True,
+        has_fp8=True,
+        has_grouped_mm=True,
+    ),
+    DeviceClass(
+        (12, 0), "Blackwell", "RTX 5090, RTX PRO 6000", 99 << 10, 170, has_copy_engines=True, has_fp8=True
+    ),
+)
+"""Known classes, by increasing capability."""
+OLDER = DeviceClass((0, 0), "before Ampere", "V100, T4", 48 << 10, 40, has_kernels=False)
+"""Class of GPUs that Triton does not support: everything is computed by plain torch."""
+INTERPRETER = DeviceClass((0, 0), "CPU", "Triton's interpreter", 160 << 10, 3, has_kernels=False)
+"""Class of a CPU. Few programs, so that tests cover loops over tiles."""
+
+_pretended: DeviceClass | None = None
+
+
+def class_of(device: torch.device) -> DeviceClass:
+    """Return the class of a device, with the shared memory and multiprocessors that the device has.
+
+    A GPU of unknown capability belongs to the nearest lower class, without being tested.
+    """
+    return _as_class(device, _pretended or _from_environment())
+
+
+@contextmanager
+def pretend(device_class: DeviceClass) -> Iterator[None]:
+    """Select kernels and launch parameters as on a GPU of another class inside the context, in all threads.
+
+    A GPU keeps its number of multiprocessors, and never gets more shared memory than it has.
+    """
+    global _pretended
+    before, _pretended = _pretended, device_class
+    try:
+        yield
+    finally:
+        _pretended = before
+
+
+def class_with(capability: tuple[int, int]) -> DeviceClass:
+    """Return the class of a capability: the nearest lower one if the capability is not known."""
+    below = [one for one in CLASSES if one.capability <= capability]
+    found = below[-1] if below else OLDER
+    return found if found.capability == capability else replace(found, tested=False)
+
+
+@cache
+def _as_class(device: torch.device, pretended: DeviceClass | None) -> DeviceClass:
+    if device.type != "cuda":
+        return pretended or INTERPRETER
+    if pretended is not None and not torch.cuda.is_available():
+        return pretended
+    card = torch.cuda.get_device_properties(device)
+    shared: int = card.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    found = pretended or class_with(torch.cuda.get_device_capability(device))
+    if pretended is not None:
+        shared = min(shared, pretended.shared_memory)
+    return replace(found, shared_memory=shared, multiprocessors=card.multi_processor_count)
+
+
+@cache
+def _from_environment() -> DeviceClass | None:
+    if not (given := os.environ.get(VARIABLE)):
+        return None
+    known = {f"{one.capability[0]}.{one.capability[1]}": one for one in CLASSES}
+    if given not in known:
+        raise UserError(f"{VARIABLE} is {given!r}, which is no known class: write one of {', '.join(known)}.")
+    return known[given]
