@@ -12,6 +12,8 @@ import torch
 
 from weftune.errors import UserError
 
+TEST_COMMAND = "make smoke-gpu"
+"""Command that tests all kernels on the GPUs of a machine, in a clone of the repository."""
 VARIABLE = "WEFTUNE_DEVICE_CLASS"
 """Environment variable with the capability of the class that every GPU of the process pretends to be."""
 
@@ -44,9 +46,6 @@ class DeviceClass:
     def architecture(self) -> str:
         """Name of the architecture, such as "sm_86"."""
         return f"sm_{self.capability[0]}{self.capability[1]}"
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.cards})"
 
 
 CLASSES = (
