@@ -34,3 +34,15 @@ def noted(monkeypatch, module, *kernels: str) -> list[Launch]:
         assert hasattr(module, kernel)
         monkeypatch.setattr(module, kernel, Noted(kernel, launches))
     return launches
+
+
+class Failing:
+    """Stands in for a kernel that needs too much shared memory."""
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *arguments, **constants):
+        from triton.runtime.errors import OutOfResources
+
+        raise OutOfResources(200_000, 101_376, "shared memory")

@@ -26,9 +26,11 @@ from weftune.core.weights import HeadRows
 from weftune.errors import AdapterError
 from weftune.ops.accumulate import accumulated
 from weftune.ops.dropout import step_key
+from weftune.ops.fallback import has_failed
 from weftune.ops.lora.choice_trial import choices_on
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows, Seat
+from weftune.ops.lora.tiled import OP
 from weftune.ops.site import GatheredRows
 
 SLOTS = 64
@@ -286,7 +288,9 @@ class Banks:
     def capturable(self, microbatch: Microbatch, gathers: bool = False) -> bool:
         """Whether a captured pass can run the microbatch. A pass is captured before its jobs are known, so
         every adapter must be in the form of the tiled kernels or, if `gathers`, apply to rows selected by
-        index."""
+        index. If kernels have failed, plain torch reads the segments of each microbatch on the host."""
+        if has_failed(OP):
+            return False
         found = self._segments(microbatch)
         return all(attached.tiled or (gathers and attached.gathers) for _, attached in found)
 

@@ -10,6 +10,7 @@ Shapes: T rows, K inputs, N outputs of a site or a group.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import cast
@@ -33,6 +34,7 @@ from weftune.core.weights import (
     stacked,
 )
 from weftune.ops.experts import ExpertSite, experts_output
+from weftune.ops.fallback import KernelsFailed
 from weftune.ops.lora.choice import PlanTrial
 from weftune.ops.lora.experts import lora_experts, multiplies_at_once
 from weftune.ops.lora.routes import Route
@@ -104,7 +106,8 @@ class SiteGroup:
 
     def _by_kernels(self, x_TK: Tensor, residual_TN: Tensor | None, bound: Pass) -> Tensor | None:
         """Return the outputs of the tiled kernels, with changes by other jobs' adapters applied afterwards.
-        None if one of those adapters changes more than the outputs of its rows."""
+        None if one of those adapters changes more than the outputs of its rows, or if the kernels do not run
+        on the device."""
         beside = self.current.beside
         assert beside is not None
         banks = [bank for bank in self.banks.values() if bank.segments(beside)]
@@ -125,12 +128,17 @@ class SiteGroup:
         ]
         bound = replace(bound, graph_only=False)  # The changes read the outputs.
         around_TN = None if residual_TN is None else zero_where_changed(residual_TN, changes)
-        return changed_rows(self._kernel_output(x_TK, around_TN, bound), residual_TN, changes, bound.anchor)
+        y_TN = self._kernel_output(x_TK, around_TN, bound)
+        return None if y_TN is None else changed_rows(y_TN, residual_TN, changes, bound.anchor)
 
-    def _kernel_output(self, x_TK: Tensor, residual_TN: Tensor | None, bound: Pass) -> Tensor:
-        """Compute the outputs, with the tiled kernels if the group has adapters for them."""
+    def _kernel_output(self, x_TK: Tensor, residual_TN: Tensor | None, bound: Pass) -> Tensor | None:
+        """Compute the outputs, with the tiled kernels if the group has adapters for them. None if the kernels
+        do not run on the device."""
         if self.tiled is not None:
-            return self.tiled.linear(x_TK, self.frozen, residual_TN, bound)
+            try:
+                return self.tiled.linear(x_TK, self.frozen, residual_TN, bound)
+            except KernelsFailed:
+                return None
         y_TN = self.frozen.product(x_TK)
         return (y_TN if residual_TN is None else residual_TN + y_TN).to(x_TK.dtype)
 
@@ -181,7 +189,8 @@ class ExpertGroup:
                     numbers_J = banks[0].numbers(jobs, x_TD.device)
                 else:
                     numbers_J = owner_T.new_full((len(jobs),), -1)
-                return lora_experts(x_TD, chosen_Tk, weights_Tk, bound.anchor, sites, owner_T, numbers_J)
+                with suppress(KernelsFailed):
+                    return lora_experts(x_TD, chosen_Tk, weights_Tk, bound.anchor, sites, owner_T, numbers_J)
         if bound is None or not banks:
             return plain(x_TD, chosen_Tk, weights_Tk)
         gate_up, down = (

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,11 +19,13 @@ from torch.optim.adamw import adamw
 
 from weftune.core.batch import to_device
 from weftune.ops import triton as kernels
+from weftune.ops.fallback import attempt
 from weftune.ops.triton import kernels_available
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 """Defaults of `torch.optim.AdamW`."""
 BLOCK = 4096
+OP = "AdamW"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,14 @@ def gradient_norms(states: Sequence[AdamState]) -> Tensor:
 
 def square_sums(vectors: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares of each vector, float64 [J], so that partial sums can be added precisely."""
+
+    def by_torch() -> Tensor:
+        return torch.stack([vector.double().square().sum() for vector in vectors])
+
+    return attempt(OP, vectors[0].device, partial(_launch_squares, vectors), by_torch)
+
+
+def _launch_squares(vectors: Sequence[Tensor]) -> Tensor:
     device, blocks = vectors[0].device, max(-(-vector.numel() // BLOCK) for vector in vectors)
     squares_JB = torch.zeros(len(vectors), blocks, dtype=torch.float64, device=device)
     with torch.cuda.device_of(squares_JB):
@@ -131,7 +142,13 @@ def update(updates: Sequence[Update], factor_J: Tensor | None = None) -> Tensor:
         return _update_runs(updates, factor_J)
     if not kernels_available(updates[0].state.gradient):
         assert factor_J is None
-        return torch.stack([_update_by_torch(one) for one in updates])
+        return _update_by_torch(updates, None)
+    given = updates, factor_J
+    device = updates[0].state.gradient.device
+    return attempt(OP, device, partial(_launch_update, *given), partial(_update_by_torch, *given))
+
+
+def _launch_update(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor:
     import triton.language as tl
 
     states = [one.state for one in updates]
@@ -179,8 +196,18 @@ def _update_runs(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor:
     return torch.stack([part.all() for part in finite.split(counts.tolist())])
 
 
-def _update_by_torch(one: Update) -> Tensor:
+def _update_by_torch(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor:
+    factors = [one.factor for one in updates] if factor_J is None else factor_J.tolist()
+    return torch.stack(
+        [_plain_update(replace(one, factor=own)) for one, own in zip(updates, factors, strict=True)]
+    )
+
+
+def _plain_update(one: Update) -> Tensor:
     state = one.state
+    if one.factor < 0.0:
+        state.gradient.zero_()
+        return torch.ones((), dtype=torch.bool, device=state.gradient.device)
     if one.factor != 1.0:
         state.gradient.mul_(one.factor)
     adamw(

@@ -8,12 +8,15 @@ Shapes: T rows, M columns that are summed over, L rows of the frozen operand.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from weftune.core import weights
 from weftune.core.weights import CODES, multiply_codes
 from weftune.ops import triton as kernels
+from weftune.ops.fallback import attempt
 from weftune.ops.triton import kernels_available
 
 VALUES = 1 << 14
@@ -25,7 +28,9 @@ MULTIPLE = 16
 def row_codes(x_TM: Tensor, scale_M: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute `core.weights.row_codes`, with one Triton kernel where Triton is available."""
     if x_TM.is_cuda and kernels_available(x_TM):
-        return launch_row_codes(x_TM, scale_M)
+        given = x_TM, scale_M
+        by_torch = partial(weights.row_codes, *given)
+        return attempt("rounding to fp8", x_TM.device, partial(launch_row_codes, *given), by_torch)
     return weights.row_codes(x_TM, scale_M)
 
 

@@ -14,6 +14,7 @@ whose head rows a job trains.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from weftune.core.batch import to_device
 from weftune.core.shapes import logit_rows
 from weftune.core.weights import Head, HeadRows
 from weftune.ops import triton as kernels
+from weftune.ops.fallback import attempt
 from weftune.ops.triton import kernels_available
 
 
@@ -45,7 +47,7 @@ class _TargetLogprobs(torch.autograd.Function):
     def forward(ctx: Any, h_SD: Tensor, targets_S: Tensor, head: Head) -> tuple[Tensor, Tensor]:
         wants_gradient = ctx.needs_input_grad[0]
         rows = logit_rows(h_SD.device.type, head.weight_VD.shape[0])
-        by_chunk = _by_kernel if kernels_available(h_SD) else _by_torch
+        by_chunk = _by_attempt if kernels_available(h_SD) else _by_torch
         logprobs, correct = [], []
         gradient_SD = torch.empty_like(h_SD) if wants_gradient else h_SD
         chunks = zip(h_SD.split(rows), targets_S.split(rows), gradient_SD.split(rows), strict=True)
@@ -101,6 +103,13 @@ class _OwnTargetLogprobs(torch.autograd.Function):
         h_SD, dh_SD, dlogits_Sn = ctx.saved_tensors
         drows_nD = (dlogits_Sn * d_S[:, None]).T @ h_SD.to(dlogits_Sn.dtype)
         return (dh_SD * d_S[:, None]).to(h_SD.dtype), drows_nD.to(h_SD.dtype), None, None, None
+
+
+def _by_attempt(
+    h: Tensor, targets: Tensor, head: Head, wants_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    given = h, targets, head, wants_gradient
+    return attempt("log-probability", h.device, partial(_by_kernel, *given), partial(_by_torch, *given))
 
 
 def _by_torch(h: Tensor, targets: Tensor, head: Head, wants_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:

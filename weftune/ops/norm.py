@@ -7,6 +7,7 @@ Shapes: T rows, D width.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weftune.ops import triton as kernels
+from weftune.ops.fallback import attempt
 from weftune.ops.triton import kernels_available, with_whole_rows
 
+OP = "RMSNorm"
 TILE = 4096
 """Minimum number of values per program. Narrow rows share a program: a norm of heads has millions of
 rows of 64 or 128 values, and a program for each row would take longer to start than to run."""
@@ -102,6 +105,37 @@ class _SkipRmsNorm(torch.autograd.Function):
 def _forward(
     x_TD: Tensor, weight_D: Tensor, eps: float, offset: float, onto_TD: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    given = x_TD, weight_D, eps, offset, onto_TD
+    return attempt(OP, x_TD.device, partial(_launch_forward, *given), partial(_plain_forward, *given))
+
+
+def _backward(
+    dn_TD: Tensor, dskip_TD: Tensor | None, x_TD: Tensor, weight_D: Tensor, rstd_T: Tensor, offset: float
+) -> Tensor:
+    given = dn_TD, dskip_TD, x_TD, weight_D, rstd_T, offset
+    return attempt(OP, x_TD.device, partial(_launch_backward, *given), partial(_plain_backward, *given))
+
+
+def _plain_forward(
+    x_TD: Tensor, weight_D: Tensor, eps: float, offset: float, onto_TD: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    x = x_TD.float()
+    rstd_T = torch.rsqrt(x.pow(2).mean(-1) + eps)
+    n = x * rstd_T[:, None] * (weight_D.float() + offset)
+    return (n if onto_TD is None else onto_TD.float() + n).to(x_TD.dtype), rstd_T
+
+
+def _plain_backward(
+    dn_TD: Tensor, dskip_TD: Tensor | None, x_TD: Tensor, weight_D: Tensor, rstd_T: Tensor, offset: float
+) -> Tensor:
+    unit, dunit = x_TD.float() * rstd_T[:, None], dn_TD.float() * (weight_D.float() + offset)
+    dx = rstd_T[:, None] * (dunit - unit * (unit * dunit).mean(-1, keepdim=True))
+    return (dx if dskip_TD is None else dskip_TD.float() + dx).to(x_TD.dtype)
+
+
+def _launch_forward(
+    x_TD: Tensor, weight_D: Tensor, eps: float, offset: float, onto_TD: Tensor | None
+) -> tuple[Tensor, Tensor]:
     rows, width = x_TD.shape
     assert weight_D.shape == (width,)
     assert weight_D.is_contiguous()
@@ -129,7 +163,7 @@ def _forward(
     return n_TD, rstd_T
 
 
-def _backward(
+def _launch_backward(
     dn_TD: Tensor, dskip_TD: Tensor | None, x_TD: Tensor, weight_D: Tensor, rstd_T: Tensor, offset: float
 ) -> Tensor:
     rows, width = x_TD.shape

@@ -10,6 +10,7 @@ N = (H + 2G)·D, E rotary width (the first E columns of a head are rotated, the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weftune.ops import triton as kernels
+from weftune.ops.fallback import attempt
 from weftune.ops.norm import rms_norm_reference
 from weftune.ops.triton import kernels_available, with_whole_rows
 
+OP = "rotary embedding"
 TILE = 1024
 """Values per program of each half of the rotary width."""
 WARPS = 4
@@ -108,6 +111,49 @@ class _RotarySplit(torch.autograd.Function):
 def _forward(
     qkv_TN: Tensor, cos_TE: Tensor, sin_TE: Tensor, heads: int, groups: int, norms: HeadNorms | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    given = qkv_TN, cos_TE, sin_TE, heads, groups, norms
+    return attempt(
+        OP, qkv_TN.device, partial(_launch_forward, *given), partial(rotary_split_reference, *given)
+    )
+
+
+def _backward(
+    parts: list[Tensor | None],
+    cos_TE: Tensor,
+    sin_TE: Tensor,
+    qkv_TN: Tensor | None,
+    heads: int,
+    groups: int,
+    norms: HeadNorms | None,
+) -> Tensor:
+    given = parts, cos_TE, sin_TE, qkv_TN, heads, groups, norms
+    return attempt(OP, cos_TE.device, partial(_launch_backward, *given), partial(_plain_backward, *given))
+
+
+def _plain_backward(
+    parts: list[Tensor | None],
+    cos_TE: Tensor,
+    sin_TE: Tensor,
+    qkv_TN: Tensor | None,
+    heads: int,
+    groups: int,
+    norms: HeadNorms | None,
+) -> Tensor:
+    some = next(part for part in parts if part is not None)
+    if qkv_TN is None:
+        # Without norms the output is linear in the input: the gradient does not depend on its values.
+        qkv_TN = some.new_zeros(some.shape[0], (heads + 2 * groups) * some.shape[2])
+    with torch.enable_grad():
+        leaf = qkv_TN.detach().requires_grad_()
+        outputs = rotary_split_reference(leaf, cos_TE, sin_TE, heads, groups, norms)
+        known = [(y, dy) for y, dy in zip(outputs, parts, strict=True) if dy is not None]
+        (dqkv_TN,) = torch.autograd.grad([y for y, _ in known], leaf, [dy for _, dy in known])
+    return dqkv_TN
+
+
+def _launch_forward(
+    qkv_TN: Tensor, cos_TE: Tensor, sin_TE: Tensor, heads: int, groups: int, norms: HeadNorms | None
+) -> tuple[Tensor, Tensor, Tensor]:
     rows, width = qkv_TN.shape[0], qkv_TN.shape[1] // (heads + 2 * groups)
     q_THD = torch.empty((rows, heads, width), dtype=qkv_TN.dtype, device=qkv_TN.device)
     k_TGD = torch.empty((rows, groups, width), dtype=qkv_TN.dtype, device=qkv_TN.device)
@@ -133,7 +179,7 @@ def _forward(
     return q_THD, k_TGD, v_TGD
 
 
-def _backward(
+def _launch_backward(
     parts: list[Tensor | None],
     cos_TE: Tensor,
     sin_TE: Tensor,

@@ -6,6 +6,7 @@ Shapes: T rows, I width of the activation, F = 2I.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from weftune.ops import triton as kernels
+from weftune.ops.fallback import attempt
 from weftune.ops.triton import kernels_available, with_whole_rows
 
+OP = "the gated activation"
 BLOCK = 1024
 WARPS = 4
 """Warps per program: eight values per thread, one 16-byte access per tensor in half precision. Up to five
@@ -62,6 +65,23 @@ class _Gated(torch.autograd.Function):
 
 
 def _forward(gate_up_TF: Tensor, gelu: bool) -> Tensor:
+    given = gate_up_TF, gelu
+    return attempt(OP, gate_up_TF.device, partial(_launch_forward, *given), partial(gated_reference, *given))
+
+
+def _backward(dact_TI: Tensor, gate_up_TF: Tensor, gelu: bool) -> Tensor:
+    given = dact_TI, gate_up_TF, gelu
+    return attempt(OP, dact_TI.device, partial(_launch_backward, *given), partial(_plain_backward, *given))
+
+
+def _plain_backward(dact_TI: Tensor, gate_up_TF: Tensor, gelu: bool) -> Tensor:
+    with torch.enable_grad():
+        leaf = gate_up_TF.detach().requires_grad_()
+        (dgate_up_TF,) = torch.autograd.grad(gated_reference(leaf, gelu), leaf, dact_TI)
+    return dgate_up_TF
+
+
+def _launch_forward(gate_up_TF: Tensor, gelu: bool) -> Tensor:
     rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
     act_TI = torch.empty((rows, width), dtype=gate_up_TF.dtype, device=gate_up_TF.device)
     with torch.cuda.device_of(gate_up_TF):
@@ -77,7 +97,7 @@ def _forward(gate_up_TF: Tensor, gelu: bool) -> Tensor:
     return act_TI
 
 
-def _backward(dact_TI: Tensor, gate_up_TF: Tensor, gelu: bool) -> Tensor:
+def _launch_backward(dact_TI: Tensor, gate_up_TF: Tensor, gelu: bool) -> Tensor:
     rows, width = dact_TI.shape
     dgate_up_TF = torch.empty((rows, 2 * width), dtype=gate_up_TF.dtype, device=gate_up_TF.device)
     with torch.cuda.device_of(gate_up_TF):

@@ -15,6 +15,7 @@ from tests.base.quant.bases import quantised_base
 from tests.cases import slow_but
 from tests.families import VOCABULARY, config, randomised, tiny
 from tests.interpreter import interpret
+from tests.ops.launches import Failing
 from tests.run import aboard
 from weftune.adapters import banks
 from weftune.adapters.kind import JobAdapter
@@ -27,6 +28,7 @@ from weftune.base.model import Base
 from weftune.base.quant.linear import QuantWeight
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import IGNORED, Microbatch
+from weftune.ops import fallback
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import Layout, StageLayers, one_device
 from weftune.plan.program.program import NOTHING, Recompute
@@ -130,6 +132,34 @@ def test_fused_layers_train_as_the_plain_ones_do(family, monkeypatch):
     base = one_layer(family)
     plain_losses, plain = trained(base, Route.segmented, monkeypatch)
     losses, weights = trained(base, Route.tiled, monkeypatch)
+    assert losses == pytest.approx(plain_losses, abs=1e-5)
+    for name in JOBS:
+        assert (weights[name] - plain[name]).norm() <= 1e-4 * plain[name].norm(), name
+
+
+@pytest.mark.parametrize(
+    ("kernel", "captures"),
+    [
+        ("site_gradients.da", False),
+        ("site.down", False),
+        ("norm.norm_backward", True),
+        ("adamw.update", True),
+    ],
+)
+def test_a_run_in_which_a_kernel_fails_trains_on_by_plain_torch(kernel, captures, monkeypatch):
+    from weftune.ops import triton as kernels
+
+    base = one_layer("qwen2")
+    plain_losses, plain = trained(base, Route.segmented, monkeypatch)
+    monkeypatch.setattr(fallback, "REHEARSING", ("cpu",))
+    monkeypatch.setattr(fallback, "_failed", set())
+    monkeypatch.setattr(fallback, "_rehearsed", {})
+    module, name = kernel.split(".")
+    monkeypatch.setattr(getattr(kernels, module), name, Failing())
+    with pytest.warns(fallback.KernelWarning, match=f"The kernel {kernel} does not run on CPU") as found:
+        losses, weights = trained(base, Route.tiled, monkeypatch)
+    assert len(found) == 1
+    assert fallback.has_failed("LoRA") is not captures
     assert losses == pytest.approx(plain_losses, abs=1e-5)
     for name in JOBS:
         assert (weights[name] - plain[name]).norm() <= 1e-4 * plain[name].norm(), name

@@ -20,6 +20,7 @@ from torch import Tensor
 from weftune.core.deterministic import are_kernels_deterministic
 from weftune.core.weights import CodedMatrix
 from weftune.ops.dropout import step_key
+from weftune.ops.fallback import is_kernel_failure
 from weftune.ops.lora.choice import Choices, PlanTrial, file_for
 from weftune.ops.lora.products import Right
 from weftune.ops.lora.rows import Rows, Seat
@@ -94,11 +95,11 @@ class TrialSite:
 
 def _runs(site: TrialSite, plan: ProductPlan) -> bool:
     """Compile, warm up, and return whether the plan runs: its kernels may need too much shared memory."""
-    from triton.errors import TritonError
-
     try:
         site.step(plan)
-    except TritonError:
+    except Exception as error:
+        if not is_kernel_failure(error):
+            raise
         return False
     return True
 

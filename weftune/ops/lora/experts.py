@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from weftune.ops import triton as kernels
 from weftune.ops.experts import ExpertSite, grouped_product, has_kernel
+from weftune.ops.fallback import rehearse
 from weftune.ops.lora.rows import BLOCK, Rows
 from weftune.ops.lora.tiled_kernels import ColumnSpan, add_dx, da, down, ds_db, room_for_da, up
 from weftune.ops.lora.tiling import (
@@ -35,6 +36,7 @@ from weftune.ops.lora.tiling import (
     precision,
 )
 
+OP = "a mixture of experts"
 TILE = 64
 """Rows per program in kernels whose programs process rows of one job only."""
 COLUMNS = 1024
@@ -133,12 +135,26 @@ def lora_experts(
     `sites` are the fused gate and up linear, and the down linear. `owner_T` is the int32 index of each
     token's job, and `numbers_J` the number of each job's adapter in the tables of the sites, −1 for none. The
     backward adds dA and dB to the jobs' accumulators. `anchor` is a scalar with `requires_grad` that gets no
-    gradient: it makes autograd call the backward even if x needs no gradient.
+    gradient: it makes autograd call the backward even if x needs no gradient. Raises KernelsFailed if the
+    kernels do not run on the device.
     """
-    slots = max((site.group.table.rank_PS.shape[1] for site in sites if site.group), default=0)
-    choices = sort_choices(chosen_Tk, owner_T, numbers_J, len(sites[0].weight_ENK), slots)
-    linears = [ExpertLinears.of(site, choices, plan) for site in sites]
-    return _Experts.apply(x_TD, weights_Tk, anchor, choices, *linears)
+
+    def output(x_TD: Tensor, weights_Tk: Tensor, numbers_J: Tensor) -> Tensor:
+        slots = max((site.group.table.rank_PS.shape[1] for site in sites if site.group), default=0)
+        choices = sort_choices(chosen_Tk, owner_T, numbers_J, len(sites[0].weight_ENK), slots)
+        linears = [ExpertLinears.of(site, choices, plan) for site in sites]
+        return _Experts.apply(x_TD, weights_Tk, anchor, choices, *linears)
+
+    def rehearsal() -> None:
+        """Run forward and backward as if no job had an adapter."""
+        with torch.enable_grad():
+            y_TD = output(x_TD.detach().requires_grad_(), weights_Tk.detach(), torch.full_like(numbers_J, -1))
+        y_TD.backward(torch.zeros_like(y_TD))
+
+    shapes = [(site.weight_ENK.shape, site.group and site.group.launches) for site in sites]
+    key = x_TD.device, x_TD.dtype, chosen_Tk.shape, len(numbers_J), plan, *shapes
+    rehearse(OP, key, x_TD.device, rehearsal)
+    return output(x_TD, weights_Tk, numbers_J)
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,6 +228,12 @@ class Group:
     def bands(self) -> int:
         return self.table.bands
 
+    @property
+    def launches(self) -> tuple[object, ...]:
+        """Values for which kernels are compiled: equal values mean equal kernels."""
+        tables = self.g_out is None, self.g_in is None, self.lengths, self.computed is None
+        return self.columns, self.rank, self.drops, self.bands, self.table.aligned, *tables
+
     def write(self, slot: int, entries: Sequence[LowRank | None]) -> None:
         """Assign a job to a slot: one entry per site, None if the job has no adapter at the site."""
         present = [entry for entry in entries if entry is not None]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from weftune.core.weights import FrozenWeight, Weight, is_coded, matrix_of
+from weftune.ops.fallback import rehearse
 from weftune.ops.lora.choice import Choices, PlanTrial
 from weftune.ops.lora.computed import add_pair_gradients, write_pairs
 from weftune.ops.lora.products import Right, fused_dx, fused_y, matrix_like, wide_dx, wide_y
@@ -41,6 +43,8 @@ from weftune.ops.lora.tiled_kernels import (
     row_lengths,
 )
 from weftune.ops.lora.tiling import SiteCall, candidate_plans, choose_tiling
+
+OP = "LoRA"
 
 
 def trial_at(
@@ -71,6 +75,7 @@ def lora_linear(
     The backward adds dA and dB to the jobs' accumulators. For a group of several sites it may overwrite dy.
     `anchor` is a scalar with `requires_grad` that gets no gradient: it makes autograd call the backward even
     if x needs no gradient. If `graph_only`, y may have arbitrary values, since only the backward is used.
+    Raises KernelsFailed if the kernels do not run on the device.
     """
     assert x_TK.shape[0] == len(rows.token_index_T)
     right = multiplied(weight)
@@ -79,8 +84,43 @@ def lora_linear(
     plan = choices.plan(x_TK, weight_NK, residual_TN, group, rows, plans) if choices else plans[0]
     tiling = choose_tiling(rows, group, x_TK.shape[1], x_TK.dtype)
     call = SiteCall(group, rows, training, tiling, plan, graph_only)
+    _rehearse(x_TK, right, bias_N, residual_TN, call)
     source = None if isinstance(weight, Tensor) else weight
     return _LoraLinear.apply(x_TK, right, bias_N, residual_TN, anchor, call, source)
+
+
+@torch.no_grad()
+def _rehearse(
+    x_TK: Tensor, right: Right, bias_N: Tensor | None, residual_TN: Tensor | None, call: SiteCall
+) -> None:
+    """Run forward and backward once for each set of launch parameters, on rows that belong to no job."""
+    rows, lying = call.rows, _lying(right)
+    # What the kernels compute depends on the number of rows by their tiling only, apart from its alignment.
+    tiling = replace(
+        call.tiling, y=replace(call.tiling.y, programs=0), dx=replace(call.tiling.dx, programs=0)
+    )
+    key = (
+        *(x_TK.device, x_TK.dtype, len(x_TK) % 16 == 0, lying.shape, lying.dtype, lying.stride(0) == 1),
+        *(
+            bias_N is None,
+            residual_TN is None,
+            call.group.launches,
+            call.slots,
+            call.training,
+            call.plan,
+            tiling,
+        ),
+    )
+
+    def run() -> None:
+        empty = Rows.empty(len(x_TK), call.slots, x_TK.device, rows.tile, rows.piece)
+        vacant = replace(call, rows=empty, graph_only=False)
+        y_TN, s_TPR, u_TN = forward(x_TK.contiguous(), right, bias_N, residual_TN, vacant)
+        if call.training:
+            dy_TN = torch.zeros_like(y_TN)
+            backward(dy_TN, x_TK.contiguous(), right, s_TPR, vacant, True, u_TN, bias_N)
+
+    rehearse(OP, key, x_TK.device, run)
 
 
 def multiplied(weight: Weight) -> Right:

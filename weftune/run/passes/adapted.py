@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from weftune.base.model import Base
 from weftune.base.quant.formats import WeightFormat
 from weftune.base.quant.linear import compute_by
 from weftune.ops.dequantise import KERNELS
+from weftune.ops.fallback import attempt
 from weftune.ops.fp8 import multiply
 from weftune.ops.lora.routes import Route
 from weftune.ops.triton import count_compilation, kernels_available, kernels_available_on
@@ -88,7 +90,8 @@ def _by_kernel(form: WeightFormat, parts: Mapping[str, Tensor], out_NK: Tensor) 
     if write is None or not kernels_available(out_NK):
         form.write(parts, out_NK)
     else:
-        write(parts, out_NK)
+        by_torch = partial(form.write, parts, out_NK)
+        attempt(f"a base in {form.name}", out_NK.device, partial(write, parts, out_NK), by_torch)
 
 
 def best_route(device: torch.device, dtype: torch.dtype) -> Route:

@@ -1,0 +1,128 @@
+"""Plain torch in place of kernels that do not compile or launch on the device.
+
+The kernels are tested on one class of GPUs only (`core.device_class`). Triton compiles and loads a kernel at
+its first launch, before it runs: an op that launches one kernel has written nothing when this fails, and is
+computed by torch instead. An op of several kernels that add to gradients rehearses them first, on rows that
+belong to no job.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import traceback
+import warnings
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+import torch
+
+from weftune.core.device_class import TEST_COMMAND, class_of
+
+REHEARSING = ("cuda",)
+"""Device types on which kernels are rehearsed. Triton's interpreter compiles nothing."""
+REFUSALS = (
+    *(
+        "no kernel image",
+        "device kernel image is invalid",
+        "invalid device function",
+        "named symbol not found",
+    ),
+    *("too many resources", "PTX was compiled with an unsupported toolchain", "PTX JIT compil"),
+    *("PassManager::run failed", "Failed to find C compiler", "Failed to compile"),
+)
+"""Parts of the messages of a RuntimeError that Triton or the driver raises instead of launching a kernel."""
+
+Result = TypeVar("Result")
+
+
+class KernelWarning(UserWarning):
+    """An op is computed by plain torch, because its kernels do not run on the device."""
+
+
+class KernelsFailed(Exception):
+    """Kernels do not run on the device. The user has been warned, and nothing has been written."""
+
+
+_failed: set[str] = set()
+_rehearsed: dict[Hashable, bool] = {}
+
+
+def has_failed(op: str) -> bool:
+    """Return whether a kernel of the op has failed in this process."""
+    return op in _failed
+
+
+def attempt(
+    op: str, device: torch.device, by_kernels: Callable[[], Result], by_torch: Callable[[], Result]
+) -> Result:
+    """Return the result of `by_kernels`, or of `by_torch` if a kernel fails now or has failed before.
+
+    `by_kernels` must have written nothing but new tensors when its kernel is launched.
+    """
+    if op not in _failed:
+        try:
+            return by_kernels()
+        except Exception as error:
+            if not is_kernel_failure(error):
+                raise
+            _note(op, device, error)
+    return by_torch()
+
+
+def rehearse(op: str, key: Hashable, device: torch.device, run: Callable[[], object]) -> None:
+    """Run the kernels of an op, without effect, before their first use with the launch parameters in `key`.
+
+    Raises KernelsFailed if one of them fails, and at every later call with this key. During a capture nothing
+    is rehearsed: passes are captured only after the same pass has run uncaptured.
+    """
+    if key not in _rehearsed:
+        if device.type not in REHEARSING:
+            return
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        try:
+            run()
+            _rehearsed[key] = True
+        except Exception as error:
+            if not is_kernel_failure(error):
+                raise
+            _note(op, device, error)
+            _rehearsed[key] = False
+    if not _rehearsed[key]:
+        raise KernelsFailed(op)
+
+
+def is_kernel_failure(error: Exception) -> bool:
+    """Return whether a kernel could not be compiled, loaded or launched. Lack of memory is no such failure,
+    nor is an error of a kernel that ran before."""
+    from triton.errors import TritonError
+
+    if isinstance(error, TritonError | subprocess.CalledProcessError):
+        return True
+    message = str(error)
+    return type(error) is RuntimeError and any(words in message for words in REFUSALS)
+
+
+def _note(op: str, device: torch.device, error: Exception) -> None:
+    """Warn once for each op."""
+    if op in _failed:
+        return
+    _failed.add(op)
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    warnings.warn(
+        f"The kernel {_kernel_of(error) or op} does not run on {gpu} ({class_of(device).architecture}): "
+        f"{reason.rstrip('.')}. From here on, {op} is computed by plain torch, which is slower. Run "
+        f"`{TEST_COMMAND}` in a clone of Weftune to test all kernels on this GPU.",
+        KernelWarning,
+        stacklevel=2,
+    )
+
+
+def _kernel_of(error: Exception) -> str | None:
+    """Return "module.kernel" of the launch that raised the error."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if found := re.search(r"kernels\.(\w+\.\w+)", frame.line or ""):
+            return found[1]
+    return None
