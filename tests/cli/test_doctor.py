@@ -14,12 +14,14 @@ from weftune.cli.doctor import (
     Verdict,
     all_checks,
     cache_check,
+    class_check,
     exit_code,
     orders_check,
     package_check,
     package_checks,
 )
 from weftune.cli.main import app
+from weftune.core.device_class import CLASSES, OLDER
 from weftune.ops.lora.choice import ChoiceFile, MeasuredPlan
 from weftune.ops.lora.tiling import ProductPlan
 
@@ -95,3 +97,18 @@ def test_run_from_its_folder_without_an_installation_it_says_so(monkeypatch: pyt
     assert "not installed" in check.finding
     assert "pip install" in check.mend
     assert exit_code([check]) == 0
+
+
+@pytest.mark.parametrize("found", CLASSES, ids=lambda one: one.architecture)
+def test_a_class_of_gpus_that_is_not_tested_is_named_with_the_command_that_tests_it(found):
+    check = class_check(found, 1)
+    assert check.name == "GPU 1 class"
+    assert check.finding.startswith(f"{found.architecture}, {found.name}; ")
+    assert (check.verdict is Verdict.OK) == ("have not been tested" not in check.finding) == found.tested
+    assert ("`make smoke-gpu`" in check.mend) == (not found.tested)
+
+
+def test_a_gpu_without_kernels_is_said_to_be_slow_and_nothing_is_missing():
+    check = class_check(OLDER, 0)
+    assert check.verdict is Verdict.ABSENT
+    assert "plain torch" in check.finding

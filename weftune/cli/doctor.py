@@ -21,6 +21,7 @@ from weftune.cli.early import DeviceOption
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
+    from weftune.core.device_class import DeviceClass
     from weftune.ops.lora.choice import ChoiceFile
 
 GIB = 2**30
@@ -163,8 +164,11 @@ def device_checks() -> Iterator[Check]:
         mend = "install a torch build for this machine's CUDA (pytorch.org tells which)" if has_driver else ""
         yield Check("GPU", Verdict.ABSENT, "no CUDA device that torch can use; jobs train on the CPU", mend)
         return
+    from weftune.core.device_class import class_of
+
     for index in range(torch.cuda.device_count()):
         yield gpu_check(torch, index)
+        yield class_check(class_of(torch.device("cuda", index)), index)
         if importlib.util.find_spec("triton") is not None:
             from weftune.ops.lora.choice import file_for
 
@@ -187,6 +191,21 @@ def gpu_check(torch: Any, index: int) -> Check:
     )
     mend = "" if has_bf16 else "write base: {model: ..., dtype: float32}"
     return Check(f"GPU {index}", Verdict.OK, found, mend)
+
+
+def class_check(found: DeviceClass, index: int) -> Check:
+    """Report the class by which kernels are selected, and whether they have been tested on such a GPU."""
+    from weftune.core.device_class import TEST_COMMAND
+
+    name = f"GPU {index} class"
+    if not found.has_kernels:
+        finding = f"{found.name}: no kernels for it; everything is computed by plain torch, which is slower"
+        return Check(name, Verdict.ABSENT, finding)
+    selected = f"{found.architecture}, {found.name}"
+    if found.tested:
+        return Check(name, Verdict.OK, f"{selected}; kernels are tested on such a GPU")
+    finding = f"{selected}; kernels compile for it, but have not been tested on such a GPU"
+    return Check(name, Verdict.ABSENT, finding, f"to test them, run `{TEST_COMMAND}` in a clone of Weftune")
 
 
 def orders_check(file: ChoiceFile, index: int) -> Check:
