@@ -23,6 +23,7 @@ from benchmarks.site_case import SiteAdapters, SiteCase, microseconds, site_case
 from weftune.bench.result import arguments, finish
 from weftune.core.device_class import CLASSES, DeviceClass, class_of, pretend
 from weftune.ops.lora.routes import Block, Blocks, Route, add_lora
+from weftune.ops.lora.table import LowRank
 from weftune.ops.lora.tiled import backward, forward
 from weftune.ops.lora.tiling import SiteCall, candidate_plans
 
@@ -61,7 +62,7 @@ def _gradients(case: SiteCase) -> dict[str, Tensor]:
 def plain_results(case: SiteCase, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the results of plain autograd in `dtype`, one job after another."""
     entries = [
-        type(entry)(
+        LowRank(
             entry.a_RK.to(dtype),
             entry.b_RN.to(dtype),
             torch.zeros_like(entry.a_RK, dtype=dtype),

@@ -152,7 +152,10 @@ def lora_experts(
         y_TD.backward(torch.zeros_like(y_TD))
 
     shapes = [(site.weight_ENK.shape, site.group and site.group.launches) for site in sites]
-    key = x_TD.device, x_TD.dtype, chosen_Tk.shape, len(numbers_J), plan, *shapes
+    # Launch parameters depend on the number of tokens by its magnitude and its alignment only.
+    tokens, active = chosen_Tk.shape
+    rows = tokens.bit_length(), tokens % 16 == 0, active
+    key = x_TD.device, x_TD.dtype, rows, len(numbers_J), plan, *shapes
     rehearse(OP, key, x_TD.device, rehearsal)
     return output(x_TD, weights_Tk, numbers_J)
 
