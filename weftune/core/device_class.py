@@ -20,7 +20,7 @@ VARIABLE = "WEFTUNE_DEVICE_CLASS"
 
 @dataclass(frozen=True, slots=True)
 class DeviceClass:
-    """What kernels may use on GPUs of one compute capability."""
+    """The features of GPUs with one compute capability that kernels depend on."""
 
     capability: tuple[int, int]
     name: str
