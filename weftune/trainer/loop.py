@@ -453,6 +453,12 @@ class Loop:
                 f"{self.windows.max_tokens}.{self._other_bits()}"
             )
             return
+        if self.learned.recompute_more(shapes, self.windows.max_tokens):
+            self.journal.note(
+                f"Out of memory with {capacity} tokens per microbatch: more is recomputed from here "
+                f"on.{self._other_bits()}"
+            )
+            return
         last = max(shapes, key=lambda shape: (-shape.priority, shape.order)).name
         attached = plural(len(shapes), "attached job")
         reason = f"out of memory with {attached} and {capacity} tokens per microbatch"

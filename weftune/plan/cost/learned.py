@@ -66,6 +66,10 @@ class Outcome:
         return self.seconds / rows if rows else None
 
 
+SHORTAGE_PARTS = 16
+"""A shortage reduces the memory that plans use in steps of this part of the budget."""
+
+
 @dataclass(slots=True)
 class Learned:
     known: CostModel
@@ -87,6 +91,8 @@ class Learned:
     row_times: list[float] = field(default_factory=list)
     """Seconds per row in each of the last windows."""
     peaks: list[Peak] = field(default_factory=list)
+    least_error: int = 0
+    """Bytes by which predictions are assumed to be too low at least, after a shortage of memory."""
     _before: object = None
 
     def __post_init__(self) -> None:
@@ -163,6 +169,18 @@ class Learned:
         alone = replace(self.memory, fit=self.start)
         return (alone if len(jobs) == 1 else self.memory).why_not(jobs)
 
+    def recompute_more(self, jobs: Sequence[JobShape], max_tokens: int) -> bool:
+        """Plan with less memory after a shortage, so that more is recomputed in the backward. Return whether
+        more can be."""
+        before = self.memory.recompute(jobs, max_tokens)
+        for part in range(1, SHORTAGE_PARTS):
+            self.least_error = max(self.memory.fit.error, part * self.memory.budget // SHORTAGE_PARTS)
+            memory = replace(self.memory, fit=replace(self.memory.fit, error=self.least_error))
+            if memory.recompute(jobs, max_tokens) != before:
+                self.memory = memory
+                return True
+        return False
+
     def adopt(self) -> bool:
         """Use the fitted models for plans, after the first window and whenever the number of windows has
         doubled. Return whether the models for plans were replaced."""
@@ -170,7 +188,8 @@ class Learned:
             return False
         # The slack is not adopted: memory that the process accumulates besides the jobs must not reject a job
         # that would run.
-        fit = replace(self.fitted.fit, slack=self.start.slack)
+        error = max(self.fitted.fit.error, self.least_error)
+        fit = replace(self.fitted.fit, slack=self.start.slack, error=error)
         # Replays of captured passes use memory that no counter shows, so factors of fused layers never
         # decrease.
         self.memory = replace(self.memory, fit=safer(fit, self.start) if self.memory.fused else fit)

@@ -22,6 +22,7 @@ from weftune.plan.cost.streamed_memory import (
     StreamedMemory,
     matrix_bytes,
     offloaded_token_bytes,
+    rest_bytes,
     state_bytes,
     tile_bytes,
     token_bytes,
@@ -33,16 +34,15 @@ ENOUGH_TOKENS = 2048
 """Tokens per microbatch that keep a device busy. Layers are recomputed before microbatches become smaller."""
 
 TILE_ROWS, SMALL_TILE_ROWS = 8192, 1024
-"""Rows of a tile: enough to keep a device busy, and the fewest that are tried where memory is short."""
-LONG_ROWS = 2 * TILE_ROWS
-"""Rows of a microbatch from which layers are recomputed in tiles."""
-MAX_UNTILED_ROWS = 1 << 16
-"""Maximum rows of a microbatch without tiles: the kernels count the values of a tensor in 32 bits."""
+"""Rows of a tile: enough to keep a device busy, and the fewest that are tried where memory is short. Longer
+samples always run in tiles: capturing their passes would need their memory twice."""
 
 SMALL_BYTES, TINY_BYTES = 50 << 20, 50 << 10
 SLACK_BYTES = 256 << 20
 FUSED_SLACK_BYTES = 3 << 30
 """Bytes for logits of one chunk, temporaries and the allocator's rounding. GPUs use larger chunks."""
+TILED_SLACK_BYTES = 512 << 20
+"""Slack bytes of passes in tiles, which are not captured and have freed their logits in the backward."""
 LOGIT_COPIES = 2
 """Number of copies of a chunk's logits: the logits, and the softmax, which is overwritten by the gradient."""
 
@@ -133,10 +133,10 @@ class MemoryModel:
             kept = [int(tokens * self._kept_bytes(part, recompute, jobs)) for part in self._parts]
             if tokens and recompute.tile_rows:
                 kept = [
-                    own + tile_bytes(part, recompute, jobs)
+                    own + self._tile_bytes(part, tokens, recompute, jobs)
                     for own, part in zip(kept, self._parts, strict=True)
                 ]
-            return self._keeping(jobs, kept, scored)
+            return self._keeping(jobs, kept, scored, recompute)
         layout, rounds = self.layout, sum(job.batch_tokens for job in jobs)
         memory = StreamedMemory(
             self.shape,
@@ -159,7 +159,7 @@ class MemoryModel:
             int(count * token_bytes(part, self.shape.layers, self.fused, recompute, jobs))
             for part, count in zip(self._parts, rows, strict=True)
         ]
-        return self._most(self._keeping(jobs, held, supervised))
+        return self._most(self._keeping(jobs, held, supervised, recompute))
 
     def head_bytes(self, supervised: float) -> int:
         """Return the bytes of the logits of `supervised` rows, or of one chunk if that is less."""
@@ -188,7 +188,9 @@ class MemoryModel:
             return [LayerRange(0, layers, layers)]
         return [LayerRange(one.start, one.stop, layers) for one in stages]
 
-    def _keeping(self, jobs: Sequence[JobShape], activations: Sequence[int], supervised: float) -> list[Need]:
+    def _keeping(
+        self, jobs: Sequence[JobShape], activations: Sequence[int], supervised: float, recompute: Recompute
+    ) -> list[Need]:
         """Return the need of each worker, given the activation bytes that its stage keeps."""
         parts = zip(self._held, self._parts, activations, strict=True)
         return [
@@ -196,7 +198,7 @@ class MemoryModel:
                 resident=self._process(worker) + part.base_bytes + matrix_bytes(self.shape, self.fused),
                 state=self._kept_state(jobs, held),
                 activations=kept,
-                slack=self.slack_bytes,
+                slack=min(self.slack_bytes, TILED_SLACK_BYTES) if recompute.tile_rows else self.slack_bytes,
                 head=self.head_bytes(supervised) if held.last else 0,
             )
             for worker, (held, part, kept) in enumerate(parts)
@@ -353,15 +355,16 @@ class MemoryModel:
         have a choice, and stages that share a device in turn are always recomputed."""
         if not (self.fused and self._keeps):
             return [NOTHING]
-        layers = self.pass_layers
+        tiled = self._tiled_choices()
+        if rows > TILE_ROWS:
+            return tiled
         untiled = [NOTHING]
         if not self.shape.mixes:
-            untiled.append(Recompute(outputs=True))
-            if rows <= LONG_ROWS:
-                untiled += [Recompute(True, count) for count in range(1, layers + 1)]
-        if rows <= MAX_UNTILED_ROWS:
-            return untiled + (self._tiled_choices() if rows > TILE_ROWS else [])
-        return self._tiled_choices()
+            layers = (Recompute(True, count) for count in range(1, self.pass_layers + 1))
+            untiled += [Recompute(outputs=True), *layers]
+        if rows > 2 * SMALL_TILE_ROWS:
+            untiled += [choice for choice in tiled if choice.layers == self.pass_layers]
+        return untiled
 
     def _tiled_choices(self) -> list[Recompute]:
         """Return the choices with layers in tiles, the fastest first: attention is recomputed only if its
@@ -382,10 +385,18 @@ class MemoryModel:
         # The head is given a full chunk, however few rows are supervised.
         head = int(self.fit.head * self.head_bytes(math.inf))
         free = self.budget - self.peak_bytes(jobs, 0, recompute) - self.fit.error - head
+        each = self.fit.activations * self.bytes_per_token(recompute, jobs)
+        fits = int(free / each)
         if recompute.tile_rows:
-            free -= int(self.fit.activations * max(tile_bytes(part, recompute, jobs) for part in self._parts))
-        fits = int(free / (self.fit.activations * self.bytes_per_token(recompute, jobs)))
-        return min(fits, self._host_room(jobs, recompute)) if recompute.offloaded_layers else fits
+            tile, rest = max((tile_bytes(part, recompute, jobs), rest_bytes(part)) for part in self._parts)
+            fits = min(fits, int((free - self.fit.activations * tile) / (each - self.fit.activations * rest)))
+        return min(fits, self._host_room(jobs, recompute))
+
+    def _tile_bytes(
+        self, part: ModelShape, tokens: float, recompute: Recompute, jobs: Sequence[JobShape]
+    ) -> int:
+        """Return the bytes of a tile beyond those that the backward of attention needs at another time."""
+        return max(0, tile_bytes(part, recompute, jobs) - int(tokens * rest_bytes(part)))
 
     def _host_room(self, jobs: Sequence[JobShape], recompute: Recompute) -> int:
         """Return the tokens of the largest microbatch whose offloaded tensors fit in host memory."""

@@ -33,11 +33,17 @@ divided by the widths of all linears: 0.55 to 0.57, and a margin for temporaries
 RECOMPUTED_FACTOR = 1.4
 """Values per token of a recomputed layer during its backward, divided by the widths of its linears:
 all activations, and gradients."""
-TILED_HIDDEN, TILED_ATTENTION = 4.0, 7.0
-"""Values per token of the layer whose backward runs in tiles, divided by the hidden width and by the width of
-attention: inputs, outputs and gradients of attention and of the layer, for all rows of the microbatch."""
-MOVING = 2
-"""Number of layers whose kept tensors are on the device at a time if they are offloaded."""
+TILED_HIDDEN, TILED_ATTENTION = 2.0, 9.2
+"""Values per token, in widths of the hidden state and of attention, that a layer in tiles holds for all rows
+during the backward of its attention, in addition to its input: gradients, queries, keys, values and output,
+and the kernels' buffers. Measured on an H200 from 8,192 to 131,072 tokens (docs/benchmarks.md)."""
+TILED_REST = 5.2
+"""Values per token, in widths of attention, of which the backward of attention is finished or has not begun
+while tiles are computed."""
+TILE_FACTOR = 1.06
+"""Values per row of a tile during its backward, divided by the widths of the layer's linears."""
+LOG_SUMS = 1 / 64
+"""Bytes of the log-sums that attention keeps, relative to its output."""
 ON_THE_WAY = 4
 """Number of full microbatches whose activations or gradients a stage may hold to be sent or used."""
 
@@ -55,26 +61,41 @@ def token_bytes(
     again, one = min(recompute.layers, part.layers), widths / part.layers
     values = (part.layers - again) * (factor * one + extra)
     if recompute.tile_rows:
-        kept = part.hidden + (part.attention_width if recompute.keeps_attention else 0)
-        offloaded = min(recompute.offloaded_layers, again)
-        values += (again - offloaded + (MOVING if offloaded else 0)) * kept
-        values += TILED_HIDDEN * part.hidden + TILED_ATTENTION * part.attention_width
+        values += _tiled_values(part, recompute, again)
     elif again:
         # Each recomputed layer keeps its input, and one layer at a time is held completely.
         values += again * part.hidden + RECOMPUTED_FACTOR * one + extra
     return int(values * part.bytes_per_value) + part.code_bytes
 
 
+def _tiled_values(part: ModelShape, recompute: Recompute, again: int) -> float:
+    """Return the values per token that layers in tiles hold on the device; `again` of them are recomputed."""
+    width, keeps = part.attention_width, recompute.keeps_attention
+    offloaded = min(recompute.offloaded_layers, again)
+    values = (again - offloaded) * (part.hidden + keeps * width) + keeps * again * LOG_SUMS * width
+    values += TILED_HIDDEN * part.hidden + (TILED_ATTENTION - keeps) * width
+    if offloaded:
+        # The tensors of the layer, and the input of the layer before it.
+        values += 2 * part.hidden + keeps * width
+    return values
+
+
 def tile_bytes(part: ModelShape, recompute: Recompute, jobs: Iterable[JobShape]) -> int:
     """Return the activation bytes of one tile of rows in one layer, from its forward to its backward."""
-    one = sum(site.widths for site in part.sites) / part.layers + part.extra_values
+    one = TILE_FACTOR * sum(site.widths for site in part.sites) / part.layers + part.extra_values
     one += max((job.scaled for job in jobs), default=0) / part.layers
-    return int(recompute.tile_rows * RECOMPUTED_FACTOR * one * part.bytes_per_value)
+    return int(recompute.tile_rows * one * part.bytes_per_value)
+
+
+def rest_bytes(part: ModelShape) -> int:
+    """Return the bytes per token by which tiles are computed with less memory than the backward of attention
+    needs. A tile takes its memory from them."""
+    return int(TILED_REST * part.attention_width * part.bytes_per_value)
 
 
 def offloaded_token_bytes(part: ModelShape, recompute: Recompute) -> int:
     """Return the host bytes per token of the tensors that layers keep in host memory."""
-    kept = part.hidden + (part.attention_width if recompute.keeps_attention else 0)
+    kept = part.hidden + recompute.keeps_attention * part.attention_width
     return min(recompute.offloaded_layers, part.layers) * kept * part.bytes_per_value
 
 

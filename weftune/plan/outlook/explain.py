@@ -5,19 +5,13 @@ from __future__ import annotations
 from weftune.plan.cost.memory import gib
 from weftune.plan.outlook.forecast import Prediction, shared_groups
 from weftune.plan.outlook.streamed import StreamOutlook
+from weftune.plan.program.program import Recompute
 
 
 def explain(found: Prediction, source: str) -> list[str]:
     """Return the sentences for a base that is resident on its devices."""
     choice, program, forecast = found.choice, found.program, found.forecast
     smaller = "" if program.capacity >= choice.capacity else f", since {choice.capacity:,} does not fit"
-    recomputed = "Nothing is recomputed in the backward: memory suffices."
-    if program.recompute.layers:
-        recomputed = f"{program.recompute.layers} layers are recomputed in the backward"
-        recomputed += ": otherwise memory is short."
-    elif program.recompute.outputs:
-        recomputed = "Outputs of norms and activations are recomputed in the backward"
-        recomputed += ": otherwise memory is short."
     stages, cut = choice.layout.stages, "One stage: the whole base fits a device."
     if len(stages) > 1:
         counts = " + ".join(str(stage.count) for stage in stages)
@@ -28,7 +22,7 @@ def explain(found: Prediction, source: str) -> list[str]:
         f"Token capacity {program.capacity:,}{smaller}: the first window needs "
         f"{gib(found.window.promise.peak_bytes)} of the {gib(choice.memory.budget)} that may be taken of the "
         "fullest device.",
-        recomputed,
+        _recomputed(program.recompute),
         cut,
         f"Jobs that share microbatches: {groups}. {forecast.microbatches} microbatches in {forecast.steps} "
         "rounds.",
@@ -40,6 +34,24 @@ def explain(found: Prediction, source: str) -> list[str]:
             "passes read and their gradients stay on the device."
         )
     return sentences
+
+
+def _recomputed(recompute: Recompute) -> str:
+    """Return the sentence on what the backward recomputes."""
+    if not (recompute.layers or recompute.outputs):
+        return "Nothing is recomputed in the backward: memory suffices."
+    what = "Outputs of norms and activations are recomputed in the backward"
+    if recompute.layers:
+        what = f"{recompute.layers} layers are recomputed in the backward"
+    if recompute.tile_rows:
+        what += f", in tiles of up to {recompute.tile_rows:,} rows"
+        if recompute.layers:
+            what += (
+                ", but not their attention" if recompute.keeps_attention else ", and so is their attention"
+            )
+    if recompute.offloaded_layers:
+        what += f"; {recompute.offloaded_layers} of them keep what they need for that in host memory"
+    return f"{what}: otherwise memory is short."
 
 
 def explain_streams(found: StreamOutlook, source: str) -> list[str]:

@@ -43,6 +43,8 @@ def promise_numbers(
         },
         "capacity": program.capacity,
         "recomputed_layers": program.recompute.layers,
+        "tile_rows": program.recompute.tile_rows,
+        "offloaded_layers": program.recompute.offloaded_layers,
         "aboard": list(shapes),
         "global_batches": len(program.batches),
         "microbatches": len(program.microbatches),
@@ -79,7 +81,12 @@ def first_window(
     capacity = memory.capacity(attached, choice.capacity, recompute)
     courses = shortened([course(name, choice.rounds) for name in shapes], choice.first_pace)
     program = plan_window(
-        courses, choice.layout, capacity, choice.captured, recompute, _pacing(choice.layout, order)
+        courses,
+        choice.layout,
+        capacity,
+        choice.captured and not recompute.tile_rows,
+        recompute,
+        _pacing(choice.layout, order),
     )
     known = choice.cost or arithmetic(choice.shape)
     learned = Learned(known=known, memory=memory, first_seconds=choice.first_seconds)

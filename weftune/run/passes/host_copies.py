@@ -127,9 +127,9 @@ class HostStore:
             self._copies.await_gone(key)
         self._leaving.clear()
 
-    def request(self, layer: int) -> None:
-        """Begin to copy what is stored for a layer to the device."""
-        for key in [key for key in self._waiting if key[0] == layer]:
+    def request(self, layer: int, count: int | None = None) -> None:
+        """Begin to copy what is stored for a layer to the device, or the first `count` vectors of it."""
+        for key in [key for key in self._waiting if key[0] == layer][:count]:
             self.free_copied()
             self._coming[key] = self._copies.come(key, self._waiting.pop(key))
 

@@ -160,7 +160,7 @@ class _LayerPass:
         assert self._input is not None
         h_TD, keep = self._input(), self._keep
         if keep.host is not None:
-            keep.host.request(keep.layer - 1)
+            keep.host.request(keep.layer - 1, count=1)
         # The gradient that autograd gives to a layer is read by no other, so it can be overwritten.
         dh_TD = dout_TD if dout_TD.is_contiguous() else dout_TD.contiguous()
         with torch.enable_grad():
@@ -182,6 +182,9 @@ class _LayerPass:
         del seen_THE, h_TD, rest
         gradients = attention.backward(dseen_THE)
         del attention, dseen_THE
+        if keep.host is not None:
+            # Not earlier: the backward of attention needs the most memory.
+            keep.host.request(keep.layer - 1)
         while fronts:
             front = fronts.pop()
             given = (dh_TD[front.rows], *(gradient[front.rows] for gradient in gradients))
