@@ -86,6 +86,11 @@ def trees() -> Mapping[Path, ast.Module]:
 
 
 @cache
+def every_node(tree: ast.AST) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree))
+
+
+@cache
 def survey() -> House:
     modules = {module_name(path): tree for path, tree in trees().items()}
     rooms = Counter(
@@ -93,7 +98,7 @@ def survey() -> House:
     )
     imports = {name: set(imported(tree, modules)) - {name} for name, tree in modules.items()}
     classes = Counter(
-        node.name for tree in modules.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+        node.name for tree in modules.values() for node in every_node(tree) if isinstance(node, ast.ClassDef)
     )
     written = [(path, line, text) for path, tree in trees().items() for line, text in docstrings(tree)]
     once = list(called_once())
@@ -112,7 +117,7 @@ def survey() -> House:
             if FRAGMENT.match(text)
         ),
         vague_names=sum(name in VAGUE_NAMES for tree in modules.values() for name in named_things(tree)),
-        dataclasses=sum(is_dataclass(node) for tree in modules.values() for node in ast.walk(tree)),
+        dataclasses=sum(is_dataclass(node) for tree in modules.values() for node in every_node(tree)),
         called_once=len(once),
         short_called_once=sum(node.end_lineno - node.lineno < FEW_LINES for node in once),
     )
@@ -120,7 +125,7 @@ def survey() -> House:
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield line and text of every docstring: of modules, classes and functions, and below fields."""
-    for node in ast.walk(tree):
+    for node in every_node(tree):
         for statement in getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ():
             value = statement.value if isinstance(statement, ast.Expr) else None
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
@@ -129,7 +134,7 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def named_things(tree: ast.AST) -> Iterator[str]:
     """Yield the names of all functions, their parameters, and the annotated fields of classes."""
-    for node in ast.walk(tree):
+    for node in every_node(tree):
         if isinstance(node, ast.FunctionDef):
             yield node.name
             yield from (one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs))
@@ -148,7 +153,7 @@ def called_once() -> Iterator[ast.FunctionDef]:
     """Yield the functions whose name is read in one place of the package."""
     read = read_names()
     for tree in trees().values():
-        for node in ast.walk(tree):
+        for node in every_node(tree):
             if isinstance(node, ast.FunctionDef) and read[node.name] == 1:
                 yield node
 
@@ -162,12 +167,12 @@ def never_called() -> Iterator[tuple[Path, ast.FunctionDef | ast.ClassDef]]:
     strings = " ".join(
         node.value
         for tree in trees().values()
-        for node in ast.walk(tree)
+        for node in every_node(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
     quoted = set(re.findall(r"\w+", strings))
     for path, tree in trees().items():
-        for node in ast.walk(tree):
+        for node in every_node(tree):
             if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("__"):
                 continue
             if not read[node.name] and node.name not in quoted:
@@ -177,10 +182,10 @@ def never_called() -> Iterator[tuple[Path, ast.FunctionDef | ast.ClassDef]]:
 @cache
 def read_names() -> Counter[str]:
     """Count how often each name is read in the package, as a name, as an attribute or by an import."""
-    nodes = [node for tree in trees().values() for node in ast.walk(tree)]
     return Counter(
         node.id if isinstance(node, ast.Name) else node.attr
-        for node in nodes
+        for tree in trees().values()
+        for node in every_node(tree)
         if isinstance(node, ast.Name | ast.Attribute)
     )
 

@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from tests.house import circles, imported, survey, trees
+from tests.house import circles, every_node, imported, survey, trees
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,14 +48,14 @@ def test_imports_inside_functions_count_and_those_for_annotations_do_not():
 
 def test_what_runs_and_trains_is_composed_and_inherits_from_no_class_of_ours():
     """But for protocols, which have no code, and mistakes."""
-    every = [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    every = [node for tree in trees().values() for node in every_node(tree) if isinstance(node, ast.ClassDef)]
     ours = {one.name for one in every if not one.name.endswith("Error")}
     rooms = tuple(ROOT / "weftune" / room for room in ("run", "trainer"))
     inherits = {
         f"{path.stem}.{node.name}"
         for path, tree in trees().items()
         if any(path.is_relative_to(room) for room in rooms)
-        for node in ast.walk(tree)
+        for node in every_node(tree)
         if isinstance(node, ast.ClassDef)
         and ours & {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
     }
