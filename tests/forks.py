@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -23,7 +24,8 @@ class Forks:
         """Run `weftune ARGUMENTS` in `cwd` and print to `cwd/log`.
 
         `memory`: add at most so many bytes of memory. `file_bytes`: let no file grow larger. `away`: print
-        to this file, or into this command, in the place of the log, which keeps the errors.
+        to this file, or into this command, in the place of the log, which keeps the errors. `installed`:
+        import Weftune anew, with the packages of this folder beside it.
         """
         words = [str(argument) for argument in arguments]
         self._process = context().Process(target=be_weftune, args=(words, str(cwd)), kwargs=limits)
@@ -52,6 +54,7 @@ def be_weftune(
     memory: int | None = None,
     file_bytes: int | None = None,
     away: str | list[str] | None = None,
+    installed: Path | None = None,
 ) -> None:
     """In the forked child: what `python -m weftune ARGUMENTS` does, never to return."""
     import torch
@@ -77,6 +80,10 @@ def be_weftune(
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
     sys.argv = ["weftune", *arguments]
+    if installed is not None:
+        sys.path.insert(0, str(installed))
+        for name in [name for name in sys.modules if name.partition(".")[0] == "weftune"]:
+            del sys.modules[name]
     if memory is not None:
         limit_memory(memory)
     from weftune.cli.main import main
@@ -105,6 +112,9 @@ def fork_server() -> None:
         if child:
             return child
         try:
+            # A test's process prints where pytest looks, and tells of its crashes there.
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+            faulthandler.disable()
             for handle in map(int, os.listdir("/proc/self/fd")):
                 if handle > 2 and handle not in kept:
                     with suppress(OSError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -37,22 +36,20 @@ def installed(tmp_path_factory) -> Path:
     return folder
 
 
-def weftune(installed, place, *words, code=0) -> str:
-    path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
-    ended = subprocess.run(
-        [sys.executable, "-m", "weftune", *words],
-        cwd=place,
-        env=os.environ | {"PYTHONPATH": path, "COLUMNS": "500"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert ended.returncode == code, ended.stdout + ended.stderr
-    return ended.stdout + ended.stderr if code else ended.stdout
+@pytest.fixture
+def weftune(forks) -> Callable[..., str]:
+    """The command where the packages of a folder are installed: what it prints."""
+
+    def run(installed: Path, place: Path, *words: str, code: int = 0) -> str:
+        ended = forks.weftune(*words, cwd=place, installed=installed)
+        printed = (place / "log").read_text()
+        assert ended == code, printed
+        return printed
+
+    return run
 
 
-def test_it_trains_beside_lora_and_is_merged(installed, tmp_path):
+def test_it_trains_beside_lora_and_is_merged(installed, weftune, tmp_path):
     place = deep_folder(tmp_path, JOBS)
     weftune(installed, place, "train", "jobs.yaml", "--output", "both")
     assert states(place / "both") == {"bits": "succeeded", "lora": "succeeded"}
@@ -105,7 +102,7 @@ BROKEN = [
 
 @pytest.mark.parametrize(("text", "reason"), slow_but(BROKEN, BROKEN[:1]))
 def test_a_package_that_fails_breaks_no_other_kind_and_is_told_when_it_is_asked_for(
-    broken, tmp_path, text, reason
+    broken, weftune, tmp_path, text, reason
 ):
     folder, place = broken("spec.py", text), deep_folder(tmp_path, JOBS)
     told = " ".join(weftune(folder, place, "plan", "jobs.yaml", code=2).split())
@@ -116,7 +113,7 @@ def test_a_package_that_fails_breaks_no_other_kind_and_is_told_when_it_is_asked_
 
 
 @pytest.mark.slow
-def test_a_kind_whose_code_fails_is_told_when_it_is_trained(broken, tmp_path):
+def test_a_kind_whose_code_fails_is_told_when_it_is_trained(broken, weftune, tmp_path):
     folder, place = broken("apply.py", "import nowhere_to_be_found"), deep_folder(tmp_path, JOBS)
     told = " ".join(weftune(folder, place, "train", "jobs.yaml", code=2).split())
     assert "Traceback" not in told
@@ -126,7 +123,7 @@ def test_a_kind_whose_code_fails_is_told_when_it_is_trained(broken, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_doctor_and_an_export_tell_of_a_package_that_fails(broken, tmp_path):
+def test_the_doctor_and_an_export_tell_of_a_package_that_fails(broken, weftune, tmp_path):
     folder, place = broken("spec.py", "import nowhere_to_be_found"), deep_folder(tmp_path, JOBS)
     told = " ".join(weftune(folder, place, "doctor").split())
     assert "kind bitfit" in told
