@@ -118,16 +118,18 @@ def test_the_comparison_fails_when_one_site_is_left_untrained(tmp_path):
 @pytest.mark.skipif(not bench.STORIES.exists(), reason="stories15M is not here")
 @pytest.mark.parametrize("steps", slow_but([3, STEPS], [3]))
 def test_two_jobs_together_equal_solo_peft_on_stories15m_in_float32(steps, tmp_path):
+    batch_size, characters = (4, 160) if steps == STEPS else (2, 64)
     real_model_equals_peft(
         {"model": str(bench.STORIES), "dtype": "float32"},
         str(bench.STORIES),
-        bench.questions(8, 160 if steps == STEPS else 64),
+        bench.questions(2 * batch_size, characters),
         tmp_path,
         steps,
+        batch_size,
     )
 
 
-def real_model_equals_peft(base, folder, rows, tmp_path, steps=STEPS):
+def real_model_equals_peft(base, folder, rows, tmp_path, steps=STEPS, batch_size=4):
     """Two jobs at 1e-3 equal PEFT; in 20 steps their losses fall by a fifth, and in any number they fall."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     precise = copy.deepcopy(model).double()
@@ -144,7 +146,7 @@ def real_model_equals_peft(base, folder, rows, tmp_path, steps=STEPS):
                 data=rows,
                 adapter=dict(rank=rank, alpha=16.0, targets=targets, init_from=str(start)),
                 steps=steps,
-                batch_size=4,
+                batch_size=batch_size,
                 learning_rate=1e-3,
                 seed=index,
             )
@@ -153,7 +155,7 @@ def real_model_equals_peft(base, folder, rows, tmp_path, steps=STEPS):
     made = prepare(DataSpec(rows=rows), None, tokenizer, cache_folder()).train
     every = [(made.tokens(i).tolist(), made.mask(i).tolist()) for i in range(len(made))]
     for index, (config, start) in enumerate(jobs):
-        order = SampleOrder(len(every), 4, index)
+        order = SampleOrder(len(every), batch_size, index)
         batches = [[every[i] for i in order.batch(step)] for step in range(1, steps + 1)]
         recipe = oracle.Recipe(steps)
         want = oracle.train_with_peft(model, copy.deepcopy(config), start, batches, recipe)
