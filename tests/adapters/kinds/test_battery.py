@@ -31,7 +31,8 @@ from weftune.trainer.export import finished_kind
 
 KINDS = [kind for kind in (*WITH_PEFT, *CONVERTED, *WITHOUT_PEFT, *PRUNED) if kind not in ("layers", "plus")]
 MERGED = [kind for kind in KINDS if kind not in (*WITHOUT_PEFT, *PRUNED, *NOT_MERGED)]
-POISONED = 3
+SHORT = {"steps": 4}
+POISONED = 2
 
 
 def equal(output, other, kind, close=1e-9):
@@ -47,7 +48,10 @@ def together(tmp_path_factory):
     """The output of one job of every kind, trained in the same microbatches."""
     output = tmp_path_factory.mktemp("kinds") / "out"
     trainer = bench.trainer(
-        bench.base("llama"), output, [job(kind, "llama") for kind in KINDS], options=Options(capacity=512)
+        bench.base("llama"),
+        output,
+        [job(kind, "llama", **SHORT) for kind in KINDS],
+        options=Options(capacity=512),
     )
     trainer.run()
     shared = [len(set(one.jobs)) for run in trainer.programs for one in run.microbatches]
@@ -57,12 +61,12 @@ def together(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_alone_it_learns_what_it_learns_among_the_others(kind, together, tmp_path):
-    bench.train(bench.base("llama"), tmp_path / "out", [job(kind, "llama")])
+    bench.train(bench.base("llama"), tmp_path / "out", [job(kind, "llama", **SHORT)])
     equal(tmp_path / "out", together, kind)
 
 
 def test_in_bfloat16_every_kind_learns_beside_the_others(together, tmp_path):
-    jobs = [job(kind, "llama") for kind in KINDS]
+    jobs = [job(kind, "llama", **SHORT) for kind in KINDS]
     bench.train(bench.base("llama", torch.bfloat16), tmp_path / "out", jobs, capacity=512)
     for kind in KINDS:
         assert bench.losses(tmp_path / "out", kind) == pytest.approx(bench.losses(together, kind), rel=0.02)
@@ -70,7 +74,7 @@ def test_in_bfloat16_every_kind_learns_beside_the_others(together, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_its_nan_stays_with_it(kind, together, tmp_path):
-    jobs = [job(kind, "llama") for kind in KINDS]
+    jobs = [job(kind, "llama", **SHORT) for kind in KINDS]
     trainer = bench.trainer(bench.base("llama"), tmp_path / "out", jobs, options=Options(capacity=512))
 
     def spoil(event):
