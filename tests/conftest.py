@@ -4,6 +4,7 @@ import os
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import is_hypothesis_test, settings
@@ -69,20 +70,16 @@ def pytest_collection_modifyitems(items):
         function._hypothesis_internal_use_settings = fewer
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _cache(tmp_path_factory):
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session):
     """Token caches of tests stay out of the user's."""
-    before = os.environ.get("WEFTUNE_CACHE")
-    os.environ["WEFTUNE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-    yield
-    if before is None:
-        del os.environ["WEFTUNE_CACHE"]
-    else:
-        os.environ["WEFTUNE_CACHE"] = before
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEFTUNE_CACHE", folder)
+        return (yield)
 
 
 @pytest.fixture(scope="session")
-def forks(_cache):
+def forks():
     """Real `weftune` processes; see tests/forks.py."""
     from tests.forks import Forks
 

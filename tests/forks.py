@@ -115,6 +115,8 @@ def fork_server() -> None:
             # A test's process prints where pytest looks, and tells of its crashes there.
             sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
             faulthandler.disable()
+            # Its lock is held in here, and some forked processes start servers of their own.
+            forkserver._forkserver.__init__()  # type: ignore[misc]
             for handle in map(int, os.listdir("/proc/self/fd")):
                 if handle > 2 and handle not in kept:
                     with suppress(OSError):

@@ -1,0 +1,190 @@
+"""Files of tests side by side, in forks of the one process that has collected them: `make test`.
+
+`pytest -p tests.side_by_side --processes 3`. Imports and collection take each process of pytest-xdist half a
+minute in a new clone, and the server of its forked processes as long again as the imports: here both are
+there. Tests with the mark `timed` come behind all others, in two processes.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr, suppress
+from importlib import import_module
+from io import StringIO
+from itertools import groupby, pairwise
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import pytest
+from _pytest.config import create_terminal_writer
+
+QUIET = 2
+"""Processes for tests that look at a clock: most of what they do is to wait."""
+# Forks cannot use CUDA where the process that they come from has asked its driver for devices.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+Files = Sequence[Sequence[pytest.Item]]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--processes", type=int, default=0, help="run files of tests in so many forks")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    option = session.config.option
+    if not option.processes or option.collectonly or session.testsfailed:
+        return None
+    with pytest.MonkeyPatch.context() as patch:
+        prepare(session, patch)
+        for timed in (False, True):
+            items = [one for one in session.items if bool(one.get_closest_marker("timed")) is timed]
+            files = [list(found) for _, found in groupby(items, key=lambda one: one.path)]
+            run_files(session, files, QUIET if timed else option.processes)
+    if session.shouldfail:
+        raise session.Failed(session.shouldfail)
+    return True
+
+
+def prepare(session: pytest.Session, patch: pytest.MonkeyPatch) -> None:
+    """Do once what every fork, and every command that it forks, would do again: a third of a short run."""
+    from typer.testing import CliRunner
+
+    from tests.outputs import jobs_folder
+    from tests.run.processes import MODULES
+    from weftune.cli.main import app
+
+    for name in MODULES:
+        import_module(name)
+    compile_pages_once(patch)
+    with redirect_stderr(StringIO()):
+        folder = jobs_folder(session.config._tmp_path_factory.mktemp("first"), [{"name": "a", "adapter": {}}])
+    # Nothing that computes: torch's threads would not survive a fork.
+    shown = CliRunner().invoke(app, ["preview", str(folder / "jobs.yaml")])
+    assert shown.exit_code == 0, shown.output
+    gc.collect()
+    gc.freeze()
+
+
+def compile_pages_once(patch: pytest.MonkeyPatch) -> None:
+    """Every run ends with a page, and the compilation of its template would be half of a run of one step."""
+    from jinja2 import Environment, UndefinedError
+
+    from weftune.report.template import render
+
+    compile_source, compiled = Environment.compile, {}
+
+    def compile_once(self, source, *names):
+        if type(self) is not Environment:
+            return compile_source(self, source, *names)
+        key = (self.autoescape, self.trim_blocks, self.lstrip_blocks, source, *names)
+        if key not in compiled:
+            compiled[key] = compile_source(self, source, *names)
+        return compiled[key]
+
+    patch.setattr(Environment, "compile", compile_once)
+    with suppress(UndefinedError):
+        render("page.html.jinja", {}, {})
+
+
+def run_files(session: pytest.Session, files: Files, processes: int) -> None:
+    """Hand out the files in their order, and report what comes back as if it had happened here."""
+    context = multiprocessing.get_context("fork")
+    started, running = [], {}
+    for _ in range(min(processes, len(files))):
+        mine, theirs = context.Pipe()
+        started.append(context.Process(target=work, args=(session, files, theirs)))
+        started[-1].start()
+        theirs.close()
+        running[mine] = "before the first test"
+    try:
+        attend(session, iter(range(len(files))), running)
+    except BaseException:
+        for process in started:
+            process.terminate()
+        raise
+
+
+def attend(session: pytest.Session, waiting: Iterator[int], running: dict[Connection, str]) -> None:
+    """Answer the forks until all have ended; `running` maps each to the test that it began last."""
+    while running:
+        for connection in wait(list(running)):
+            try:
+                told = connection.recv()
+            except EOFError:
+                report(session.config, died(running.pop(connection)))
+                continue
+            if told is None:
+                connection.send(None if session.shouldfail or session.shouldstop else next(waiting, None))
+            elif told == "":
+                del running[connection]
+            elif isinstance(told, str):
+                running[connection] = told
+            else:
+                report(
+                    session.config,
+                    session.config.hook.pytest_report_from_serializable(config=session.config, data=told),
+                )
+
+
+def report(config: pytest.Config, found: pytest.TestReport) -> None:
+    config.hook.pytest_runtest_logreport(report=found)
+    if found.when == "teardown":
+        config.hook.pytest_runtest_logfinish(nodeid=found.nodeid, location=found.location)
+
+
+def died(test: str) -> pytest.TestReport:
+    words = "The process of this test has died, there or behind it; the rest of its file did not run."
+    return pytest.TestReport(test, (test.split("::")[0], None, test), {}, "failed", words, "call")
+
+
+def work(session: pytest.Session, files: Files, parent: Connection) -> None:
+    """In a fork: run one file after another, and know the next one before the last test of a file ends."""
+    plugins = session.config.pluginmanager
+    plugins.unregister(name="terminalreporter")
+    plugins.register(Told(session.config, parent), "terminalreporter")
+    captured: Any = plugins.getplugin("capturemanager")
+    # Or all forks would write to the same file.
+    captured.stop_global_capturing()
+    captured.start_global_capturing()
+    start_server()
+
+    def ask() -> int | None:
+        parent.send(None)
+        return parent.recv()
+
+    def run(item: pytest.Item, following: pytest.Item | None) -> None:
+        parent.send(item.nodeid)
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+
+    number = ask()
+    while number is not None:
+        items = files[number]
+        for item, following in pairwise(items):
+            run(item, following)
+        number = ask()
+        run(items[-1], None if number is None else files[number][0])
+    parent.send("")
+
+
+def start_server() -> None:
+    """Fork the server of forked processes, which the tests' own fixtures would start with all its imports."""
+    from tests.forks import fork_server
+
+    fork_server()
+
+
+class Told:
+    """In the place of the reporter that prints: sends reports to the process that has it."""
+
+    def __init__(self, config: pytest.Config, parent: Connection) -> None:
+        self.config, self.parent = config, parent
+        # What pytest-timeout prints of the threads of a test that hangs goes to what the test has printed.
+        self._tw = create_terminal_writer(config, sys.__stderr__)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        made = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
+        self.parent.send(made)
