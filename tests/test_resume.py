@@ -1,12 +1,14 @@
 """`--resume` and `--restart`: what goes on, what is left alone, and what is refused."""
 
 import json
+import shutil
 import signal
 
 import pytest
 
 from tests import bench
 from tests.cases import slow_but
+from tests.launches import copied
 from tests.outputs import (
     Crash,
     assert_same_results,
@@ -32,10 +34,9 @@ def said(folder):
     return (folder / "log").read_text()
 
 
-@pytest.fixture
-def started(tmp_path, forks):
-    """`short` has succeeded, and `long` was killed on its way."""
-    folder = jobs_folder(tmp_path, [SHORT, LONG])
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory, forks):
+    folder = jobs_folder(tmp_path_factory.mktemp("killed"), [SHORT, LONG])
     forks.start("train", "jobs.yaml", cwd=folder)
     while forks.running():
         log = folder / "out" / "metrics.jsonl"
@@ -45,6 +46,15 @@ def started(tmp_path, forks):
     assert forks.wait() == -signal.SIGKILL
     assert states(folder / "out") == {"short": "succeeded", "long": "running"}
     return folder
+
+
+@pytest.fixture
+def started(killed):
+    """`short` has succeeded, and `long` was killed on its way; behind each test the folder is as it was."""
+    kept = copied(killed, killed.with_name("kept"))
+    yield killed
+    shutil.rmtree(killed)
+    kept.rename(killed)
 
 
 def test_an_output_that_holds_something_is_refused_without_resume(started, forks):
