@@ -153,8 +153,12 @@ def loss_of(model, samples):
     return torch.cat(losses).mean().item()
 
 
-@pytest.mark.parametrize("quantize", ["nf4", "int8"])
-def test_what_generate_loads_has_the_loss_that_training_reported(quantize, tmp_path):
+@pytest.mark.parametrize(
+    ("quantize", "kinds"),
+    slow_but([("nf4", EVERY_KIND), ("int8", ["lora", "prompt"]), ("int8", EVERY_KIND)],
+             [("nf4", EVERY_KIND), ("int8", ["lora", "prompt"])]),
+)  # fmt: skip
+def test_what_generate_loads_has_the_loss_that_training_reported(quantize, kinds, tmp_path):
     jobs = [
         {
             "name": kind,
@@ -163,7 +167,7 @@ def test_what_generate_loads_has_the_loss_that_training_reported(quantize, tmp_p
             "adapter": {"kind": kind},
             "eval": {"fraction": 0.2},
         }
-        for kind in EVERY_KIND
+        for kind in kinds
     ]
     folder = deep_folder(tmp_path, jobs, "llama")
     file = folder / "jobs.yaml"
@@ -171,7 +175,7 @@ def test_what_generate_loads_has_the_loss_that_training_reported(quantize, tmp_p
     train(file, output=folder / "out", progress=False)
     records = {record.name: record for record in read_run(folder / "out").jobs}
     samples = evaluation_rows(folder / "out" / "lora", base_of(folder / "out" / "lora"))
-    for kind in EVERY_KIND:
+    for kind in kinds:
         job, reported = folder / "out" / kind, kept_validation(records[kind])
         base = base_of(job)
         model = with_adapter(load_for(base, [job], bench.CPU), "adapter", job)
