@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +17,28 @@ from weftune.base.spec import BaseSpec
 from weftune.cli import profile
 from weftune.cli.main import app
 from weftune.errors import OutputError, UserError
-from weftune.plan.cost.profile import profile_folder, profile_here, read_profile
+from weftune.plan.cost.profile import Profile, profile_folder, profile_here, read_profile
+from weftune.run.profile import measure_profile
 
 
 @pytest.fixture(autouse=True)
 def _no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starting the server that forks workers takes seconds."""
     monkeypatch.setattr(profile, "worker_bytes", lambda spec: (420, 360))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_measurement() -> Iterator[None]:
+    """All of these tests profile the same model: the first profile is that of all."""
+    made = []
+
+    def measure_once(*arguments: Any) -> Profile:
+        made.extend([] if made else [measure_profile(*arguments)])
+        return made[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weftune.run.profile.measure_profile", measure_once)
+        yield
 
 
 WORKER_BYTES = profile.worker_bytes

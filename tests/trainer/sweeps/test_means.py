@@ -4,12 +4,14 @@ import copy
 import json
 import shutil
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from peft import get_peft_model, set_peft_model_state_dict
 
 from tests import bench, oracle
+from tests.cases import slow_but
 from tests.families import tiny
 from tests.outputs import Crash, assert_same_job, lines, numbers, states, status
 from tests.trainer.sweeps.test_running import (
@@ -215,8 +217,9 @@ def assert_same_rungs(output, want):
         assert mine[key]["rung_loss"] == pytest.approx(line["rung_loss"], rel=1e-10), key
 
 
-@pytest.mark.parametrize("count", [1, 3, 5])
-@pytest.mark.parametrize("what", ["judge", "_decide"])
+@pytest.mark.parametrize(
+    ("count", "what"), slow_but(product((1, 3, 5), ("judge", "_decide")), [(1, "judge"), (5, "_decide")])
+)
 def test_crashed_while_trials_are_judged_it_resumes_to_the_same_decisions(
     base, jobs, undisturbed, tmp_path, monkeypatch, count, what
 ):
