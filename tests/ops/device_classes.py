@@ -1,6 +1,6 @@
 """Compile the kernels that every class of GPUs would launch, and print what each needs of its device.
 
-    python -m tests.ops.device_classes [--class 8.6] [--quick] [--json FILE]
+    python -m tests.ops.device_classes [--class 8.6] [--kernel site.up] [--quick] [--json FILE]
 
 needs no GPU. The launchers run on tensors without memory, with kernels that record their launches; selection
 of kernels and launch parameters is that of `weftune.core.device_class`. Each recorded configuration is
@@ -410,12 +410,14 @@ def described(made: Configuration) -> str:
     return f"{constants} {dict(made.options)} {types}"
 
 
-def table(classes: list[DeviceClass], quick: bool, processes: int, sample: int | None = None) -> list[Row]:
-    """Compile everything, or a sample of each class, and return one row per class and kernel."""
+def table(
+    classes: list[DeviceClass], quick: bool, processes: int, sample: int | None, kernel: str | None
+) -> list[Row]:
+    """Compile everything, one kernel, or a sample of each class. Return one row per class and kernel."""
     rows = []
     with ProcessPoolExecutor(processes) as pool:
         for one in classes:
-            found = configurations(one, quick)
+            found = [made for made in configurations(one, quick) if kernel in (None, made.kernel)]
             if sample is not None:
                 found = found[:: -(-len(found) // sample)]
             by_kernel: dict[str, Row] = {}
@@ -433,13 +435,14 @@ def main() -> int:
     parser.add_argument(
         "--class", dest="classes", action="append", choices=names, help="one class; default: all"
     )
+    parser.add_argument("--kernel", help="only this kernel; default: all")
     parser.add_argument("--quick", action="store_true", help="one model, two ranks, bfloat16")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--sample", type=int, help="compile only this many configurations of each class")
     given = parser.parse_args()
     classes = [names[name] for name in given.classes or names]
-    rows = table(classes, given.quick, given.processes, given.sample)
+    rows = table(classes, given.quick, given.processes, given.sample, given.kernel)
     print("| class | kernel | configurations | shared, KiB | registers | stack, bytes | spilling | uses |")
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:
