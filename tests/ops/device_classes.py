@@ -45,8 +45,10 @@ from weftune.ops.lora.tiling import SiteCall, candidate_plans, choose_tiling
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 SLOTS = 8
-REGISTERS, THREAD_REGISTERS = 65536, 255
-"""Registers of one program and of one thread, on every class."""
+REGISTERS = 65536
+"""Registers of one program, on every class."""
+TENSOR_COLUMNS = 512
+"""Columns of the tensor memory of a multiprocessor, which only Blackwell for data centres has."""
 TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -91,6 +93,7 @@ class Resources:
     registers: int
     stack: int
     """Bytes of local memory per thread, to which registers are spilled."""
+    tensor_columns: int
     words: tuple[str, ...]
     """Instructions of interest in the PTX."""
 
@@ -349,7 +352,9 @@ def compiled(made: Configuration, capability: tuple[int, int]) -> Resources:
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     built = compile(source, target=target, options=dict(made.options))
     words = re.findall(r"wgmma|tcgen05|mma\.sync|cp\.async\.bulk|e4m3", built.asm["ptx"])
-    return Resources(built.metadata.shared, *_usage(built.asm["cubin"]), tuple(sorted(set(words))))
+    tensor_columns = getattr(built.metadata, "tmem_size", None) or 0
+    usage = _usage(built.asm["cubin"])
+    return Resources(built.metadata.shared, *usage, tensor_columns, tuple(sorted(set(words))))
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
@@ -397,8 +402,9 @@ class Row:
             return
         warps = dict(made.options).get("num_warps", 4)
         # Registers are assigned to warps in units of 256.
-        if found.shared > self.limit or 32 * warps * (-(-found.registers // 8) * 8) > REGISTERS:
-            self.failures += (f"{described(made)}: {found.shared} bytes, {found.registers} registers",)
+        registers = 32 * warps * (-(-found.registers // 8) * 8)
+        if found.shared > self.limit or registers > REGISTERS or found.tensor_columns > TENSOR_COLUMNS:
+            self.failures += (f"{described(made)}: {found}",)
         self.shared, self.registers = max(self.shared, found.shared), max(self.registers, found.registers)
         self.stack, self.spilling = max(self.stack, found.stack), self.spilling + (found.stack > 0)
         self.words = tuple(sorted({*self.words, *found.words}))
