@@ -11,6 +11,7 @@ kernels are launched alike on all classes.
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -49,13 +50,14 @@ def results(case: SiteCase, call: SiteCall) -> dict[str, Tensor]:
     y_TN, s_TPR, u_TN = forward(case.x[0], case.weight_NK, None, None, call)
     dx_TK = backward(case.dy[0], case.x[0], case.weight_NK, s_TPR, call, wants_dx=True, u_TN=u_TN)
     assert dx_TK is not None
-    return {"y": y_TN, "dx": dx_TK, **_gradients(case)}
+    return {"y": y_TN, "dx": dx_TK, **_gradients(case.entries)}
 
 
-def _gradients(case: SiteCase) -> dict[str, Tensor]:
+def _gradients(entries: Sequence[LowRank]) -> dict[str, Tensor]:
+    """Return the gradients of all adapters as two vectors."""
     return {
-        "dA": torch.stack([entry.da_RK for entry in case.entries]).clone(),
-        "dB": torch.stack([entry.db_RN for entry in case.entries]).clone(),
+        "dA": torch.cat([entry.da_RK.flatten() for entry in entries]),
+        "dB": torch.cat([entry.db_RN.flatten() for entry in entries]),
     }
 
 
@@ -82,12 +84,7 @@ def plain_results(case: SiteCase, dtype: torch.dtype) -> dict[str, Tensor]:
     y_TN = add_lora(x_TK, y_TN, Blocks(jobs, token_index_T, anchor), Route.reference)
     y_TN.backward(case.dy[0].to(dtype))
     assert x_TK.grad is not None
-    found = {"y": y_TN.detach(), "dx": x_TK.grad}
-    gradients = {
-        "dA": torch.stack([entry.da_RK for entry in entries]),
-        "dB": torch.stack([entry.db_RN for entry in entries]),
-    }
-    return found | gradients
+    return {"y": y_TN.detach(), "dx": x_TK.grad, **_gradients(entries)}
 
 
 def error_ratios(case: SiteCase, by_call: dict[str, SiteCall]) -> dict[str, float]:

@@ -109,10 +109,12 @@ def _note(op: str, device: torch.device, error: Exception) -> None:
     if op in _failed:
         return
     _failed.add(op)
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    where = device.type.upper()
+    if device.type == "cuda":
+        where = f"{torch.cuda.get_device_name(device)} ({class_of(device).architecture})"
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
     warnings.warn(
-        f"The kernel {_kernel_of(error) or op} does not run on {gpu} ({class_of(device).architecture}): "
+        f"The kernel {_kernel_of(error) or op} does not run on {where}: "
         f"{reason.rstrip('.')}. From here on, {op} is computed by plain torch, which is slower. Run "
         f"`{TEST_COMMAND}` in a clone of Weftune to test all kernels on this GPU.",
         KernelWarning,
