@@ -6,7 +6,7 @@ import pytest
 
 from tests.plan.costs import SHAPE, TRUTH, measured, program
 from tests.plan.program.test_check import course
-from weftune.core.shapes import JobShape, LayerRange
+from weftune.core.shapes import JobShape, LayerRange, ModelShape, SiteShape
 from weftune.plan.cost.learned import Learned, Outcome
 from weftune.plan.cost.memory import MemoryFit, MemoryModel
 from weftune.plan.cost.memory_fit import Peak, fit_memory, held_rows, safer, window_need
@@ -218,3 +218,21 @@ def test_an_evaluation_holds_about_one_layer() -> None:
 
 def test_the_safer_of_two_fits_has_the_larger_of_each_factor() -> None:
     assert safer(FIT, MemoryFit(error=5)) == MemoryFit(state=1.05, error=5)
+
+
+def test_after_a_shortage_more_is_recomputed_until_nothing_more_can_be() -> None:
+    sites = tuple(SiteShape(f"{layer}.up", 100, 400) for layer in range(10))
+    shape = ModelShape(10, 100, 50, 10**6, 2, sites, context=10**6)
+    memory = MemoryModel(shape, 6 << 30, fused=True)
+    long = [JobShape("a", 0, 0, 1000, 100_000)]
+    learned = Learned(known=arithmetic(shape), memory=memory)
+    before, found = memory.recompute(long, 8192), []
+    while learned.recompute_more(long, 8192):
+        found.append(learned.memory.recompute(long, 8192))
+        assert len(found) < 100
+    assert found
+    assert found[0] != before
+    assert [one.layers for one in found] == sorted(one.layers for one in found)
+    assert found[-1].layers == 10
+    learned.adopt()
+    assert learned.memory.recompute(long, 8192) == found[-1]

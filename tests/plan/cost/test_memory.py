@@ -7,6 +7,7 @@ from weftune.plan.cost.memory import (
     ENOUGH_TOKENS,
     FUSED_SLACK_BYTES,
     SLACK_BYTES,
+    TILE_ROWS,
     MemoryFit,
     MemoryModel,
     gib,
@@ -170,6 +171,50 @@ def test_of_a_mixture_all_experts_are_held_and_the_active_ones_activated() -> No
         assert memory.recompute([job()], max_tokens=10**9) == NOTHING
     assert [site.weights for site in experts] == [8 * 40_000, 8 * 20_000]
     assert mixture.active_parameters == 10**6 - 6 * 60_000
+
+
+LONG = 4 * TILE_ROWS
+
+
+def long_choices(budget: int, host_budget: int = 0) -> Recompute:
+    """What is chosen for a sample of LONG tokens."""
+    memory = replace(deep(budget), host_budget=host_budget)
+    return memory.recompute([job(tokens=LONG)], TILE_ROWS)
+
+
+def least_budget(recompute: Recompute, host_budget: int = 0) -> int:
+    """The least bytes beside base and state with which a sample of LONG tokens fits so."""
+    memory = replace(deep(0), host_budget=host_budget)
+    return memory.peak_bytes([job(tokens=LONG)], LONG, recompute) - memory.budget
+
+
+def test_a_long_sample_runs_in_tiles_and_keeps_what_fits() -> None:
+    """First layers, then the output of attention, then in host memory, and only then it is recomputed."""
+    everything = Recompute(True, 10, TILE_ROWS, keeps_attention=True)
+    half, host = replace(everything, layers=5), 10**9
+    assert long_choices(10**9) == replace(everything, layers=0)
+    assert long_choices(least_budget(half) + 2) == half
+    # The backward of a recomputed layer needs as much as one more layer that is kept.
+    assert long_choices(least_budget(everything) + 2) in (everything, replace(everything, layers=9))
+    offloaded = replace(everything, offloaded_layers=4)
+    assert long_choices(least_budget(offloaded, host) + 2, host) == offloaded
+    recomputed = replace(everything, keeps_attention=False)
+    assert long_choices(least_budget(recomputed) + 2) == recomputed
+    assert not long_choices(least_budget(recomputed) + 2, host_budget=1000).offloaded_layers
+
+
+def test_a_sample_of_one_tile_is_not_run_in_tiles_where_memory_suffices() -> None:
+    assert deep(10**9).recompute([job(tokens=TILE_ROWS)], TILE_ROWS) == NOTHING
+    assert deep(10**9).recompute([job(tokens=TILE_ROWS + 1)], TILE_ROWS).tile_rows == TILE_ROWS
+
+
+def test_a_sample_that_does_not_fit_is_told_the_length_that_does() -> None:
+    memory = deep(least_budget(Recompute(True, 10, TILE_ROWS)))
+    sentence = memory.why_not([job(tokens=4 * LONG)])
+    assert sentence is not None
+    fitting = int(sentence.removesuffix(" tokens fit").rpartition(" ")[2])
+    assert memory.why_not([job(tokens=fitting)]) is None
+    assert memory.why_not([job(tokens=fitting + 2)]) is not None
 
 
 def in_two(**changes) -> MemoryModel:

@@ -185,7 +185,9 @@ def test_on_a_quantised_base_too_and_each_matrix_is_computed_once_a_pass_for_all
     assert set(Counter(written).values()) == {2 * STEPS}
 
 
-@pytest.mark.parametrize("recompute", [NOTHING, Recompute(outputs=True, layers=1)])
+@pytest.mark.parametrize(
+    "recompute", [NOTHING, Recompute(outputs=True, layers=1), Recompute(True, 1, tile_rows=16)]
+)
 def test_virtual_tokens_train_in_fused_layers_as_in_the_plain_ones(recompute, monkeypatch):
     """Rows before samples, and keys and values before them, beside a job that has neither."""
     base, found = one_layer("llama"), []

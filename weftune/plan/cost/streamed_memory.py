@@ -37,6 +37,9 @@ TILED_HIDDEN, TILED_ATTENTION = 2.0, 9.2
 """Values per token, in widths of the hidden state and of attention, that a layer in tiles holds for all rows
 during the backward of its attention, in addition to its input: gradients, queries, keys, values and output,
 and the kernels' buffers. Measured on an H200 from 8,192 to 131,072 tokens (docs/benchmarks.md)."""
+TILED_KEPT = 3.0
+"""Values per token, in widths of attention, of gradients and buffers in a layer in tiles that keeps all
+other values."""
 TILED_REST = 5.2
 """Values per token, in widths of attention, of which the backward of attention is finished or has not begun
 while tiles are computed."""
@@ -61,23 +64,25 @@ def token_bytes(
     again, one = min(recompute.layers, part.layers), widths / part.layers
     values = (part.layers - again) * (factor * one + extra)
     if recompute.tile_rows:
-        values += _tiled_values(part, recompute, again)
+        values = _tiled_values(part, recompute, again, values)
     elif again:
         # Each recomputed layer keeps its input, and one layer at a time is held completely.
         values += again * part.hidden + RECOMPUTED_FACTOR * one + extra
     return int(values * part.bytes_per_value) + part.code_bytes
 
 
-def _tiled_values(part: ModelShape, recompute: Recompute, again: int) -> float:
-    """Return the values per token that layers in tiles hold on the device; `again` of them are recomputed."""
+def _tiled_values(part: ModelShape, recompute: Recompute, again: int, kept: float) -> float:
+    """Return the values per token that layers in tiles hold on the device: `again` of them are recomputed,
+    and the others keep `kept` values. The layers that keep everything have their backward first."""
     width, keeps = part.attention_width, recompute.keeps_attention
     offloaded = min(recompute.offloaded_layers, again)
-    values = (again - offloaded) * (part.hidden + keeps * width) + keeps * again * LOG_SUMS * width
-    values += TILED_HIDDEN * part.hidden + (TILED_ATTENTION - keeps) * width
+    waiting = (again - offloaded) * (part.hidden + keeps * width) + keeps * again * LOG_SUMS * width
+    recomputing = TILED_HIDDEN * part.hidden + (TILED_ATTENTION - keeps) * width
     if offloaded:
         # The tensors of the layer, and the input of the layer before it.
-        values += 2 * part.hidden + keeps * width
-    return values
+        recomputing += 2 * part.hidden + keeps * width
+    kept += (TILED_HIDDEN * part.hidden + TILED_KEPT * width) if kept else 0
+    return waiting + max(kept, recomputing if again else 0.0)
 
 
 def tile_bytes(part: ModelShape, recompute: Recompute, jobs: Iterable[JobShape]) -> int:
