@@ -15,7 +15,7 @@ from weftune.plan.cost.memory import SLACK_BYTES, MemoryModel
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.layout.choose import Machine
 from weftune.report.read import JobRecord
-from weftune.run.measure.memory import taken_bytes
+from weftune.run.measure.memory import bytes_before_base
 from weftune.run.training.state import Progress
 from weftune.trainer.job import PreparedJob, make_ready
 from weftune.trainer.machine import launcher_machine
@@ -80,7 +80,7 @@ def test_a_job_too_large_for_a_share_is_named_with_its_numbers_and_weighs_nothin
     state = MemoryModel(SHAPE, 0).state_bytes([jobs[-1].shape])
     assert state > 100 << 20
     # For two processes: what any job needs, and half of what the large one needs for itself.
-    budget = 2 * (taken_bytes(bench.CPU) + SHAPE.base_bytes + SLACK_BYTES + state // 2)
+    budget = 2 * (bytes_before_base(bench.CPU) + SHAPE.base_bytes + SLACK_BYTES + state // 2)
     heard = Heard()
     fits = fitting_jobs(SHAPE, machine(2, budget), jobs, heard)
     assert fits == {"a", "b"}

@@ -14,7 +14,7 @@ from weftune.errors import SpecError, UserError
 from weftune.plan.layout.choose import WINDOW_ROUNDS
 from weftune.run.events import Evaluated, Stepped
 from weftune.run.executor import Executor
-from weftune.run.measure.memory import taken_bytes
+from weftune.run.measure.memory import bytes_before_base
 
 
 def job(name, steps, **keys):
@@ -213,7 +213,7 @@ def test_joins_and_leaves_keep_memory_and_open_files_flat(base, tmp_path, times)
                 for name in ("anchor", *joined):
                     trainer.loop.executor.finish_saves(name)
                 files = len(list(Path("/proc/self/fd").iterdir()))
-                taken.append((tensor_bytes(), files, taken_bytes(base.device)))
+                taken.append((tensor_bytes(), files, bytes_before_base(base.device)))
             joined.append(f"late-{len(joined)}")
             trainer.add(job(joined[-1], 1))
 

@@ -45,7 +45,7 @@ def budget_for(base, jobs, capacity, taken=0):
 @pytest.fixture
 def settled(monkeypatch):
     """What the process holds is not the same twice; a budget to the byte wants it left out."""
-    monkeypatch.setattr("weftune.trainer.machine.taken_bytes", lambda device: 0)
+    monkeypatch.setattr("weftune.trainer.machine.bytes_before_base", lambda device: 0)
 
 
 def test_jobs_that_do_not_fit_wait_with_the_reason_by_priority_then_file_order(tmp_path, settled):

@@ -28,7 +28,7 @@ def base():
 def settled(monkeypatch):
     """What the process holds is not the same twice; a budget to the byte wants it left out, and what a window
     teaches too."""
-    monkeypatch.setattr("weftune.trainer.machine.taken_bytes", lambda device: 0)
+    monkeypatch.setattr("weftune.trainer.machine.bytes_before_base", lambda device: 0)
     monkeypatch.setattr("weftune.plan.cost.learned.Learned.adopt", lambda self: False)
 
 

@@ -56,7 +56,7 @@ def test_the_report_shows_predicted_beside_measured(trained) -> None:
 def test_where_only_the_highest_peak_so_far_can_be_measured_no_lower_one_is_promised(
     tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("weftune.trainer.loop.begin_peak", lambda device: False)
+    monkeypatch.setattr("weftune.trainer.loop.reset_peak", lambda device: False)
     bench.trainer(bench.base(), tmp_path / "out", [job("a", 1)]).run()
     windows = read_run(tmp_path / "out").windows
     for before, after in pairwise(windows):

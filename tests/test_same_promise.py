@@ -119,7 +119,7 @@ def written(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
     monkeypatch.setattr(cluster, "_smi", lambda: "")
-    monkeypatch.setattr("weftune.trainer.machine.taken_bytes", lambda device: PROCESS_BYTES)
+    monkeypatch.setattr("weftune.trainer.machine.bytes_before_base", lambda device: PROCESS_BYTES)
 
     def write(case: Case):
         values = yaml.safe_load((folder / "jobs.yaml").read_text()) | {"jobs": list(case.jobs)}

@@ -257,7 +257,7 @@ def poison(executor):
         torch.cuda.synchronize()
         for one in requests:
             one.training.state.weights.fill_(torch.nan)
-            for room in executor.adapters.travel.travellers[one.training.job].weights.values():
+            for room in executor.adapters.transfers.adapters[one.training.job].weights.values():
                 room.fill_(torch.nan)
         torch.cuda.synchronize()
         return run

@@ -10,7 +10,7 @@ import torch
 from tests.outputs import jobs_folder
 from weftune.cli.train import train
 from weftune.errors import PlanError, UserError
-from weftune.run.measure.memory import devices_asked
+from weftune.run.measure.memory import requested_devices
 
 TWO_JOBS = [{"name": "a", "steps": 3}, {"name": "b", "steps": 2}]
 
@@ -73,9 +73,9 @@ def test_all_means_gpus_and_a_device_that_is_one_gpu_is_a_mistake(jobs: Path) ->
 
 def test_what_is_asked_for_becomes_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus_here(monkeypatch, 4)
-    assert devices_asked(None, None) == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
-    assert devices_asked(2, "cuda") == ("cuda:0", "cuda:1")
-    assert devices_asked(3, "cpu") == ("cpu", "cpu", "cpu")
+    assert requested_devices(None, None) == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
+    assert requested_devices(2, "cuda") == ("cuda:0", "cuda:1")
+    assert requested_devices(3, "cpu") == ("cpu", "cpu", "cpu")
 
 
 def test_one_is_the_ordinary_run(jobs: Path) -> None:

@@ -60,11 +60,11 @@ def test_a_checkpoint_that_says_the_same_is_left_as_it_is(tmp_path, fresh):
     training = at_step(fresh(), 2)
     folder = checkpoint.save(tmp_path, training)
     before = os.stat(folder / "state.json").st_ino
-    assert checkpoint.holds(tmp_path, training.progress)
+    assert checkpoint.has_progress(tmp_path, training.progress)
     assert checkpoint.save(tmp_path, training) == folder
     assert os.stat(folder / "state.json").st_ino == before
     training.note_evaluation(1.0, keep_best=False, min_delta=0.0)
-    assert not checkpoint.holds(tmp_path, training.progress)
+    assert not checkpoint.has_progress(tmp_path, training.progress)
     checkpoint.save(tmp_path, training)
     assert os.stat(folder / "state.json").st_ino != before
 
@@ -114,7 +114,7 @@ def rewritten(folder, change):
     path.write_text(json.dumps(state))
     names = ("tensors.safetensors", "state.json")
     digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
-    (folder / "SHA256SUMS").write_bytes(checkpoint.sums_text(digests))
+    (folder / "SHA256SUMS").write_bytes(checkpoint.checksum_text(digests))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from weftune.plan.program.layout import one_device
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.run.events import Stepped
-from weftune.run.measure.link import SAMPLE_BYTES, measure_files
+from weftune.run.measure.link import SAMPLE_BYTES, measure_file_bandwidth
 
 
 def saved(folder, family):
@@ -86,11 +86,11 @@ def test_files_are_measured_by_a_sample_of_them(tmp_path):
     paths = [tmp_path / name for name in "ab"]
     for path in paths:
         path.write_bytes(bytes(range(256)) * (3 << 12))
-    speed = measure_files([MappedFile(path) for path in paths])
+    speed = measure_file_bandwidth([MappedFile(path) for path in paths])
     assert 1e6 < speed < 1e12
     (tmp_path / "sparse").touch()
     os.truncate(tmp_path / "sparse", 4 * SAMPLE_BYTES)
     never = MappedFile(paths[0])
     os.truncate(paths[0], 1)
     # All of the sample comes from the first file, so that the other, which would fail, is not read.
-    assert measure_files([MappedFile(tmp_path / "sparse"), never]) > 1e6
+    assert measure_file_bandwidth([MappedFile(tmp_path / "sparse"), never]) > 1e6

@@ -12,10 +12,10 @@ import torch
 from tests.cases import slow_but
 from tests.interpreter import interpret
 from tests.run import aboard
+from tests.run.host_steps import Short
 from tests.run.models import LAYERS
 from tests.run.test_stream_steps import MANY_PIECES, Noted, masters_of, one_job
 from tests.run.test_streamed import CAPACITY, evaluated_jobs, resident, run, take_aboard, told, windows
-from tests.run.travellers import Short
 from tests.run.workers.test_agreed import make_jobs, whole_base
 from weftune.ops.adamw import update
 from weftune.plan.cost import ring
@@ -199,7 +199,7 @@ def test_by_its_own_plan_steps_of_a_group_are_asked_for_while_the_other_passes(m
         passes.append(
             (
                 program.microbatches[visit.microbatch].jobs,
-                {job for job, _ in executor.adapters.steps.all_pending()},
+                {job for job, _ in executor.adapters.steps.all_pending_pairs()},
             )
         )
         return forward(visit, rows, given_TD, keep)
@@ -359,11 +359,13 @@ def test_a_larger_job_that_comes_later_makes_the_buffers_grow_up_to_a_piece(monk
         small, *others = sorted(make_jobs(executor.base), key=lambda job: job.shape.trainable)
         take_aboard(executor, [small])
         if layout is OFFLOADED:
-            assert executor.adapters.steps.ring.room == adapter_steps.aligned(small.shape.trainable) < 4096
+            assert (
+                executor.adapters.steps.ring.capacity == adapter_steps.round_up(small.shape.trainable) < 4096
+            )
         run(executor, plan(executor, [small], 1), [small])
         take_aboard(executor, others)
         if layout is OFFLOADED:
-            assert executor.adapters.steps.ring.room == 4096
+            assert executor.adapters.steps.ring.capacity == 4096
             states = [buffer.state for buffer in executor.adapters.steps.ring.buffers]
             held = sum(vector.nbytes for state in states for vector in state.vectors)
             sizes = [job.shape.trainable for job in (small, *others)]

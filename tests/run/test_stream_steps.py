@@ -11,6 +11,7 @@ import torch
 from tests import bench
 from tests.cases import slow_but
 from tests.run import aboard
+from tests.run.host_steps import Short, buffer_bytes, promised_bytes
 from tests.run.models import LAYERS, deep
 from tests.run.test_streamed import (
     CAPACITY,
@@ -23,7 +24,6 @@ from tests.run.test_streamed import (
     travelling,
     windows,
 )
-from tests.run.travellers import Short, buffer_bytes, promised_bytes
 from tests.run.workers.test_agreed import make_jobs
 from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
@@ -35,7 +35,7 @@ from weftune.plan.window.window import plan_window
 from weftune.run.assemble import streamed_executor
 from weftune.run.events import Evaluated, Failed, OutOfMemory, Stepped
 from weftune.run.stream import adapter_steps
-from weftune.run.stream.adapters import OUTSIDE
+from weftune.run.stream.adapters import OUTSIDE_STAGE
 
 ALL_CUTS = CUTS | {"in one piece": Layout((StageLayers(0, LAYERS, True),))}
 
@@ -116,7 +116,7 @@ def poison(executor, monkeypatch):
 
     def spoil(training):
         training.state.weights.fill_(math.nan)
-        for room in executor.adapters.travel.travellers[training.job].weights.values():
+        for room in executor.adapters.transfers.adapters[training.job].weights.values():
             room.fill_(math.nan)
 
     after_begin(executor, monkeypatch, spoil)
@@ -164,13 +164,13 @@ def test_what_is_saved_and_looked_at_between_windows_is_made(monkeypatch):
     jobs = evaluated_jobs(executor.base)
     take_aboard(executor, jobs)
     run(executor, plan(executor, jobs, 1), jobs)
-    assert not executor.adapters.steps.all_pending()
+    assert not executor.adapters.steps.all_pending_pairs()
     for job in jobs:
         training = executor.attached[job.name]
         assert training.progress.step == 1
         assert torch.equal(training.state.weights, training.master)
-        for stage, part in executor.adapters.travel.travellers[job.name].parts.items():
-            room = executor.adapters.travel.room(job.name, stage)
+        for stage, part in executor.adapters.transfers.adapters[job.name].parts.items():
+            room = executor.adapters.transfers.device_weights(job.name, stage)
             assert room is None or torch.equal(room, training.master[part.start : part.stop])
 
 
@@ -252,17 +252,17 @@ def test_gradients_leave_stage_by_stage_and_at_a_step_only_the_first_ones_are_le
     executor = executor_of(cut)
     jobs = make_jobs(executor.base)
     take_aboard(executor, jobs)
-    travel, left = executor.adapters.travel, []
-    take = travel.take_gradients
+    transfers, left = executor.adapters.transfers, []
+    take = transfers.copy_all_gradients_out
 
     def noted(due):
-        left.append({stage for job, stage in travel._made})
+        left.append({stage for job, stage in transfers._made})
         take(due)
 
-    monkeypatch.setattr(travel, "take_gradients", noted)
+    monkeypatch.setattr(transfers, "copy_all_gradients_out", noted)
     assert len(told(run(executor, plan(executor, jobs, 2), jobs))) == 2 * len(jobs)
     assert left
-    assert all(0 in stages <= {0, OUTSIDE} for stages in left)
+    assert all(0 in stages <= {0, OUTSIDE_STAGE} for stages in left)
 
 
 # -- the ring --------------------------------------------------------------------------------------------
@@ -283,13 +283,13 @@ def test_a_job_with_a_larger_part_comes_aboard_later_and_the_buffers_grow_as_pro
         held = buffer_bytes(executor.adapters.steps)
         run(executor, plan(executor, [small], 1), [small])
         if later:
-            assert 0 < held <= promised_bytes(executor.adapters.travel, dtype.itemsize)
+            assert 0 < held <= promised_bytes(executor.adapters.transfers, dtype.itemsize)
             take_aboard(executor, [large])
             assert (buffer_bytes(executor.adapters.steps) > held) == (piece > 64)
         assert (
             held
             <= buffer_bytes(executor.adapters.steps)
-            <= promised_bytes(executor.adapters.travel, dtype.itemsize)
+            <= promised_bytes(executor.adapters.transfers, dtype.itemsize)
         )
         run(executor, plan(executor, [small, large], 2), [small, large])
         found.append(masters_of(executor))
@@ -370,21 +370,21 @@ def test_a_job_can_be_killed_and_leave_while_its_step_is_being_made(name, at):
 
     def kill(stage):
         nonlocal killed
-        if stage == at and executor.adapters.steps.unfinished("a", LAYERS - 1) and not killed:
-            assert executor.adapters.steps.unfinished("b", LAYERS - 1)
+        if stage == at and executor.adapters.steps.is_unfinished("a", LAYERS - 1) and not killed:
+            assert executor.adapters.steps.is_unfinished("b", LAYERS - 1)
             killed = True
             executor.kill("a")
-            assert not executor.adapters.steps.all_pending()
+            assert not executor.adapters.steps.all_pending_pairs()
 
     with before_passes(executor, kill):
         events = told(run(executor, plan(executor, jobs, 3), jobs))
     assert killed
     assert not executor.attached["a"].state.weights.any()
-    assert not any(room.any() for room in executor.adapters.travel.travellers["a"].weights.values())
+    assert not any(room.any() for room in executor.adapters.transfers.adapters["a"].weights.values())
     assert {event.job for event in events} == {"b"}
     assert executor.detach("a").job == "a"
     assert executor.attached["b"].progress.step == 3
-    assert "a" not in executor.adapters.travel.travellers
+    assert "a" not in executor.adapters.transfers.adapters
 
 
 @pytest.mark.parametrize("piece", [64, ring.PIECE])
@@ -399,19 +399,19 @@ def test_a_job_that_leaves_while_parts_are_left_takes_all_of_its_step_along(name
     def end(stage):
         if (
             stage == at
-            and executor.adapters.steps.unfinished("a", 2)
-            and not executor.adapters.steps.unfinished("a", 1)
+            and executor.adapters.steps.is_unfinished("a", 2)
+            and not executor.adapters.steps.is_unfinished("a", 1)
         ):
             raise ArithmeticError("a mistake")
 
     with before_passes(executor, end), pytest.raises(ArithmeticError, match="a mistake"):
         run(executor, plan(executor, jobs, 2), jobs)
-    assert executor.adapters.steps.unfinished("a", 2)
-    assert not executor.adapters.steps.unfinished("a", 1)
+    assert executor.adapters.steps.is_unfinished("a", 2)
+    assert not executor.adapters.steps.is_unfinished("a", 1)
     run(other, plan(other, jobs, 1), jobs)
     for job in jobs:
         left, want = executor.detach(job.name), other.attached[job.name]
-        assert not executor.adapters.steps.all_pending()
+        assert not executor.adapters.steps.all_pending_pairs()
         for name in ("master", "exp_avg", "exp_avg_sq", "weights"):
             assert torch.equal(getattr(left.state, name), getattr(want.state, name)), (job.name, name)
 
@@ -427,7 +427,7 @@ def test_after_a_shortage_steps_under_way_are_made_and_reported():
 
     def fail(stage):
         nonlocal failed
-        if short and stage == 1 and executor.adapters.steps.unfinished("a", LAYERS - 1):
+        if short and stage == 1 and executor.adapters.steps.is_unfinished("a", LAYERS - 1):
             failed += 1
             raise torch.OutOfMemoryError("no more")
 
@@ -441,7 +441,7 @@ def test_after_a_shortage_steps_under_way_are_made_and_reported():
         made = {event.job for event in events if isinstance(event, Stepped)}
         assert made == {job.name for job in jobs}
         assert {event.step for event in events if isinstance(event, Stepped)} == {1}
-        assert not executor.adapters.steps.all_pending()
+        assert not executor.adapters.steps.all_pending_pairs()
         events += to_the_end(executor, jobs)
     steps = {
         job.name: [e.step for e in events if isinstance(e, Stepped) and e.job == job.name] for job in jobs
@@ -465,7 +465,7 @@ def test_a_shortage_in_the_middle_of_a_step_repeats_no_piece_of_it(at, halfway, 
     short, undisturbed = executors
     with pytest.raises(OutOfMemory):
         run(short, plan(short, jobs, 2), jobs)
-    assert not short.adapters.steps.all_pending()
+    assert not short.adapters.steps.all_pending_pairs()
     for executor in executors:
         to_the_end(executor, jobs, rounds=1)
     assert makes[0].made == makes[1].made

@@ -128,7 +128,7 @@ def test_every_family_streams(family):
 def test_a_stage_that_has_left_cannot_be_used():
     executor = streamed("llama", torch.float32, CUTS["one slot"])
     executor.weights.begin_window()
-    assert executor.weights.there == {0}
+    assert executor.weights.loaded_stages == {0}
     layer = executor.base.model.base_model.layers[0].self_attn.q_proj.weight
     assert bool(layer.isfinite().all())
     executor.weights.evict(0)
@@ -149,7 +149,7 @@ def test_a_nan_of_one_job_does_not_reach_the_others():
     jobs = make_jobs(executor.base)
     take_aboard(executor, jobs)
     executor.attached["b"].state.weights.fill_(float("nan"))
-    executor.adapters.travel.bring_weights(["b"])
+    executor.adapters.transfers.copy_weights_in(["b"])
     courses = [job.course(0, 3, False) for job in jobs]
     events = told(run(executor, plan_window(courses, cut, CAPACITY), jobs))
     assert [event.job for event in events if isinstance(event, Failed)] == ["b"]

@@ -15,7 +15,7 @@ from tests.trainer.test_saves import job, steps_written
 from weftune import Options
 from weftune.run.events import Stepped
 from weftune.run.training import checkpoint
-from weftune.run.training.writer import MOST_THREADS, Unsaved
+from weftune.run.training.writer import MAX_THREADS, Unsaved
 
 
 def short_of_memory(base, is_short):
@@ -131,7 +131,7 @@ def test_a_broken_off_run_finishes_the_checkpoints_that_are_being_written_and_be
     tmp_path, monkeypatch
 ):
     slow_disk(monkeypatch, 0.4)
-    names = [f"job{number}" for number in range(2 * MOST_THREADS)]
+    names = [f"job{number}" for number in range(2 * MAX_THREADS)]
     folders = [tmp_path / "out" / name / "checkpoints" for name in names]
 
     def callback(event):
@@ -143,7 +143,7 @@ def test_a_broken_off_run_finishes_the_checkpoints_that_are_being_written_and_be
     with pytest.raises(KeyboardInterrupt):
         trainer.run(callback)
     written = [found.step for found in map(checkpoint.newest_progress, folders) if found]
-    assert 0 < len(written) <= MOST_THREADS
+    assert 0 < len(written) <= MAX_THREADS
     assert set(written) == {2}
     assert not [path for folder in folders for path in folder.glob("*.partial")]
 

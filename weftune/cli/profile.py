@@ -32,7 +32,7 @@ def make_profile(base: str, device_name: str | None, output: Path | None) -> Non
     refuse_base(BaseSpec(model=base))
 
     from weftune.base.load import device_named, inspect
-    from weftune.run.measure.memory import taken_bytes
+    from weftune.run.measure.memory import bytes_before_base
     from weftune.run.profile import key_here
 
     spec, device, console = BaseSpec(model=base), device_named(device_name), Console()
@@ -40,7 +40,7 @@ def make_profile(base: str, device_name: str | None, output: Path | None) -> Non
     # The memory of a training process includes its modules and the tokenizer.
     import_module("weftune.trainer.trainer")
     tokenizer = _tokenizer(spec)
-    process_bytes = taken_bytes(device)
+    process_bytes = bytes_before_base(device)
     file = output or file_of(profile_folder(), key_here(shape, device))
     try:
         # Checked before measuring, so that no measurement is lost.
@@ -84,13 +84,13 @@ def _tell_held(spec: BaseSpec, connection: Connection) -> None:
     import torch
 
     from weftune.base.load import inspect
-    from weftune.run.measure.memory import taken_bytes
+    from weftune.run.measure.memory import bytes_before_base
 
     device = torch.device("cpu")
     inspect(spec, device)
-    other = taken_bytes(device)
+    other = bytes_before_base(device)
     tokenizer = _tokenizer(spec)
-    connection.send((taken_bytes(device), other))
+    connection.send((bytes_before_base(device), other))
     del tokenizer
 
 

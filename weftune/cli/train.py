@@ -144,9 +144,9 @@ def _train_here(
         choice = _chosen(run, options)
         stages, shares = choice.stages, choice.shares if choice.shares > 1 else None
     if shares is not None:
-        from weftune.run.measure.memory import devices_asked
+        from weftune.run.measure.memory import requested_devices
 
-        _train(run, options, max_steps, devices_asked(shares or None, options.device))
+        _train(run, options, max_steps, requested_devices(shares or None, options.device))
     elif stages * options.replicas > 1:
         raise typer.Exit(_launch(run, stages, stages * options.replicas, first, again))
     else:

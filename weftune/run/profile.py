@@ -38,7 +38,7 @@ from weftune.plan.program.program import (
 )
 from weftune.run.assemble import resident_executor
 from weftune.run.events import OutOfMemory, Passed
-from weftune.run.measure.memory import begin_peak, peak_bytes, release, resident_bytes
+from weftune.run.measure.memory import peak_bytes, release, reset_peak, resident_bytes
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
 
@@ -161,7 +161,7 @@ class _Peaks:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         release(device)
-        self._counts = begin_peak(device)
+        self._counts = reset_peak(device)
         self._before = resident_bytes(device)
         self._highest = 0
 

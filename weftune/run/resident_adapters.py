@@ -9,13 +9,13 @@ from torch import Tensor
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.training.state import Roster, Training
 from weftune.run.training.steps import (
+    BatchSums,
     Outcome,
     StepRequest,
     StepsUnderway,
-    Sums,
     batch_sums,
     begin_steps,
-    make_agreed_step,
+    make_step_from_sums,
 )
 
 
@@ -44,11 +44,11 @@ class ResidentAdapters:
         self.roster.dead.add(job)
         with self._adapted.on_stream():
             self._adapted.banks.attached[job].weights.zero_()
-            self.roster.trainings[job].forget_open_batch()
+            self.roster.trainings[job].drop_open_batch()
 
     def abandon(self) -> None:
         """Drop the sums and gradients of unfinished global batches."""
-        self.roster.forget_open_batches()
+        self.roster.drop_open_batches()
 
     def show(self, job: str, weights: Tensor) -> None:
         """Make passes read these weights until the next call. Called between windows."""
@@ -86,16 +86,16 @@ class ResidentAdapters:
         """Request optimizer steps. Whether a job's step is made depends on the sums of its own batch. If
         kernels make the updates, the host continues with the next pass meanwhile."""
         underway = StepsUnderway(self.home)
-        with underway.timed():
+        with underway.count_time():
             run = begin_steps(requests)
         underway.runs.append(run)
         underway.is_done = run.factor_J is None
         return underway
 
-    def sums(self, training: Training) -> Sums:
+    def sums(self, training: Training) -> BatchSums:
         """Return this worker's sums over a job's open batch; waits for the device."""
         return batch_sums(training)
 
-    def make(self, request: StepRequest, sums: Sums) -> Outcome:
+    def make(self, request: StepRequest, sums: BatchSums) -> Outcome:
         """Make an optimizer step from the batch's sums over all workers."""
-        return make_agreed_step(request, sums)
+        return make_step_from_sums(request, sums)

@@ -24,7 +24,7 @@ from weftune.plan.window.window import Pacing
 from weftune.report.gantt import Drawn, Timelines, drawn, write_timelines
 from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.run.executor import Executor
-from weftune.run.measure.memory import limit_bytes
+from weftune.run.measure.memory import set_memory_limit
 from weftune.run.workers.driver import Driver, open_pipeline
 from weftune.run.workers.messages import WorkerControl
 from weftune.run.workers.trace import Trace, timeline_of
@@ -111,7 +111,7 @@ def open_engine(
     if options.staff is not None:
         spec = base.spec if isinstance(base, Base) else base
         return _of_workers(options, options.staff, spec, device, choice, checkpoints)
-    limit_bytes(device, options.gpu_memory)
+    set_memory_limit(device, options.gpu_memory)
     if choice.streamed:
         assert isinstance(base, BaseSpec), "a loaded base is not streamed"
         executor = streamed_executor(load_streamed(base, device, choice.layout, choice.mapped))

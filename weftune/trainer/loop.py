@@ -31,7 +31,7 @@ from weftune.plan.outlook.promise import promise_numbers
 from weftune.plan.program.program import Program
 from weftune.report.words import plural
 from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped
-from weftune.run.measure.memory import begin_peak, peak_bytes, release
+from weftune.run.measure.memory import peak_bytes, release, reset_peak
 from weftune.run.training import checkpoint
 from weftune.run.training.snapshot import snapshot_bytes
 from weftune.run.training.state import Training, new_training
@@ -58,7 +58,7 @@ class TimedWindow:
     """Seconds spent in the caller's callback, which do not count for the window."""
 
 
-def lost_sentence(store: Store, name: str, found: checkpoint.Survey) -> str:
+def lost_sentence(store: Store, name: str, found: checkpoint.CheckpointSurvey) -> str:
     """Return why a job that has begun cannot resume from its checkpoints; the user may have copies."""
     what = "none of its checkpoints is whole" if found.damaged else "its checkpoints are gone"
     names = f" ({', '.join(path.name for path in found.damaged)})" if found.damaged else ""
@@ -251,7 +251,7 @@ class Loop:
                 self.result_writer.write_job_file(job)
             else:
                 written.result()
-            checkpoint.set_aside(found.damaged)
+            checkpoint.rename_damaged(found.damaged)
         except (OSError, OutputError) as error:
             remedy = f"correct that, and resume with {self.store.resume_line()}"
             self.journal.move(spec.name, State.PAUSED, f"{error}; {remedy}")
@@ -407,7 +407,7 @@ class Loop:
         taken = self.learned.memory.taken
         self.journal.promise(promise_numbers(self.choice.layout, program, attached, promise, taken))
         self._timed = TimedWindow()
-        own_peak, peak_before = begin_peak(self.base.device), self._peak_bytes()
+        own_peak, peak_before = reset_peak(self.base.device), self._peak_bytes()
         if not own_peak:
             # The measured value will be the highest peak so far, so that is what is predicted.
             promise = replace(promise, peak_bytes=max(peak_before, promise.peak_bytes))

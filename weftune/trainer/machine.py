@@ -19,8 +19,8 @@ from weftune.plan.cost.profile import find_profile, read_profile
 from weftune.plan.layout.choose import PROCESS_BYTES, Machine
 from weftune.plan.layout.need import StreamDevice, gpu_device, in_files
 from weftune.plan.window.pace import speed_by_sheet
-from weftune.run.measure.link import measure_files, measure_link
-from weftune.run.measure.memory import GPU_SHARE, budget_bytes, steady_budget_bytes, taken_bytes
+from weftune.run.measure.link import measure_file_bandwidth, measure_link
+from weftune.run.measure.memory import GPU_SHARE, budget_bytes, bytes_before_base, fixed_budget_bytes
 from weftune.run.profile import key_here
 from weftune.run.workers.groups import WorkerPosition, has_separate_gpus
 from weftune.trainer.options import Options, host_budget
@@ -50,8 +50,8 @@ def machine_here(options: Options, base: BaseSpec | Base, device: torch.device, 
     steady = options.deterministic
     machine = replace(options, replicas=workers.replicas).machine(
         on_gpu=on_gpu,
-        device_bytes=(steady_budget_bytes if steady else budget_bytes)(device),
-        process_bytes=PROCESS_BYTES if steady and not on_gpu else taken_bytes(device),
+        device_bytes=(fixed_budget_bytes if steady else budget_bytes)(device),
+        process_bytes=PROCESS_BYTES if steady and not on_gpu else bytes_before_base(device),
         # Workers of other machines have memory of their own.
         host_bytes=host_budget(steady) * workers.workers // (workers.local_workers * options.shares),
         workers=workers.stages,
@@ -72,7 +72,7 @@ def launcher_machine(
     on_gpu = device.type == "cuda"
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count() * on_gpu)]
     if options.deterministic:
-        device_bytes = steady_budget_bytes(device)
+        device_bytes = fixed_budget_bytes(device)
     elif on_gpu:
         # Not the free memory: querying it creates a context on every GPU, in a process that needs none.
         device_bytes = int(min(gpu.total_memory for gpu in gpus) * GPU_SHARE)
@@ -81,7 +81,7 @@ def launcher_machine(
     return options.machine(
         on_gpu=on_gpu,
         device_bytes=device_bytes,
-        process_bytes=taken_bytes(device),
+        process_bytes=bytes_before_base(device),
         host_bytes=0,
         devices=max(1, len(gpus)),
         sharing=1 if on_gpu else processes,
@@ -103,7 +103,7 @@ def short_of_memory(options: Options, device: torch.device) -> str:
     """Return a warning if a deterministic run is planned for more memory than is free; empty otherwise."""
     if not options.deterministic or options.gpu_memory or options.memory:
         return ""
-    free, planned = budget_bytes(device), steady_budget_bytes(device)
+    free, planned = budget_bytes(device), fixed_budget_bytes(device)
     if free >= PLENTY * planned:
         return ""
     return (
@@ -138,6 +138,6 @@ def from_files(
         raise HostTooSmall([*short.mistakes, *error.mistakes]) from None
     if device.type != "cuda":
         return in_files(stream)
-    bandwidth = measure_files(files) if measured else FILE_BANDWIDTH
+    bandwidth = measure_file_bandwidth(files) if measured else FILE_BANDWIDTH
     both_ways = None if stream.both_ways is None else min(stream.both_ways, bandwidth)
     return replace(in_files(stream), bandwidth=min(stream.bandwidth, bandwidth), both_ways=both_ways)

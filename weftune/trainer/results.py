@@ -37,10 +37,10 @@ from weftune.jobs.store.store import Store
 from weftune.plan.cost.memory import gib
 from weftune.report.words import plural
 from weftune.run.training import checkpoint
-from weftune.run.training.checkpoint import KEPT
+from weftune.run.training.checkpoint import KEPT_CHECKPOINTS
 from weftune.run.training.snapshot import Snapshot
 from weftune.run.training.state import Training
-from weftune.run.training.writer import disk_error
+from weftune.run.training.writer import find_disk_error
 from weftune.trainer.engine import Engine
 from weftune.trainer.job import PreparedJob
 from weftune.trainer.journal import Journal
@@ -174,7 +174,7 @@ def refuse_full_disk(output: Path, jobs: Sequence[PreparedJob], shape: ModelShap
     memory = psutil.virtual_memory().total + sum(gpu.total_memory for gpu in gpus)
     # A resumed run replaces the files that are there.
     paths = (path for job in jobs for path in (output / job.name).rglob("*") if path.is_file())
-    needed = adapters + KEPT * min(states, memory) - sum(path.stat().st_size for path in paths)
+    needed = adapters + KEPT_CHECKPOINTS * min(states, memory) - sum(path.stat().st_size for path in paths)
     free = shutil.disk_usage(output).free
     if needed > free:
         raise OutputError(
@@ -363,7 +363,7 @@ class ResultWriter:
         while self._begun and next(iter(self._begun.values())).done():
             name = next(iter(self._begun))
             ending = self._endings.pop(name)
-            if (trouble := disk_error(self._begun.pop(name))) is not None:
+            if (trouble := find_disk_error(self._begun.pop(name))) is not None:
                 reason = f"its adapter cannot be written: {trouble}; {self.remedy(name)}"
                 ending = Ending(State.PAUSED, reason)
             self._journal.move(name, ending.state, ending.reason)

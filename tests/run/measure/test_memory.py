@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.bench import CPU
-from weftune.run.measure.memory import begin_peak, is_out_of_memory, peak_bytes, release, resident_bytes
+from weftune.run.measure.memory import is_out_of_memory, peak_bytes, release, reset_peak, resident_bytes
 from weftune.run.measure.timers import DeviceClock, Stopwatch
 
 
@@ -17,7 +17,7 @@ def test_a_stopwatch_counts_from_each_mark_to_the_next() -> None:
     watch.mark()
     time.sleep(0.03)
     watch.mark()
-    first, second = watch.laps()
+    first, second = watch.lap_seconds()
     assert 0.01 <= first < second
     assert second >= 0.03
 
@@ -44,7 +44,7 @@ def test_a_moment_on_a_gpu_is_when_the_device_came_to_it() -> None:
 
 
 def test_a_peak_that_was_begun_forgets_what_came_before() -> None:
-    if not begin_peak(CPU):
+    if not reset_peak(CPU):
         pytest.skip("this system does not forget peaks")
     # Not of torch, whose allocator (mimalloc on ARM) may keep what is freed.
     large = np.ones(64 << 20, dtype=np.uint8)
@@ -52,7 +52,7 @@ def test_a_peak_that_was_begun_forgets_what_came_before() -> None:
     high = peak_bytes(CPU)
     del large
     release(CPU)
-    assert begin_peak(CPU)
+    assert reset_peak(CPU)
     assert peak_bytes(CPU) < high - (32 << 20)
 
 

@@ -1,4 +1,5 @@
-"""Steps of adapters that travel: made in pieces, in a ring of buffers, they have the bits of whole Steps."""
+"""Steps of adapters that travel: made in pieces, in a ring of buffers, they have the bits of whole
+Steps."""
 
 import math
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.bench import CPU
 from tests.interpreter import interpret
-from tests.run.travellers import (
+from tests.run.host_steps import (
     WEIGHTS,
     Short,
     aboard,
@@ -31,8 +32,8 @@ from weftune.ops.triton import kernels_available_on
 from weftune.plan.cost import ring
 from weftune.plan.cost.ring import PIECES
 from weftune.run.stream import adapter_steps
-from weftune.run.stream.adapter_steps import ALIGNMENT, PieceLanes, StagePart, pieces
-from weftune.run.stream.adapters import OUTSIDE
+from weftune.run.stream.adapter_steps import ALIGNMENT, PieceLanes, StagePart, split_part
+from weftune.run.stream.adapters import OUTSIDE_STAGE
 
 
 def assert_told(found, wanted):
@@ -53,17 +54,17 @@ def assert_same(one, other):
 
 def assert_the_device_has_them(steps, training):
     """In every place that a stage is in, or comes to, are the weights that the host has."""
-    travel = steps.travel
-    for stage, part in travel.travellers[training.job].parts.items():
-        stays = travel.there(stage)
+    transfers = steps.transfers
+    for stage, part in transfers.adapters[training.job].parts.items():
+        stays = transfers.is_loaded(stage)
         if not stays:
-            assert travel.room(training.job, stage) is None
-            travel.come(stage, steps.unfinished)
+            assert transfers.device_weights(training.job, stage) is None
+            transfers.load_weights(stage, steps.is_unfinished)
         assert torch.equal(
-            travel.room(training.job, stage), training.state.weights[part.start : part.stop]
+            transfers.device_weights(training.job, stage), training.state.weights[part.start : part.stop]
         ), stage
         if not stays:
-            travel.go(stage)
+            transfers.evict(stage)
 
 
 @pytest.fixture(params=["float32", "float64", "kernels"])
@@ -94,16 +95,16 @@ def test_pieces_cover_a_part_once_and_are_cut_at_multiples(cut):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapter_steps, "PIECE", piece)
         for part in parts:
-            found = list(pieces(part, size))
-            covered = [at for one in found for at in range(one.inside.start, one.inside.stop)]
+            found = list(split_part(part, size))
+            covered = [at for one in found for at in range(one.kept_range.start, one.kept_range.stop)]
             assert covered == list(range(part.start, part.stop))
             for one in found:
-                assert 0 < one.inside.size <= one.whole.size <= piece
-                assert one.whole.start % ALIGNMENT == 0
-                assert one.whole.stop % ALIGNMENT == 0 or one.whole.stop == size
-                assert 0 <= one.inside.start - one.whole.start < ALIGNMENT
-                assert 0 <= one.whole.stop - one.inside.stop < ALIGNMENT
-            borders = [one.inside.start for one in found[1:]]
+                assert 0 < one.kept_range.size <= one.computed_range.size <= piece
+                assert one.computed_range.start % ALIGNMENT == 0
+                assert one.computed_range.stop % ALIGNMENT == 0 or one.computed_range.stop == size
+                assert 0 <= one.kept_range.start - one.computed_range.start < ALIGNMENT
+                assert 0 <= one.computed_range.stop - one.kept_range.stop < ALIGNMENT
+            borders = [one.kept_range.start for one in found[1:]]
             assert all(border % ALIGNMENT == 0 for border in borders)
 
 
@@ -127,7 +128,7 @@ def test_piece_by_piece_a_step_has_the_bits_of_the_whole(cut, outside, dtype, se
             gradient = drawn(one, 100 * seed + step, 10.0 ** -(seed % 7))
             hand_in(steps, one, gradient)
             begun = begin(steps, together)
-            pairs = steps.all_pending()
+            pairs = steps.all_pending_pairs()
             shuffled.shuffle(pairs)
             for pair in pairs:
                 steps.start([pair])
@@ -154,7 +155,7 @@ def test_outcomes_and_weights_are_those_of_steps_that_are_waited_for(dtypes, pie
         for one, gradient in zip(together, gradients, strict=True):
             hand_in(steps, one, gradient)
         begun = begin(steps, due)
-        steps.start(steps.all_pending())
+        steps.start(steps.all_pending_pairs())
         wanted = [expected(other, gradient) for other, gradient in zip(others, gradients, strict=True)]
         assert_told(outcomes(steps, begun), wanted)
         for one, other in zip(together, others, strict=True):
@@ -189,7 +190,7 @@ def test_a_job_that_can_make_no_step_fails_alone(dtypes, loss, gradient, weights
     hand_in(steps, bad, spoilt, loss)
     hand_in(steps, good, drawn(good, 6))
     begun = begin(steps, due)
-    steps.start(steps.all_pending())
+    steps.start(steps.all_pending_pairs())
     made, failed = outcomes(steps, begun)
     assert failed == sentence
     assert bad.progress.step == 0
@@ -206,11 +207,11 @@ def vectors(training):
 
 
 def pending(steps, stage, jobs):
-    return steps.pending(steps.travel.pairs(stage, jobs))
+    return steps.pending_pairs(steps.transfers.pairs(stage, jobs))
 
 
 def started(steps, stage, jobs):
-    return steps.started(steps.travel.pairs(stage, jobs))
+    return steps.started_pairs(steps.transfers.pairs(stage, jobs))
 
 
 # -- what has to wait ------------------------------------------------------------------------------------
@@ -223,21 +224,21 @@ def test_what_the_first_stages_need_is_made_first_and_each_pass_wants_its_own_jo
     for one in together:
         hand_in(steps, one, drawn(one, 3))
     begun = begin(steps, due)
-    assert steps.all_pending() == [
-        ("a", OUTSIDE),
-        ("b", OUTSIDE),
+    assert steps.all_pending_pairs() == [
+        ("a", OUTSIDE_STAGE),
+        ("b", OUTSIDE_STAGE),
         *((job, stage) for stage in range(4) for job in "abc"),
     ]
     assert pending(steps, 1, ["c", "a"]) == [("c", 1), ("a", 1)]
-    assert pending(steps, 0, ["a", "c"]) == [("a", 0), ("a", OUTSIDE), ("c", 0)]
-    assert pending(steps, 3, "b") == [("b", 3), ("b", OUTSIDE)]
+    assert pending(steps, 0, ["a", "c"]) == [("a", 0), ("a", OUTSIDE_STAGE), ("c", 0)]
+    assert pending(steps, 3, "b") == [("b", 3), ("b", OUTSIDE_STAGE)]
     steps.start(pending(steps, 0, ["a"]))
     assert not pending(steps, 0, ["a"])
-    assert [stage for stage in (OUTSIDE, 0, 1, 2, 3) if steps.unfinished("a", stage)] == [1, 2, 3]
-    assert pending(steps, 0, "bc") == [("b", 0), ("b", OUTSIDE), ("c", 0)]
+    assert [stage for stage in (OUTSIDE_STAGE, 0, 1, 2, 3) if steps.is_unfinished("a", stage)] == [1, 2, 3]
+    assert pending(steps, 0, "bc") == [("b", 0), ("b", OUTSIDE_STAGE), ("c", 0)]
     with pytest.raises(AssertionError, match="not all made"):
         outcomes(steps, begun)
-    steps.start(steps.all_pending())
+    steps.start(steps.all_pending_pairs())
     assert not any(pending(steps, stage, "abc") for stage in range(4))
     assert len(outcomes(steps, begun)) == 3
 
@@ -249,12 +250,12 @@ def test_a_stage_that_comes_before_its_part_is_made_brings_no_weights_of_that_jo
     hand_in(steps, one, drawn(one, 3))
     begin(steps, [due])
     one.state.weights.fill_(math.nan)
-    steps.travel.travellers["a"].weights[1].fill_(7.0)
-    steps.travel.come(1, steps.unfinished)
-    assert torch.equal(steps.travel.room("a", 1), torch.full((77,), 7.0, dtype=torch.bfloat16))
-    assert torch.equal(steps.travel.room("b", 1), other.state.weights[301:378])
+    steps.transfers.adapters["a"].weights[1].fill_(7.0)
+    steps.transfers.load_weights(1, steps.is_unfinished)
+    assert torch.equal(steps.transfers.device_weights("a", 1), torch.full((77,), 7.0, dtype=torch.bfloat16))
+    assert torch.equal(steps.transfers.device_weights("b", 1), other.state.weights[301:378])
     steps.start([("a", 1)])
-    assert torch.equal(steps.travel.room("a", 1), one.state.weights[301:378])
+    assert torch.equal(steps.transfers.device_weights("a", 1), one.state.weights[301:378])
     assert bool(one.state.weights[301:378].isfinite().all())
     assert bool(one.state.weights[:301].isnan().all())
     assert bool(one.state.weights[378:].isnan().all())
@@ -316,19 +317,19 @@ def test_on_a_gpu_a_pass_waits_for_what_was_asked_for_of_its_jobs_and_stage_and_
         # What comes waits for no pass: only where the weights go must be writable.
         assert (making.made, making.waited, up.waited, passes.waited) == (4, ["writable"], [], [])
         assert started(steps, 0, "ab") == [("a", 0), ("b", 0)]
-        steps.use(started(steps, 0, "a"))
+        steps.wait_for_updates(started(steps, 0, "a"))
         # All that is behind it on that stream may still be on its way.
         assert passes.waited == [(making, 1)]
         assert started(steps, 0, "ab") == [("b", 0)]
-        steps.use(started(steps, 1, "ab"))
+        steps.wait_for_updates(started(steps, 1, "ab"))
         assert passes.waited == [(making, 1), (making, 4)]
         assert not started(steps, 1, "ab")
-        steps.use(started(steps, 1, "ab"))
+        steps.wait_for_updates(started(steps, 1, "ab"))
         assert passes.waited == [(making, 1), (making, 4)]
     with on(NotedStream()):
-        steps.wait_here(2)
+        steps.wait_for_stage(2)
         assert HERE[-1].waited == []
-        steps.wait_here(1)
+        steps.wait_for_stage(1)
         assert HERE[-1].waited == [(down, 0)]
 
 
@@ -349,14 +350,14 @@ def test_pieces_take_turns_in_the_buffers(monkeypatch):
     due = aboard(steps, one)
     hand_in(steps, one, drawn(one, 3))
     begin(steps, due)
-    steps.start(steps.all_pending())
-    assert len(seen) == sum(len(list(pieces(part, 1442))) for part in by_stage(steps, "a")) > 20
+    steps.start(steps.all_pending_pairs())
+    assert len(seen) == sum(len(list(split_part(part, 1442))) for part in by_stage(steps, "a")) > 20
     assert len(set(seen[:PIECES])) == PIECES == 3
     assert all(seen[at] == seen[at % PIECES] for at in range(len(seen)))
 
 
 def by_stage(steps, job):
-    return steps.travel.travellers[job].parts.values()
+    return steps.transfers.adapters[job].parts.values()
 
 
 @pytest.mark.parametrize("piece", [64, 128, 1024, 1 << 21])
@@ -382,14 +383,14 @@ def test_a_job_with_a_larger_part_makes_the_buffers_grow_to_what_is_promised_at_
     for count, training in enumerate((small, large, middle), start=1):
         due += aboard(steps, training)
         held.append(buffer_bytes(steps))
-        assert 0 < held[-1] <= promised_bytes(steps.travel, value)
+        assert 0 < held[-1] <= promised_bytes(steps.transfers, value)
         assert len(steps.ring.buffers) == PIECES
         for one, twin in zip(due, twins[:count], strict=True):
             gradient = drawn(twin, count)
             hand_in(steps, one.training, gradient)
             twin_outcome = expected(twin, gradient)
             begun = begin(steps, [one])
-            steps.start(steps.all_pending())
+            steps.start(steps.all_pending_pairs())
             assert outcomes(steps, begun) == [twin_outcome]
             assert_same(one.training, twin)
     assert held[2] == held[1]
@@ -421,7 +422,7 @@ def test_pieces_that_share_a_buffer_begin_at_multiples_in_it():
     for one in together:
         hand_in(steps, one, drawn(one, 3))
     begin(steps, due)
-    steps.start(steps.all_pending())
+    steps.start(steps.all_pending_pairs())
     assert {start % ALIGNMENT for start in starts} == {0}
     assert max(starts) > 0, "pieces share a buffer"
 
@@ -446,10 +447,10 @@ def test_an_error_within_a_step_that_is_made_good_later_repeats_no_piece(at, hal
         hand_in(steps, one, drawn(one, 3))
     begun = begin(steps, due)
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
-        steps.start(steps.all_pending())
+        steps.start(steps.all_pending_pairs())
     assert at <= failing.made < at + 3
-    steps.start(steps.all_pending())
-    total = sum(len(list(pieces(part, 1442))) for job in "ab" for part in by_stage(steps, job))
+    steps.start(steps.all_pending_pairs())
+    total = sum(len(list(split_part(part, 1442))) for job in "ab" for part in by_stage(steps, job))
     assert failing.made == total
     assert_told(outcomes(steps, begun), [expected(other, drawn(other, 3)) for other in others])
     for one, other in zip(together, others, strict=True):

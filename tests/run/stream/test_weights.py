@@ -96,8 +96,8 @@ def queue(tmp_path, monkeypatch):
     for stage, source in base.sources.items():
         base.sources[stage] = Held(source, stage, copied)
     weights = StreamedWeights(base)
-    weights.accompany(beside.append, lambda stage: None)
-    weights._queue = module._GpuQueue(weights, module._StageRead(weights))
+    weights.set_callbacks(beside.append, lambda stage: None)
+    weights._queue = module._GpuQueue(weights, module._StageReader(weights))
     yield weights, copied, beside
     for source in base.sources.values():
         source.go.set()
@@ -133,7 +133,7 @@ def test_stages_come_in_the_order_of_their_loads(queue):
 
 def test_a_stage_is_copied_when_its_slot_is_free_and_used_when_it_has_come(queue):
     weights, _, _ = queue
-    pages = weights._queue._reader._pages
+    pages = weights._queue._reader._copy_stream
     for source in weights.base.sources.values():
         source.go.set()
     weights.load(0)
@@ -141,7 +141,7 @@ def test_a_stage_is_copied_when_its_slot_is_free_and_used_when_it_has_come(queue
     weights.use(0)
     weights.use(1)
     weights.evict(0)
-    left = weights._queue._out.asked[-1]
+    left = weights._queue._evict_stream.asked[-1]
     weights.load(2)
     weights.use(2)
     assert left[0] == "record"
@@ -152,8 +152,8 @@ def test_a_stage_is_copied_when_its_slot_is_free_and_used_when_it_has_come(queue
     # The arithmetic waits for the stage, and for what came beside it, which waited for the slot, too.
     waited, beside = current().asked[-2:]
     assert waited == ("wait", there[1])
-    assert beside[1].stream is weights._queue._in
-    assert ("wait", left[1]) in weights._queue._in.asked
+    assert beside[1].stream is weights._queue._load_stream
+    assert ("wait", left[1]) in weights._queue._load_stream.asked
 
 
 def test_a_file_that_fails_is_told_where_the_stage_is_used(queue, tmp_path):

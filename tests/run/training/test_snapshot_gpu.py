@@ -55,7 +55,7 @@ def test_a_snapshot_is_the_state_when_it_was_taken_though_the_next_steps_follow_
             assert found["best"].isfinite().all()
         begun.outcomes()
         want = {name: getattr(training.state, name).clone() for name in want}
-        snapshots.give_back(taken)
+        snapshots.release(taken)
 
 
 def test_memory_is_page_locked_and_used_again(training):
@@ -67,7 +67,7 @@ def test_memory_is_page_locked_and_used_again(training):
         assert taken.vectors["master"].is_pinned()
         addresses.add(taken.vectors["master"].data_ptr())
         taken.tensors()
-        snapshots.give_back(taken)
+        snapshots.release(taken)
     assert len(addresses) == 1
 
 
@@ -75,7 +75,7 @@ def test_memory_is_page_locked_and_used_again(training):
 def test_taking_a_snapshot_of_half_a_gigabyte_does_not_hold_the_host_up(training):
     snapshots = Snapshots(GPU)
     snapshots.reserve(snapshot_bytes(training))
-    snapshots.give_back(snapshots.take(training))
+    snapshots.release(snapshots.take(training))
     torch.cuda.synchronize()
     began = time.perf_counter()
     taken = snapshots.take(training)

@@ -11,16 +11,16 @@ from tests.run import aboard
 from weftune.run.training import steps
 from weftune.run.training.state import OpenBatch
 from weftune.run.training.steps import (
+    BatchSums,
     StepRequest,
-    Sums,
+    apply_update,
     batch_sums,
     batch_totals,
     begin_steps,
-    factors,
-    make_update,
-    open_sums,
-    open_tokens,
-    why_no_step,
+    clip_factors,
+    find_step_problem,
+    open_batch_sums,
+    open_batch_tokens,
 )
 
 
@@ -68,9 +68,9 @@ def test_what_open_batches_came_to_is_told_in_the_order_of_the_jobs(base):
     assert (first.loss, first.correct) == (1.25, 3.0)
     assert (second.loss, second.correct) == (2.5, 7.0)
     assert [first.norm, second.norm] == pytest.approx([0.5 * root, 2.0 * root], rel=1e-5)
-    assert open_sums(trainings).dtype == torch.float64
-    assert open_sums(trainings).tolist() == [[1.25, 3.0], [2.5, 7.0]]
-    assert [open_tokens(one) for one in trainings] == [20, 11]
+    assert open_batch_sums(trainings).dtype == torch.float64
+    assert open_batch_sums(trainings).tolist() == [[1.25, 3.0], [2.5, 7.0]]
+    assert [open_batch_tokens(one) for one in trainings] == [20, 11]
 
 
 def test_replicas_exchange_totals_in_the_dtype_of_the_master_weights(training):
@@ -79,7 +79,7 @@ def test_replicas_exchange_totals_in_the_dtype_of_the_master_weights(training):
     assert batch_totals(training).tolist() == [1.5, 3.0]
 
 
-@pytest.mark.parametrize("ask", [open_tokens, lambda training: open_sums([training])])
+@pytest.mark.parametrize("ask", [open_batch_tokens, lambda training: open_batch_sums([training])])
 def test_a_step_without_an_open_batch_is_a_bug(training, ask):
     with pytest.raises(AssertionError, match="a step needs an open batch"):
         ask(training)
@@ -90,7 +90,7 @@ def test_what_clipping_leaves_of_a_gradient_is_below_zero_where_no_step_can_be_m
     trainings = [clipped, clipped, unclipped, clipped, clipped]
     sums_J2 = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [math.nan, 0.0], [1.0, 0.0]]).double()
     norm_J = torch.tensor([8.0, 1.0, 8.0, 1.0, math.inf], dtype=torch.float64)
-    left = factors(trainings, sums_J2, norm_J)
+    left = clip_factors(trainings, sums_J2, norm_J)
     assert left.dtype == torch.float64
     assert left.tolist() == pytest.approx([0.25, 1.0, 1.0, -1.0, -1.0], rel=1e-6)
 
@@ -99,14 +99,14 @@ def test_a_norm_next_to_nothing_is_clipped_by_what_is_added_to_it(base):
     """As torch does: a clip of a millionth leaves half of a gradient of that norm."""
     training = aboard.training(base, aboard.ready(base, "a", clip=1e-6))
     norm_J = torch.tensor([1e-6], dtype=torch.float64)
-    assert factors([training], torch.ones(1, 2).double(), norm_J).tolist() == pytest.approx([0.5])
+    assert clip_factors([training], torch.ones(1, 2).double(), norm_J).tolist() == pytest.approx([0.5])
 
 
 def test_the_reason_names_the_step_that_was_to_come(training):
     training.progress.step = 6
-    assert why_no_step(training, Sums(loss=1.0, norm=1.0, correct=0.0)) is None
-    assert why_no_step(training, Sums(math.inf, 1.0, 0.0)) == "its loss at step 7 is inf"
-    assert why_no_step(training, Sums(1.0, math.nan, 0.0)) == "its gradient norm at step 7 is nan"
+    assert find_step_problem(training, BatchSums(loss=1.0, norm=1.0, correct=0.0)) is None
+    assert find_step_problem(training, BatchSums(math.inf, 1.0, 0.0)) == "its loss at step 7 is inf"
+    assert find_step_problem(training, BatchSums(1.0, math.nan, 0.0)) == "its gradient norm at step 7 is nan"
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
@@ -115,5 +115,5 @@ def test_updates_that_spoil_the_weights_are_named_in_their_place(base, by_kernel
         interpret(monkeypatch)
     good, bad = (aboard.training(base, aboard.ready(base, name)) for name in "ab")
     bad.master[0] = math.nan
-    reasons = [make_update(one.update()) for one in (good, bad)]
+    reasons = [apply_update(one.update()) for one in (good, bad)]
     assert reasons == [None, "its weights after step 1 are not finite"]

@@ -168,7 +168,7 @@ def test_snapshots_take_a_bounded_number_of_bytes_and_who_wants_more_waits(fresh
     thread.join(0.2)
     assert thread.is_alive()
     assert not third
-    snapshots.give_back(held.pop())
+    snapshots.release(held.pop())
     thread.join(SOON)
     assert torch.equal(third[0].tensors()["master"], training.master)
 
@@ -195,7 +195,7 @@ def test_locked_memory_is_used_again_by_whom_it_fits_and_what_fits_nobody_goes_f
     assert locked == [size // 2, size + 256, size]
     assert snapshots._held_bytes <= snapshots.max_bytes
     for one in (first, second):
-        snapshots.give_back(one)
+        snapshots.release(one)
     again = [snapshots.take(training) for _ in range(2)]
     assert {len(one.memory) for one in again} == {size, size + 256}
     assert len(locked) == 3
@@ -204,7 +204,7 @@ def test_locked_memory_is_used_again_by_whom_it_fits_and_what_fits_nobody_goes_f
 def test_a_snapshot_larger_than_the_bound_is_taken_alone(fresh):
     snapshots, training = Snapshots(bench.CPU, max_bytes=1), fresh()
     for _ in range(2):
-        snapshots.give_back(snapshots.take(training))
+        snapshots.release(snapshots.take(training))
 
 
 def test_killed_between_a_snapshot_and_its_name_only_that_save_is_lost(tmp_path, fresh):

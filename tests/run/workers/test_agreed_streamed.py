@@ -104,7 +104,7 @@ def as_worker(connections, family, dtype, cut, make, poison=None, cancelled=None
                 executor.kill(cancelled)
         evaluations += agreed.report.evaluations
         transport.flush()
-    assert executor.weights.there == set(executor.part.waiting)
+    assert executor.weights.loaded_stages == set(executor.part.waiting)
     if len(executor.part.streamed) > executor.part.slots:
         all_of_it = sum(source.size for source in streamed.sources.values())
         assert executor.weights.waited.copied_bytes > 2 * all_of_it
@@ -227,7 +227,7 @@ def test_a_stage_that_has_left_its_worker_cannot_be_used():
     base = stream_model(deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut, worker=1)
     executor = streamed_executor(base, worker=1)
     executor.weights.begin_window()
-    assert executor.weights.there == {1}
+    assert executor.weights.loaded_stages == {1}
     weight = base.whole.model.base_model.layers[1].self_attn.q_proj.weight
     assert bool(weight.isfinite().all())
     executor.weights.evict(1)

@@ -17,9 +17,9 @@ from weftune.run.measure.memory import release
 from weftune.run.measure.timers import Stopwatch
 
 SAMPLE_BYTES = 256 << 20
-SIDE = 8192
+MATRIX_SIDE = 8192
 """Side of the matrices that are multiplied."""
-REACHED = 0.85
+LAYER_EFFICIENCY = 0.85
 """Share of a plain product's speed that the forward of whole layers reaches."""
 
 
@@ -35,18 +35,23 @@ class HostLink:
     """Bytes per second that the device reads from and writes to its own memory."""
 
 
-PRETENDED = HostLink(EMULATED_BANDWIDTH, EMULATED_BANDWIDTH, EMULATED_FLOPS)
+EMULATED_LINK = HostLink(EMULATED_BANDWIDTH, EMULATED_BANDWIDTH, EMULATED_FLOPS)
 
 
 def measure_link(device: torch.device, dtype: torch.dtype) -> HostLink:
     if device.type != "cuda":
-        return PRETENDED
-    found = HostLink(_bandwidth(device), _both_ways(device), _flops(device, dtype), _memory(device))
+        return EMULATED_LINK
+    found = HostLink(
+        _measure_bandwidth(device),
+        _measure_duplex_bandwidth(device),
+        _measure_flops(device, dtype),
+        _measure_memory_bandwidth(device),
+    )
     release(device)
     return found
 
 
-def measure_files(files: Sequence[MappedFile]) -> float:
+def measure_file_bandwidth(files: Sequence[MappedFile]) -> float:
     """Return the bytes per second when reading some of these files, in chunks as a run reads them. Weights
     stay in their files only if memory, and so the page cache, is too small for them: the sample is dropped
     from the cache first. If the system keeps it anyway, the run will be as fast."""
@@ -67,18 +72,18 @@ def measure_files(files: Sequence[MappedFile]) -> float:
     return (SAMPLE_BYTES - left) / seconds
 
 
-def _bandwidth(device: torch.device) -> float:
+def _measure_bandwidth(device: torch.device) -> float:
     host = host_bytes(SAMPLE_BYTES, device)
     here = torch.empty(SAMPLE_BYTES, dtype=torch.uint8, device=device)
-    return SAMPLE_BYTES / _quickest(device, lambda: here.copy_(host, non_blocking=True))
+    return SAMPLE_BYTES / _fastest_seconds(device, lambda: here.copy_(host, non_blocking=True))
 
 
-def _memory(device: torch.device) -> float:
+def _measure_memory_bandwidth(device: torch.device) -> float:
     here = torch.empty(2, SAMPLE_BYTES, dtype=torch.uint8, device=device)
-    return 2 * SAMPLE_BYTES / _quickest(device, lambda: here[0].copy_(here[1]))
+    return 2 * SAMPLE_BYTES / _fastest_seconds(device, lambda: here[0].copy_(here[1]))
 
 
-def _both_ways(device: torch.device) -> float:
+def _measure_duplex_bandwidth(device: torch.device) -> float:
     host = [host_bytes(SAMPLE_BYTES, device) for _ in range(2)]
     here = torch.empty(2, SAMPLE_BYTES, dtype=torch.uint8, device=device)
     other = torch.cuda.Stream(device)
@@ -91,22 +96,24 @@ def _both_ways(device: torch.device) -> float:
         here[0].copy_(host[0], non_blocking=True)
         now.wait_stream(other)
 
-    return SAMPLE_BYTES / _quickest(device, copy)
+    return SAMPLE_BYTES / _fastest_seconds(device, copy)
 
 
-def _flops(device: torch.device, dtype: torch.dtype) -> float:
+def _measure_flops(device: torch.device, dtype: torch.dtype) -> float:
     # Random numbers like those of a base: a GPU multiplies ones faster.
     drawn = torch.Generator(device).manual_seed(0)
-    x, y = (torch.randn(SIDE, SIDE, dtype=dtype, device=device, generator=drawn) for _ in range(2))
-    return REACHED * 2 * SIDE**3 / _quickest(device, lambda: torch.mm(x, y))
+    x, y = (
+        torch.randn(MATRIX_SIDE, MATRIX_SIDE, dtype=dtype, device=device, generator=drawn) for _ in range(2)
+    )
+    return LAYER_EFFICIENCY * 2 * MATRIX_SIDE**3 / _fastest_seconds(device, lambda: torch.mm(x, y))
 
 
-def _quickest(device: torch.device, work: Callable[[], object], times: int = 4) -> float:
+def _fastest_seconds(device: torch.device, function: Callable[[], object], repeats: int = 4) -> float:
     """Return the smallest of several times in seconds; the first call includes setup."""
     found = []
-    for _ in range(times):
+    for _ in range(repeats):
         watch = Stopwatch(device)
-        work()
+        function()
         watch.mark()
-        found += watch.laps()
+        found += watch.lap_seconds()
     return min(found)

@@ -22,7 +22,7 @@ CPU_SHORTAGE = ("can't allocate memory", "DefaultCPUAllocator: not enough memory
 """Texts of torch's plain RuntimeError for a shortage on a CPU: with malloc, and with mimalloc, as on ARM."""
 
 
-def taken_bytes(device: torch.device) -> int:
+def bytes_before_base(device: torch.device) -> int:
     """Return the bytes that this process holds before the base is loaded."""
     return 0 if device.type == "cuda" else resident_bytes(device)
 
@@ -39,24 +39,24 @@ def budget_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * GPU_SHARE)
-    return taken_bytes(device) + int(psutil.virtual_memory().available * CPU_SHARE)
+    return bytes_before_base(device) + int(psutil.virtual_memory().available * CPU_SHARE)
 
 
-def steady_budget_bytes(device: torch.device) -> int:
+def fixed_budget_bytes(device: torch.device) -> int:
     """Return the bytes that a run may use if its plan must not depend on the free memory."""
     if device.type == "cuda":
         return int((torch.cuda.get_device_properties(device).total_memory - CONTEXT_BYTES) * GPU_SHARE)
     return int(psutil.virtual_memory().total * CPU_SHARE)
 
 
-def limit_bytes(device: torch.device, max_bytes: int | None) -> None:
+def set_memory_limit(device: torch.device, max_bytes: int | None) -> None:
     """Cap torch's allocator on a GPU, so that the promised limit is kept."""
     if max_bytes is not None and device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, max_bytes / total), device)
 
 
-def begin_peak(device: torch.device) -> bool:
+def reset_peak(device: torch.device) -> bool:
     """Reset the peak that `peak_bytes` reports, and return whether that was possible. On a GPU it never is:
     the memory of a captured pass was counted when it was captured."""
     if device.type == "cuda":
@@ -69,7 +69,7 @@ def begin_peak(device: torch.device) -> bool:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak bytes of memory in use, ever or since `begin_peak`."""
+    """Return the peak bytes of memory in use, ever or since `reset_peak`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -94,7 +94,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return any(words in str(error) for words in CPU_SHORTAGE) or is_out_of_memory(error.__context__)
 
 
-def devices_asked(count: int | None, kind: str | None) -> tuple[str, ...]:
+def requested_devices(count: int | None, kind: str | None) -> tuple[str, ...]:
     """Return the devices that `--gpus COUNT` requests. None means all. With `--device cpu`, that many
     processes on the CPU."""
     text = "all" if count is None else str(count)

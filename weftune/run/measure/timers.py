@@ -82,7 +82,7 @@ class ActionTimer:
     def stop(self) -> DeviceSpan:
         return DeviceSpan(self._began, self._clock.mark())
 
-    def told(self, span: DeviceSpan) -> tuple[float, float]:
+    def machine_times(self, span: DeviceSpan) -> tuple[float, float]:
         """Return start and end in seconds of the machine's clock; only valid within the window."""
         return self._clock.seconds(span.start), self._clock.seconds(span.stop)
 
@@ -102,7 +102,7 @@ class Stopwatch:
         else:
             self._times.append(time.perf_counter())
 
-    def laps(self) -> list[float]:
+    def lap_seconds(self) -> list[float]:
         """Return the seconds from each mark to the next."""
         if self._on_gpu:
             self._events[-1].synchronize()

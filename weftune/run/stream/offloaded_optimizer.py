@@ -18,9 +18,9 @@ from weftune.base.host.pinned import host_vectors
 from weftune.ops.adamw import AdamState, gradient_norms, update
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.resident_adapters import ResidentAdapters
-from weftune.run.stream.adapter_steps import HostSteps, Make, Pair, StagePart
+from weftune.run.stream.adapter_steps import HostSteps, JobStage, Make, StagePart
 from weftune.run.training.state import Training
-from weftune.run.training.steps import Outcome, StepRequest, StepsUnderway, Sums, agreed_outcome
+from weftune.run.training.steps import BatchSums, Outcome, StepRequest, StepsUnderway, outcome_over_workers
 
 STAGE = 0
 """The only stage: the base stays on one device."""
@@ -39,7 +39,7 @@ class OffloadedOptimizer:
 
     def attach(self, training: Training) -> None:
         with self._adapted.on_stream():
-            training.state = _divided(training.state, self.device)
+            training.state = _offload_state(training.state, self.device)
             self.steps.attach(training, {STAGE: StagePart(0, training.layout.size)})
         self._resident.attach(training)
 
@@ -67,19 +67,19 @@ class OffloadedOptimizer:
         """Make unfinished Steps of these jobs first."""
         if self._underway is None:
             return False
-        pairs: list[Pair] = [(job, STAGE) for job in jobs]
-        pending = self.steps.pending(pairs)
-        if not (pending or self.steps.started(pairs)):
+        pairs: list[JobStage] = [(job, STAGE) for job in jobs]
+        pending = self.steps.pending_pairs(pairs)
+        if not (pending or self.steps.started_pairs(pairs)):
             return False
-        with self._underway.timed():
+        with self._underway.count_time():
             self.steps.start(pending)
-            self.steps.use(self.steps.started(pairs))
+            self.steps.wait_for_updates(self.steps.started_pairs(pairs))
         return True
 
     def ask_ahead(self, stage: int, jobs: Collection[str]) -> None:
         """Start the Steps of all other jobs concurrently with the pass that was just launched."""
         if self._underway is not None:
-            self.steps.start(self.steps.all_pending())
+            self.steps.start(self.steps.all_pending_pairs())
 
     def note_backward(self, stage: int, jobs: Collection[str]) -> None:
         """Do nothing: gradients stay where they are."""
@@ -96,16 +96,16 @@ class OffloadedOptimizer:
     def needs_outcome_before(self, stage: int) -> bool:
         return True
 
-    def sums(self, training: Training) -> Sums:
+    def sums(self, training: Training) -> BatchSums:
         return self._resident.sums(training)
 
     def step(self, requests: Sequence[StepRequest]) -> StepsUnderway:
         """Register Steps: those that a pass needs are made just before it, the others during it."""
         return self._begin(requests, gradient_norms([request.training.state for request in requests]))
 
-    def make(self, request: StepRequest, sums: Sums) -> Outcome:
+    def make(self, request: StepRequest, sums: BatchSums) -> Outcome:
         underway = self._begin([request], torch.tensor([sums.norm], dtype=torch.float64))
-        return agreed_outcome(underway.outcomes()[0], request, sums)
+        return outcome_over_workers(underway.outcomes()[0], request, sums)
 
     def _begin(self, requests: Sequence[StepRequest], norm_J: Tensor) -> StepsUnderway:
         assert self._underway is None, "the outcomes of earlier Steps are not known"
@@ -116,19 +116,19 @@ class OffloadedOptimizer:
     def _finish(self) -> None:
         """Finish the requested Steps, and start reading their outcomes."""
         if (underway := self._underway) is not None:
-            with underway.timed():
+            with underway.count_time():
                 self._make_all()
-            self.steps.read(underway.runs[0])
+            self.steps.read_outcomes(underway.runs[0])
             self._underway = None
 
     def _make_all(self) -> None:
         """Make all pending Steps; afterwards everything is on the host."""
         with self._adapted.on_stream():
-            self.steps.start(self.steps.all_pending())
+            self.steps.start(self.steps.all_pending_pairs())
         self.steps.wait()
 
 
-def _divided(state: AdamState, device: torch.device) -> AdamState:
+def _offload_state(state: AdamState, device: torch.device) -> AdamState:
     """Return a copy with master weights and moments in page-locked host memory, the rest on the device."""
     optimizer = (state.master, state.exp_avg, state.exp_avg_sq)
     home = host_vectors([(len(vector), vector.dtype) for vector in optimizer], device)

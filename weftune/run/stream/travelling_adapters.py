@@ -19,10 +19,17 @@ from weftune.ops.adamw import update
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.resident_adapters import ResidentAdapters
 from weftune.run.stream.adapter_steps import HostSteps, Make
-from weftune.run.stream.adapters import AdapterPlaces
+from weftune.run.stream.adapters import AdapterTransfers
 from weftune.run.stream.weights import StreamedWeights
 from weftune.run.training.state import Training
-from weftune.run.training.steps import Outcome, StepRequest, StepsUnderway, Sums, agreed_outcome, open_sums
+from weftune.run.training.steps import (
+    BatchSums,
+    Outcome,
+    StepRequest,
+    StepsUnderway,
+    open_batch_sums,
+    outcome_over_workers,
+)
 
 
 class TravellingAdapters:
@@ -31,8 +38,8 @@ class TravellingAdapters:
         self._adapted, self._resident = adapted, ResidentAdapters(adapted)
         self.roster = self._resident.roster
         base, self._weights, self._part = adapted.base, weights, weights.base.part
-        self.travel = AdapterPlaces(self._part, base.device, base.dtype)
-        self.steps = HostSteps(base.device, make, self.travel.room)
+        self.transfers = AdapterTransfers(self._part, base.device, base.dtype)
+        self.steps = HostSteps(base.device, make, self.transfers.device_weights)
         self.home = torch.device("cpu")
         self._returning: int | None = None
         """Stage of the latest backward of a round, while it is in its place."""
@@ -40,24 +47,24 @@ class TravellingAdapters:
         """Event that is done when the last gradients of resident stages have been copied to the host. None
         once the compute stream has waited for it."""
         self._underway: StepsUnderway | None = None
-        weights.accompany(self._come, self.travel.go)
+        weights.set_callbacks(self._load_adapters, self.transfers.evict)
 
     # -- jobs --------------------------------------------------------------------------------------------
 
     def attach(self, training: Training) -> None:
         with self._adapted.on_stream():
-            traveller = self.travel.board(training)
-            self.steps.attach(training, traveller.parts)
+            adapter = self.transfers.attach(training)
+            self.steps.attach(training, adapter.parts)
             state = training.state
             self._adapted.banks.attach(
-                training.adapter, training.layout, state.weights, state.gradient, *traveller.parameters()
+                training.adapter, training.layout, state.weights, state.gradient, *adapter.parameters()
             )
         self.roster.trainings[training.job] = training
 
     def detach(self, job: str) -> Training:
         self._make_all()
         training = self._resident.detach(job)
-        self.travel.leave(job)
+        self.transfers.detach(job)
         self.steps.detach(training)
         return training
 
@@ -65,22 +72,22 @@ class TravellingAdapters:
         self._make_all()
         self._resident.kill(job)
         with self._adapted.on_stream():
-            self.travel.forget([job])
-            self.travel.bring_weights([job])
+            self.transfers.drop_gradients([job])
+            self.transfers.copy_weights_in([job])
 
     def abandon(self) -> None:
         self._resident.abandon()
         self._returning = None
-        self._wait_sent()
-        self.travel.forget(self.roster.trainings)
+        self._wait_for_gradients()
+        self.transfers.drop_gradients(self.roster.trainings)
 
     def show(self, job: str, weights: Tensor) -> None:
         self._make_all()
         # Stages may still be loading, with the old weights.
-        self.travel.wait()
+        self.transfers.wait()
         self.roster.trainings[job].state.weights.copy_(weights)
         with self._adapted.on_stream():
-            self.travel.bring_weights([job])
+            self.transfers.copy_weights_in([job])
 
     # -- passes ------------------------------------------------------------------------------------------
 
@@ -89,31 +96,31 @@ class TravellingAdapters:
         if self._underway is not None and not self._underway.is_used:
             stepping = {request.training.job for request in self._underway.requests}
             self._underway.is_used = not stepping.isdisjoint(jobs)
-        pairs = self.travel.pairs(stage, jobs)
-        pending = self.steps.pending(pairs)
-        if waits := bool(pending or self.steps.started(pairs)):
-            with self._waiting():
+        pairs = self.transfers.pairs(stage, jobs)
+        pending = self.steps.pending_pairs(pairs)
+        if waits := bool(pending or self.steps.started_pairs(pairs)):
+            with self._count_waiting():
                 self.steps.start(pending, self._weights.writable(stage))
-                self.steps.use(self.steps.started(pairs))
+                self.steps.wait_for_updates(self.steps.started_pairs(pairs))
         if returning and self._returning is not None and self._returning != stage:
-            self._send(self._returning)
+            self._send_gradients(self._returning)
         self._returning = stage if returning else None
         return waits
 
-    def _send(self, stage: int) -> None:
+    def _send_gradients(self, stage: int) -> None:
         """Copy gradients of a stage to the host, concurrently with the passes of other stages. Its backward
         is finished: if it is resident, so that no Evict sends its gradients, the Step would wait for all of
         them otherwise."""
-        self.travel.measure(stage)
+        self.transfers.sum_squares(stage)
         if (lanes := self.steps.ring.lanes) is None:
-            self.travel.send(stage)
+            self.transfers.copy_gradients_out(stage)
             return
-        lanes.down.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(lanes.down):
-            self.travel.send(stage)
-            self._sent = lanes.down.record_event()
+        lanes.copy_out.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(lanes.copy_out):
+            self.transfers.copy_gradients_out(stage)
+            self._sent = lanes.copy_out.record_event()
 
-    def _wait_sent(self) -> None:
+    def _wait_for_gradients(self) -> None:
         """Make the current stream wait until the gradients' tensors may be overwritten."""
         if self._sent is not None:
             torch.cuda.current_stream().wait_event(self._sent)
@@ -126,23 +133,23 @@ class TravellingAdapters:
         everybody = dict.fromkeys((*jobs, *self.roster.trainings))
         at = self._part.own.index(stage)
         for one in self._part.own[at : at + 2]:
-            pending = self.steps.pending(self.travel.pairs(one, everybody))
-            if pending and self.travel.there(one):
+            pending = self.steps.pending_pairs(self.transfers.pairs(one, everybody))
+            if pending and self.transfers.is_loaded(one):
                 # If the host is not ahead, the device is idle meanwhile.
-                with self._waiting():
+                with self._count_waiting():
                     self.steps.start(pending, self._weights.writable(one))
 
     def note_backward(self, stage: int, jobs: Collection[str]) -> None:
-        self.travel.note_backward(stage, jobs)
+        self.transfers.note_backward(stage, jobs)
 
     def leave(self, stage: int) -> None:
-        self.travel.measure(stage)
+        self.transfers.sum_squares(stage)
         self._returning = None
 
-    def _come(self, stage: int) -> None:
+    def _load_adapters(self, stage: int) -> None:
         """Load the adapters of a stage that is being loaded."""
-        self.steps.wait_here(stage)
-        self.travel.come(stage, self.steps.unfinished)
+        self.steps.wait_for_stage(stage)
+        self.transfers.load_weights(stage, self.steps.is_unfinished)
 
     # -- Steps -------------------------------------------------------------------------------------------
 
@@ -161,33 +168,33 @@ class TravellingAdapters:
         if self._underway is None:
             self._underway = StepsUnderway(self._adapted.base.device, self._finish)
         jobs = [request.training.job for request in requests]
-        with self._waiting():
-            self._take_gradients(jobs)
-        run = self.steps.begin(requests, self.travel.gradient_norms(jobs), self._weights.gone)
+        with self._count_waiting():
+            self._copy_gradients_out(jobs)
+        run = self.steps.begin(requests, self.transfers.gradient_norms(jobs), self._weights.mark_step)
         self._underway.runs.append(run)
         return self._underway
 
-    def sums(self, training: Training) -> Sums:
-        self._take_gradients([training.job])
-        norm = float(self.travel.gradient_norms([training.job]))
-        loss, correct = open_sums([training])[0].tolist()
-        return Sums(loss=loss, norm=norm, correct=correct)
+    def sums(self, training: Training) -> BatchSums:
+        self._copy_gradients_out([training.job])
+        norm = float(self.transfers.gradient_norms([training.job]))
+        loss, correct = open_batch_sums([training])[0].tolist()
+        return BatchSums(loss=loss, norm=norm, correct=correct)
 
-    def make(self, request: StepRequest, sums: Sums) -> Outcome:
+    def make(self, request: StepRequest, sums: BatchSums) -> Outcome:
         norm_J = torch.tensor([sums.norm], dtype=torch.float64)
-        run = self.steps.begin([request], norm_J, self._weights.gone)
+        run = self.steps.begin([request], norm_J, self._weights.mark_step)
         self._make_all()
-        self.steps.read(run)
-        return agreed_outcome(run.outcomes()[0], request, sums)
+        self.steps.read_outcomes(run)
+        return outcome_over_workers(run.outcomes()[0], request, sums)
 
-    def _take_gradients(self, jobs: Sequence[str]) -> None:
-        self._wait_sent()
-        self.travel.take_gradients(jobs)
+    def _copy_gradients_out(self, jobs: Sequence[str]) -> None:
+        self._wait_for_gradients()
+        self.transfers.copy_all_gradients_out(jobs)
 
     def _finish(self) -> None:
         """Finish the requested Steps, and start reading their outcomes."""
-        if self.steps.all_pending():
-            with self._waiting():
+        if self.steps.all_pending_pairs():
+            with self._count_waiting():
                 self._make_all()
         else:
             # Made during the round's forward: the host reads the outcomes while the device runs the backward,
@@ -195,18 +202,21 @@ class TravellingAdapters:
             self.steps.wait()
         if self._underway is not None:
             for run in self._underway.runs:
-                self.steps.read(run)
+                self.steps.read_outcomes(run)
         self._underway = None
 
     def _make_all(self) -> None:
         """Finish all Steps; afterwards everything is on the host."""
         with self._adapted.on_stream():
-            for stage, pairs in groupby(self.steps.all_pending(), key=itemgetter(1)):
+            for stage, pairs in groupby(self.steps.all_pending_pairs(), key=itemgetter(1)):
                 self.steps.start(list(pairs), self._weights.writable(stage))
         self.steps.wait()
 
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def _count_waiting(self) -> Iterator[None]:
         """Count the time in the context as waiting: compute has nothing else to do meanwhile."""
-        with self._underway.timed() if self._underway is not None else nullcontext(), self._weights.waiting():
+        with (
+            self._underway.count_time() if self._underway is not None else nullcontext(),
+            self._weights.count_waiting(),
+        ):
             yield

@@ -18,11 +18,11 @@ from weftune.base.host.streamed import StreamedBase
 from weftune.run.measure.timers import Waited, recorded_event
 from weftune.run.stream.adapter_steps import Events
 
-NOTHING_THERE = 0xFF
+EVICTED_BYTE = 0xFF
 """Byte that fills a slot whose stage has been evicted if a CPU acts as the device: NaN in every format, so
 that wrong uses are noticed."""
 
-Beside = Callable[[int], None]
+StageCallback = Callable[[int], None]
 """Work to be done with a stage's copy, on the same queue."""
 
 
@@ -51,63 +51,63 @@ class StreamedWeights:
 
     def __init__(self, base: StreamedBase) -> None:
         self.base = base
-        self.there: set[int] = set()
+        self.loaded_stages: set[int] = set()
         """Streamed stages that are loaded now."""
         self.waited = Waited()
-        self.come: Beside = lambda stage: None
-        self.leave: Beside = lambda stage: None
+        self.on_load: StageCallback = lambda stage: None
+        self.on_evict: StageCallback = lambda stage: None
         self._queue: _GpuQueue | None = None
         """Queue of copies on a GPU. None if a CPU acts as the device: every copy is made at once."""
         if base.whole.device.type == "cuda":
             read = any(source.blocks for source in base.sources.values())
-            self._queue = _GpuQueue(self, _StageRead(self) if read else None)
+            self._queue = _GpuQueue(self, _StageReader(self) if read else None)
 
-    def accompany(self, come: Beside, leave: Beside) -> None:
+    def set_callbacks(self, on_load: StageCallback, on_evict: StageCallback) -> None:
         """Register work to be done with every Load and Evict, on the queue of its bytes."""
-        self.come, self.leave = come, leave
+        self.on_load, self.on_evict = on_load, on_evict
 
     def load(self, stage: int) -> None:
-        assert stage not in self.there, f"stage {stage} is there already"
+        assert stage not in self.loaded_stages, f"stage {stage} is there already"
         slot = self.base.part.slot(stage)
-        taken = [other for other in self.there if self.base.part.slot(other) == slot]
+        taken = [other for other in self.loaded_stages if self.base.part.slot(other) == slot]
         assert not taken, f"stage {stage} would overwrite stage {taken[0]}"
-        self.there.add(stage)
+        self.loaded_stages.add(stage)
         self.waited.copied_bytes += self.base.sources[stage].size
         if self._queue is not None:
             self._queue.load(stage, slot)
             return
-        with self.waiting():
-            self.fetch(stage)
-            self.come(stage)
+        with self.count_waiting():
+            self.copy_stage(stage)
+            self.on_load(stage)
 
     def evict(self, stage: int) -> None:
-        self.there.remove(stage)
+        self.loaded_stages.remove(stage)
         if self._queue is not None:
             self._queue.evict(stage, self.base.part.slot(stage))
             return
-        self.leave(stage)
-        self.base.slot(stage).fill_(NOTHING_THERE)
+        self.on_evict(stage)
+        self.base.slot(stage).fill_(EVICTED_BYTE)
 
     def use(self, stage: int) -> bool:
         """Make the stage readable by the device, and return whether the device may have to wait for it."""
         if not self.base.part.stages[stage].resident:
-            assert stage in self.there, f"stage {stage} is used but was not brought"
+            assert stage in self.loaded_stages, f"stage {stage} is used but was not brought"
             if self._queue is not None:
                 self._queue.use(stage)
         return True
 
-    def gone(self) -> Events:
+    def mark_step(self) -> Events:
         """Return events that are done when everything sent to the host until now has arrived. All passes
         before a Step are finished then."""
-        return () if self._queue is None else self._queue.gone()
+        return () if self._queue is None else self._queue.mark_step()
 
     def writable(self, stage: int) -> Events:
         """Return events that are done when the stage's adapter weights may be overwritten: those whose Step
-        was requested with the last `gone`, and which no pass has read since."""
+        was requested with the last `mark_step`, and which no pass has read since."""
         return () if self._queue is None else self._queue.writable(stage)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def count_waiting(self) -> Iterator[None]:
         """Count the time in the context as waiting, unless the device is still busy."""
         if self.base.whole.device.type != "cuda":
             began = time.perf_counter()
@@ -121,14 +121,14 @@ class StreamedWeights:
     def begin_window(self) -> None:
         """Load the stages that a window begins with, whatever state an unfinished window has left."""
         waiting = set(self.base.part.waiting)
-        for stage in sorted(self.there - waiting):
+        for stage in sorted(self.loaded_stages - waiting):
             self.evict(stage)
         if self._queue is not None:
             self._queue.wait_for_compute()
-        for stage in sorted(waiting - self.there):
+        for stage in sorted(waiting - self.loaded_stages):
             self.load(stage)
 
-    def fetch(self, stage: int) -> None:
+    def copy_stage(self, stage: int) -> None:
         """Copy a stage's bytes."""
         self.base.sources[stage].copy_to(self.base.slot(stage))
 
@@ -136,45 +136,45 @@ class StreamedWeights:
 class _GpuQueue:
     """Streams for Loads and for Evicts, and events between them and the compute stream."""
 
-    def __init__(self, weights: StreamedWeights, reader: _StageRead | None) -> None:
+    def __init__(self, weights: StreamedWeights, reader: _StageReader | None) -> None:
         """Without a `reader`, stages are copied on the stream of Loads."""
         device = weights.base.whole.device
         self._weights, self._reader = weights, reader
-        self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._free: dict[int, torch.cuda.Event] = {}
+        self._load_stream, self._evict_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._free_slots: dict[int, torch.cuda.Event] = {}
         """Maps each slot to an event that is done when its content is no longer needed."""
-        self._beside: dict[int, torch.cuda.Event] = {}
+        self._adapter_arrivals: dict[int, torch.cuda.Event] = {}
         """Maps each stage to an event that is done when the adapters have arrived, until its first use."""
-        self._came: dict[int, torch.cuda.Event] = {}
+        self._last_arrivals: dict[int, torch.cuda.Event] = {}
         """Maps each stage to an event that is done when the adapters last arrived with it."""
         self._writable: dict[int, torch.cuda.Event] = {}
         """Maps each stage to an event that is done when the adapters in its slot are no longer used."""
-        self._stepped: torch.cuda.Event | None = None
+        self._last_step: torch.cuda.Event | None = None
         """Event that is done when the last pass before the last Step is finished."""
 
     def load(self, stage: int, slot: int) -> None:
         # If no stage has been evicted from it yet, room for adapters there may still be being allocated.
-        free = self._free.pop(slot, None) or torch.cuda.current_stream().record_event()
-        self._in.wait_event(free)
-        with torch.cuda.stream(self._in):
+        free = self._free_slots.pop(slot, None) or torch.cuda.current_stream().record_event()
+        self._load_stream.wait_event(free)
+        with torch.cuda.stream(self._load_stream):
             if self._reader is None:
-                self._weights.fetch(stage)
+                self._weights.copy_stage(stage)
             else:
                 self._reader.start(stage, free)
-            self._weights.come(stage)
-            self._came[stage] = self._beside[stage] = recorded_event()
+            self._weights.on_load(stage)
+            self._last_arrivals[stage] = self._adapter_arrivals[stage] = recorded_event()
         # Weights whose Step has been requested are not loaded with it.
         self._writable[stage] = free
 
     def evict(self, stage: int, slot: int) -> None:
-        self._out.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._out):
-            self._weights.leave(stage)
-            self._free[slot] = torch.cuda.Event()
-            self._free[slot].record()
+        self._evict_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._evict_stream):
+            self._weights.on_evict(stage)
+            self._free_slots[slot] = torch.cuda.Event()
+            self._free_slots[slot].record()
 
     def use(self, stage: int) -> None:
-        beside = self._beside.pop(stage, None)
+        beside = self._adapter_arrivals.pop(stage, None)
         if beside is None:
             return
         ready = recorded_event()
@@ -185,30 +185,30 @@ class _GpuQueue:
 
     def wait_for_compute(self) -> None:
         """Make Loads wait for compute: a job attached since a slot was freed may still be copied there."""
-        self._in.wait_stream(torch.cuda.current_stream())
+        self._load_stream.wait_stream(torch.cuda.current_stream())
 
-    def gone(self) -> Events:
-        evicted, self._stepped = torch.cuda.Event(), torch.cuda.Event()
-        evicted.record(self._out)
-        self._stepped.record()
+    def mark_step(self) -> Events:
+        evicted, self._last_step = torch.cuda.Event(), torch.cuda.Event()
+        evicted.record(self._evict_stream)
+        self._last_step.record()
         # Stages loaded until now have weights from before this Step.
-        self._writable = dict(self._came)
-        return evicted, self._stepped
+        self._writable = dict(self._last_arrivals)
+        return evicted, self._last_step
 
     def writable(self, stage: int) -> Events:
         """Return the events after which the stage's adapters may be overwritten. A stage that was loaded
         since the last Step may be in a slot in which others were read since."""
-        events = (self._stepped, self._writable.get(stage))
+        events = (self._last_step, self._writable.get(stage))
         return tuple(event for event in events if event is not None)
 
 
-class _StageRead:
+class _StageReader:
     """A thread that reads stages from their files and copies them on a separate stream. So no request of the
     main thread waits for a stage that is still being read, or delays one."""
 
     def __init__(self, weights: StreamedWeights) -> None:
         self._weights = weights
-        self._pages = torch.cuda.Stream(weights.base.whole.device)
+        self._copy_stream = torch.cuda.Stream(weights.base.whole.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._reads: dict[int, Future[torch.cuda.Event]] = {}
         """Maps each stage to its arrival event, available once all of its copies have been started."""
@@ -221,7 +221,7 @@ class _StageRead:
         return self._reads.pop(stage).result()
 
     def _read(self, stage: int, free: torch.cuda.Event) -> torch.cuda.Event:
-        self._pages.wait_event(free)
-        with torch.cuda.stream(self._pages):
-            self._weights.fetch(stage)
-            return self._pages.record_event(torch.cuda.Event(enable_timing=True))
+        self._copy_stream.wait_event(free)
+        with torch.cuda.stream(self._copy_stream):
+            self._weights.copy_stage(stage)
+            return self._copy_stream.record_event(torch.cuda.Event(enable_timing=True))

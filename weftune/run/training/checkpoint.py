@@ -34,7 +34,7 @@ from weftune.run.training.snapshot import MOMENTS, Snapshot, snapshot_of
 from weftune.run.training.state import Progress, Training
 
 TENSORS, STATE, SUMS = "tensors.safetensors", "state.json", "SHA256SUMS"
-KEPT = 2
+KEPT_CHECKPOINTS = 2
 
 
 def save(folder: Path, training: Training) -> Path:
@@ -47,14 +47,14 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
     progress = snapshot.progress
     partial, final = partial_folder(folder, progress.step), final_folder(folder, progress.step)
     folder.mkdir(parents=True, exist_ok=True)
-    if holds(folder, progress):
+    if has_progress(folder, progress):
         return final
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
         sums = {TENSORS: write_hashed_tensors(partial / TENSORS, snapshot.tensors())}
-        write_state(partial, progress, snapshot.seed, {"layout": listed_layout(snapshot.layout)}, sums)
-        put_in_place(partial, final)
+        write_state(partial, progress, snapshot.seed, {"layout": layout_as_list(snapshot.layout)}, sums)
+        publish_checkpoint(partial, final)
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -77,7 +77,7 @@ def write_slice(folder: Path, snapshot: Snapshot, worker: int) -> Slice:
     partial = partial_folder(folder, step)
     partial.mkdir(parents=True, exist_ok=True)
     sha256 = write_hashed_tensors(partial / name, snapshot.tensors())
-    return Slice(snapshot.job, step, name, sha256, listed_layout(snapshot.layout))
+    return Slice(snapshot.job, step, name, sha256, layout_as_list(snapshot.layout))
 
 
 def finish(
@@ -91,7 +91,7 @@ def finish(
         "best_is_master": keeps_best and progress.best_step == progress.step,
     }
     write_state(partial, progress, seed, contents, {one.file: one.sha256 for one in ordered})
-    put_in_place(partial, final)
+    publish_checkpoint(partial, final)
     return final
 
 
@@ -108,17 +108,17 @@ def write_state(
     state = {"format": FORMAT, "progress": asdict(progress), "seed": seed, **contents}
     content = json.dumps(state).encode()
     write_synced(partial / STATE, content)
-    write_synced(partial / SUMS, sums_text({**sums, STATE: hashlib.sha256(content).hexdigest()}))
+    write_synced(partial / SUMS, checksum_text({**sums, STATE: hashlib.sha256(content).hexdigest()}))
 
 
-def put_in_place(partial: Path, final: Path) -> None:
+def publish_checkpoint(partial: Path, final: Path) -> None:
     """Rename a completely written checkpoint to its final name, and delete all but the newest two."""
     sync_folder(partial)
     # An existing folder is damaged, or of the same step before its evaluation.
     shutil.rmtree(final, ignore_errors=True)
     os.rename(partial, final)
     sync_folder(final.parent)
-    for old in list(_newest_first(final.parent))[KEPT:]:
+    for old in list(_newest_first(final.parent))[KEPT_CHECKPOINTS:]:
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -130,7 +130,7 @@ def partial_folder(folder: Path, step: int) -> Path:
     return folder / f".step-{step:08d}.partial"
 
 
-def holds(folder: Path, progress: Progress) -> bool:
+def has_progress(folder: Path, progress: Progress) -> bool:
     """Return whether `folder` has an intact checkpoint with exactly this progress."""
     there = _read(final_folder(folder, progress.step))
     return there is not None and there.progress == progress
@@ -160,13 +160,13 @@ def restore(folder: Path, training: Training) -> bool:
         else:
             # The mean begins with the next step.
             training.progress.averaged = 0
-        training.forget_open_batch()
+        training.drop_open_batch()
         return True
     return False
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class CheckpointSurvey:
     """The state of a job's checkpoints."""
 
     progress: Progress | None
@@ -175,14 +175,14 @@ class Survey:
     """Damaged checkpoints that are newer than the intact one."""
 
 
-def survey(folder: Path) -> Survey:
+def survey(folder: Path) -> CheckpointSurvey:
     """Find the newest intact checkpoint without loading it into a model."""
     damaged: list[Path] = []
     for path in _newest_first(folder):
         if (stored := _read(path)) is not None:
-            return Survey(stored.progress, tuple(damaged))
+            return CheckpointSurvey(stored.progress, tuple(damaged))
         damaged.append(path)
-    return Survey(None, tuple(damaged))
+    return CheckpointSurvey(None, tuple(damaged))
 
 
 def newest_progress(folder: Path) -> Progress | None:
@@ -190,7 +190,7 @@ def newest_progress(folder: Path) -> Progress | None:
     return survey(folder).progress
 
 
-def set_aside(damaged: Iterable[Path]) -> None:
+def rename_damaged(damaged: Iterable[Path]) -> None:
     """Rename damaged checkpoints, so that they do not count among the two that are kept; their files stay."""
     for path in damaged:
         target = path.with_name(f"damaged-{path.name}")
@@ -222,7 +222,7 @@ def _read(path: Path) -> _Stored | None:
         names = [Path(line.partition("  ")[2]).name for line in sums.decode().splitlines()]
         content = {name: (path / name).read_bytes() for name in names}
         found = {name: hashlib.sha256(data).hexdigest() for name, data in content.items()}
-        if STATE not in content or sums != sums_text(found):
+        if STATE not in content or sums != checksum_text(found):
             return None
         state = json.loads(content[STATE])
         refuse_unknown_format(state.get("format"), path / STATE)
@@ -239,11 +239,11 @@ def _read(path: Path) -> _Stored | None:
         return None
 
 
-def listed_layout(layout: VectorLayout) -> list[list[Any]]:
+def layout_as_list(layout: VectorLayout) -> list[list[Any]]:
     return [[p.site, p.name, list(p.shape)] for p in layout.parameters]
 
 
-def sums_text(sums: Mapping[str, str]) -> bytes:
+def checksum_text(sums: Mapping[str, str]) -> bytes:
     """Return checksums in the format of `sha256sum`."""
     return "".join(f"{digest}  {name}\n" for name, digest in sums.items()).encode()
 

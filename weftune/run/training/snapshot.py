@@ -22,9 +22,9 @@ from weftune.base.host.pinned import ALIGNMENT, host_bytes
 from weftune.errors import BaseModelError
 from weftune.run.training.state import Progress, Training
 
-MOST_BYTES = 8 << 30
+MAX_BYTES = 8 << 30
 HOST_SHARE = 1 / 8
-"""Fraction of the host's free memory that snapshots may use, up to `MOST_BYTES`. On a CPU it is part of the
+"""Fraction of the host's free memory that snapshots may use, up to `MAX_BYTES`. On a CPU it is part of the
 memory that plans leave free (`CPU_SHARE` in run/measure/memory.py)."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -53,17 +53,17 @@ class Snapshot:
 def snapshot_of(training: Training, vectors: Mapping[str, Tensor] | None = None) -> Snapshot:
     """Return a snapshot with these vectors, by default those of the job. Vectors on the host are not copied:
     they must not change before they are written."""
-    vectors = vectors or {name: value.cpu() for name, value in vectors_of(training).items()}
+    vectors = vectors or {name: value.cpu() for name, value in checkpoint_vectors(training).items()}
     return Snapshot(training.job, copy(training.progress), training.adapter.seed, training.layout, vectors)
 
 
-def weights_of(training: Training) -> Snapshot:
+def weights_snapshot(training: Training) -> Snapshot:
     """Return a snapshot with the master weights, and with the best weights if the job keeps them."""
     vectors = {"master": training.master, "best": training.best}
     return snapshot_of(training, {name: one.cpu() for name, one in vectors.items() if one is not None})
 
 
-def vectors_of(training: Training) -> dict[str, Tensor]:
+def checkpoint_vectors(training: Training) -> dict[str, Tensor]:
     """Return the vectors of a checkpoint by name. A job assembled from several workers has no moments."""
     found = {name: getattr(training.state, name) for name in ("master", *MOMENTS)}
     if training.best is not None:
@@ -78,7 +78,7 @@ class Snapshots:
         """Create an empty pool of host memory. `device` is the device that trains."""
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.max_bytes = max_bytes or min(MOST_BYTES, int(psutil.virtual_memory().available * HOST_SHARE))
+        self.max_bytes = max_bytes or min(MAX_BYTES, int(psutil.virtual_memory().available * HOST_SHARE))
         self._used_bytes = 0
         self._free: dict[int, list[Tensor]] = {}
         """Maps bytes to unused page-locked memory of that size, kept because locking memory is slow."""
@@ -87,7 +87,7 @@ class Snapshots:
 
     def take(self, training: Training) -> Snapshot:
         """Return a snapshot of the job's state after all work launched on the device so far."""
-        vectors = vectors_of(training)
+        vectors = checkpoint_vectors(training)
         memory = self._take_memory(sum(map(_aligned, vectors.values())))
         copies, start = {}, 0
         for name, vector in vectors.items():
@@ -98,7 +98,7 @@ class Snapshots:
             training.copied = copied
         return replace(snapshot_of(training, copies), memory=memory, copied=copied)
 
-    def give_back(self, snapshot: Snapshot) -> None:
+    def release(self, snapshot: Snapshot) -> None:
         """Release the snapshot's memory for reuse."""
         assert snapshot.memory is not None
         with self._changed:
@@ -163,7 +163,7 @@ class Snapshots:
 def snapshot_bytes(training: Training, keeps_best: bool = False) -> int:
     """Return the bytes of the job's largest possible snapshot. It includes the mean of the weights if the job
     has one, and the best weights if `keeps_best`."""
-    found = vectors_of(training)
+    found = checkpoint_vectors(training)
     later = {"best": keeps_best, "mean": training.mean is not None}
     more = sum(1 for name, comes in later.items() if comes and name not in found)
     return sum(map(_aligned, found.values())) + more * _aligned(training.master)

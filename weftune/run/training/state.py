@@ -20,7 +20,7 @@ from weftune.core.shapes import SiteShape
 from weftune.ops.adamw import AdamState, Update
 from weftune.run.training.schedule import Recipe, learning_rate
 
-LITTLE = 1e-6
+NORM_EPSILON = 1e-6
 """Constant added to a norm before dividing by it, as in torch."""
 
 
@@ -124,7 +124,7 @@ class Training:
             step=step,
             learning_rate=learning_rate(self.recipe, step),
             weight_decay=self.recipe.weight_decay,
-            factor=min(1.0, clip / (norm + LITTLE)) if clip else 1.0,
+            factor=min(1.0, clip / (norm + NORM_EPSILON)) if clip else 1.0,
             betas=self.recipe.betas,
             eps=self.recipe.eps,
             rates=self.layout.rates,
@@ -141,7 +141,7 @@ class Training:
                 before.loss + loss.detach(), before.correct + correct, before.tokens + tokens
             )
 
-    def average(self) -> None:
+    def update_mean(self) -> None:
         """Include the latest step's master weights in the mean. This allocates nothing, so it cannot fail."""
         if self.mean is None:
             return
@@ -161,7 +161,7 @@ class Training:
         """Weights that a rung evaluates: the mean, or the master weights if there is no mean."""
         return self.mean if self.mean is not None and self.progress.averaged else self.master
 
-    def forget_open_batch(self) -> None:
+    def drop_open_batch(self) -> None:
         """Drop the sums of an unfinished global batch, as if none of its microbatches had run."""
         self.gradient.zero_()
         self.open = None
@@ -203,10 +203,10 @@ class Roster:
             if segment.job not in self.dead:
                 self.trainings[segment.job].collect(segment, loss, count)
 
-    def forget_open_batches(self) -> None:
+    def drop_open_batches(self) -> None:
         """Drop the open global batches, as if none of their microbatches had run."""
         for training in self.trainings.values():
-            training.forget_open_batch()
+            training.drop_open_batch()
 
 
 def new_training(

@@ -20,7 +20,7 @@ from weftune.ops.adamw import Update, gradient_norms, update
 from weftune.ops.triton import kernels_available, kernels_available_on
 from weftune.run.measure.memory import is_out_of_memory
 from weftune.run.measure.timers import Stopwatch
-from weftune.run.training.state import LITTLE, OpenBatch, StepOutcome, Training
+from weftune.run.training.state import NORM_EPSILON, OpenBatch, StepOutcome, Training
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ Outcome = StepOutcome | str
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
+class BatchSums:
     """Loss, gradient norm and number of correct predictions of a job's global batch."""
 
     loss: float
@@ -70,9 +70,9 @@ class StepRun:
         self.reasons = [None] * len(self.requests)
         self.finite = tuple([] for _ in self.requests)
 
-    def is_refused(self, number: int) -> bool:
+    def is_refused(self, job_index: int) -> bool:
         """Return whether the host has refused a job's step. With kernels the device decides instead."""
-        return self.factor_J is None and self.updates[number].factor < 0.0
+        return self.factor_J is None and self.updates[job_index].factor < 0.0
 
     def read(self, finite_J: Tensor) -> None:
         """Start to copy the results to the host. Later work on this stream does not delay them."""
@@ -92,9 +92,13 @@ class StepRun:
             self.requests, self.updates, self.tokens, self.reasons, self._values_J4.tolist(), strict=True
         )
         for request, one, tokens, failure, (loss, correct, norm, finite) in rows:
-            sums = Sums(loss=loss, norm=norm, correct=correct)
-            reason = why_no_step(request.training, sums) or failure or (None if finite else _spoilt(one))
-            found.append(reason or _counted(request, sums, one.learning_rate, tokens))
+            sums = BatchSums(loss=loss, norm=norm, correct=correct)
+            reason = (
+                find_step_problem(request.training, sums)
+                or failure
+                or (None if finite else _not_finite_reason(one))
+            )
+            found.append(reason or _finish_step(request, sums, one.learning_rate, tokens))
         return found
 
 
@@ -116,7 +120,7 @@ class StepsUnderway:
         return [request for run in self.runs for request in run.requests]
 
     @contextmanager
-    def timed(self) -> Iterator[None]:
+    def count_time(self) -> Iterator[None]:
         """Add the device time of the context to the time of these steps."""
         watch = Stopwatch(self._device)
         yield
@@ -130,17 +134,17 @@ class StepsUnderway:
 
     def seconds(self) -> float:
         """Return the device time of the steps in seconds; call this after `outcomes`."""
-        return sum(lap for watch in self._watches for lap in watch.laps())
+        return sum(lap for watch in self._watches for lap in watch.lap_seconds())
 
 
 def close_batches(requests: Sequence[StepRequest], norm_J: Tensor, device: torch.device) -> StepRun:
     """Close the open batches and return their optimizer steps, given the gradients' norms and the device."""
     trainings = [request.training for request in requests]
-    tokens = tuple(open_tokens(training) for training in trainings)
-    sums_J2 = open_sums(trainings)
+    tokens = tuple(open_batch_tokens(training) for training in trainings)
+    sums_J2 = open_batch_sums(trainings)
     norm_J = norm_J.to(sums_J2.device)
     updates = tuple(training.update() for training in trainings)
-    factor_J = factors(trainings, sums_J2, norm_J)
+    factor_J = clip_factors(trainings, sums_J2, norm_J)
     by_kernels = kernels_available_on(device, trainings[0].master.dtype)
     if not by_kernels:
         known = zip(updates, factor_J.tolist(), strict=True)
@@ -160,27 +164,27 @@ def begin_steps(requests: Sequence[StepRequest]) -> StepRun:
         return run
     for number, one in enumerate(run.updates):
         if not run.is_refused(number):
-            run.reasons[number] = make_update(one)
+            run.reasons[number] = apply_update(one)
     run.read(torch.ones(len(requests), dtype=torch.bool))
     return run
 
 
-def factors(trainings: Sequence[Training], sums_J2: Tensor, norm_J: Tensor) -> Tensor:
+def clip_factors(trainings: Sequence[Training], sums_J2: Tensor, norm_J: Tensor) -> Tensor:
     """Return the clipping factor of each gradient, in float64 [J]; below 0 if no step can be made."""
     clips = [training.recipe.clip or math.inf for training in trainings]
     clip_J = torch.tensor(clips, dtype=norm_J.dtype).to(norm_J.device, non_blocking=True)
     good_J = sums_J2[:, 0].isfinite() & norm_J.isfinite()
-    return torch.where(good_J, (clip_J / (norm_J + LITTLE)).clamp(max=1.0), -1.0)
+    return torch.where(good_J, (clip_J / (norm_J + NORM_EPSILON)).clamp(max=1.0), -1.0)
 
 
-def batch_sums(training: Training) -> Sums:
+def batch_sums(training: Training) -> BatchSums:
     """Return the sums of the open batch; waits for the device once."""
     norm_J = gradient_norms([training.state])
-    loss, correct, norm = torch.cat([open_sums([training])[0], norm_J]).tolist()
-    return Sums(loss=loss, norm=norm, correct=correct)
+    loss, correct, norm = torch.cat([open_batch_sums([training])[0], norm_J]).tolist()
+    return BatchSums(loss=loss, norm=norm, correct=correct)
 
 
-def open_sums(trainings: Sequence[Training]) -> Tensor:
+def open_batch_sums(trainings: Sequence[Training]) -> Tensor:
     """Return loss and correct predictions of all open batches as float64 [J, 2], with few kernel launches."""
     batches = [_open_batch(training) for training in trainings]
     loss_J = torch.stack([batch.loss for batch in batches]).double()
@@ -188,7 +192,7 @@ def open_sums(trainings: Sequence[Training]) -> Tensor:
     return torch.stack([loss_J, correct_J], dim=1)
 
 
-def why_no_step(training: Training, sums: Sums) -> str | None:
+def find_step_problem(training: Training, sums: BatchSums) -> str | None:
     """Return why the job's next step must not be made, or None."""
     step = training.progress.step + 1
     if not math.isfinite(sums.loss):
@@ -198,41 +202,41 @@ def why_no_step(training: Training, sums: Sums) -> str | None:
     return None
 
 
-def make_update(one: Update) -> str | None:
+def apply_update(job_update: Update) -> str | None:
     """Apply an update; waits for the device. Return why the new weights are unusable, or None."""
     try:
-        return None if bool(update([one])) else _spoilt(one)
+        return None if bool(update([job_update])) else _not_finite_reason(job_update)
     except Exception as error:
-        if kernels_available(one.state.master) or not is_out_of_memory(error):
+        if kernels_available(job_update.state.master) or not is_out_of_memory(error):
             raise
         # Half a step cannot be replayed.
-        return f"out of memory inside its optimizer step {one.step}"
+        return f"out of memory inside its optimizer step {job_update.step}"
 
 
-def make_agreed_step(request: StepRequest, sums: Sums) -> Outcome:
+def make_step_from_sums(request: StepRequest, sums: BatchSums) -> Outcome:
     """Make an optimizer step from the sums of its batch over all workers."""
     training = request.training
     one = training.update(sums.norm)
-    if (reason := make_update(one)) is not None:
+    if (reason := apply_update(one)) is not None:
         return reason
-    tokens = open_tokens(training)
+    tokens = open_batch_tokens(training)
     training.open = None
-    return _counted(request, sums, one.learning_rate, tokens)
+    return _finish_step(request, sums, one.learning_rate, tokens)
 
 
-def agreed_outcome(outcome: Outcome, request: StepRequest, sums: Sums) -> Outcome:
+def outcome_over_workers(outcome: Outcome, request: StepRequest, sums: BatchSums) -> Outcome:
     """Return the outcome of a step, with loss and accuracy replaced by those over all workers."""
     if isinstance(outcome, str):
         return outcome
     return replace(outcome, loss=sums.loss, token_accuracy=sums.correct / request.supervised)
 
 
-def _counted(request: StepRequest, sums: Sums, rate: float, tokens: int) -> StepOutcome:
+def _finish_step(request: StepRequest, sums: BatchSums, rate: float, tokens: int) -> StepOutcome:
     """Count a finished step, add its master weights to the mean if one is kept, and return the outcome."""
     progress = request.training.progress
     progress.step += 1
     progress.trained_tokens += tokens
-    request.training.average()
+    request.training.update_mean()
     return StepOutcome(
         loss=sums.loss,
         grad_norm=sums.norm,
@@ -242,7 +246,7 @@ def _counted(request: StepRequest, sums: Sums, rate: float, tokens: int) -> Step
     )
 
 
-def open_tokens(training: Training) -> int:
+def open_batch_tokens(training: Training) -> int:
     """Return the number of rows in the open batch."""
     return _open_batch(training).tokens
 
@@ -254,8 +258,8 @@ def _open_batch(training: Training) -> OpenBatch:
 
 def batch_totals(training: Training) -> Tensor:
     """Return loss and correct predictions of the open batch, in the dtype that replicas exchange."""
-    return open_sums([training])[0].to(training.master.dtype)
+    return open_batch_sums([training])[0].to(training.master.dtype)
 
 
-def _spoilt(one: Update) -> str:
-    return f"its weights after step {one.step} are not finite"
+def _not_finite_reason(update: Update) -> str:
+    return f"its weights after step {update.step} are not finite"

@@ -23,7 +23,7 @@ from weftune.run.training import checkpoint
 from weftune.run.training.snapshot import Snapshot, Snapshots
 
 T = TypeVar("T")
-LEAST_THREADS, MOST_THREADS = 2, 4
+MIN_THREADS, MAX_THREADS = 2, 4
 CORES_PER_THREAD = 4
 """Number of CPU cores per writer thread: hashing uses one core, but small files mostly wait for the disk."""
 
@@ -43,7 +43,7 @@ class Writer:
     ) -> None:
         """Start the writer. `device` is the device that trains; snapshots use at most `max_bytes`."""
         self.snapshots = Snapshots(device, max_bytes)
-        usual = max(LEAST_THREADS, min(MOST_THREADS, (os.cpu_count() or 1) // CORES_PER_THREAD))
+        usual = max(MIN_THREADS, min(MAX_THREADS, (os.cpu_count() or 1) // CORES_PER_THREAD))
         self._threads = ThreadPoolExecutor(threads or usual, thread_name_prefix="writer")
         self._last: dict[str, Future[Any]] = {}
         """Maps each job to its last unfinished request."""
@@ -76,7 +76,7 @@ class Writer:
     def write(self, snapshot: Snapshot, work: Callable[[Snapshot], T]) -> Future[T]:
         """Call `work` with a snapshot in a writer thread, then release the snapshot's memory."""
         future = self.run(snapshot.job, partial(work, snapshot))
-        future.add_done_callback(lambda _: self.snapshots.give_back(snapshot))
+        future.add_done_callback(lambda _: self.snapshots.release(snapshot))
         return future
 
     def save(self, folder: Path, snapshot: Snapshot) -> None:
@@ -95,7 +95,7 @@ class Writer:
         found = []
         while self._failed:
             snapshot, error = self._failed.popleft()
-            found.append(Unsaved(snapshot.job, snapshot.progress.step, _of_the_disk(error)))
+            found.append(Unsaved(snapshot.job, snapshot.progress.step, _is_disk_error(error)))
         return found
 
     def wait(self, job: str) -> None:
@@ -113,13 +113,13 @@ class Writer:
         self._threads.shutdown(wait=True, cancel_futures=at_once)
 
 
-def disk_error(done: Future[Any]) -> str | None:
+def find_disk_error(future: Future[Any]) -> str | None:
     """Return the disk error of a write, or None. An error of another kind is raised."""
-    error = None if done.cancelled() else done.exception()
-    return None if error is None else _of_the_disk(error)
+    error = None if future.cancelled() else future.exception()
+    return None if error is None else _is_disk_error(error)
 
 
-def _of_the_disk(error: BaseException) -> str:
+def _is_disk_error(error: BaseException) -> str:
     if not isinstance(error, OSError):
         raise error
     return error.strerror or str(error)

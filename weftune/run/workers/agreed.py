@@ -32,7 +32,7 @@ from weftune.run.measure.timers import ActionTimer, DeviceSpan, Waited
 from weftune.run.parts import NOTHING_TO_DO, AdapterState
 from weftune.run.passes.rows import TimedPass
 from weftune.run.training.state import EvaluationSums, OpenBatch
-from weftune.run.training.steps import StepRequest, Sums, batch_totals, why_no_step
+from weftune.run.training.steps import BatchSums, StepRequest, batch_totals, find_step_problem
 from weftune.run.workers.transport import SUMS_PER_MESSAGE, Transport
 
 DEAD = math.nan
@@ -101,8 +101,8 @@ class Agreed:
 
     def end_window(self, waited: Waited) -> None:
         self.report.copied_bytes, self.report.waited = waited.copied_bytes, waited.total()
-        told = [(action, *self._timer.told(span)) for action, span in self._ran]
-        self.report.times = [TimedAction(*one) for one in told]
+        machine_times = [(action, *self._timer.machine_times(span)) for action, span in self._ran]
+        self.report.times = [TimedAction(*one) for one in machine_times]
         if self.shortage or self._roster.inside_a_step():
             self._adapters.abandon()
         assert not self._later_sums, "sums came for which there is no Reduce"
@@ -230,8 +230,8 @@ class Agreed:
             self._announce(batch_index, ABANDONED)
             return
         training = self._roster.trainings[job]
-        sums = Sums(loss=loss, norm=math.sqrt(squares) if squares >= 0 else squares, correct=correct)
-        reason = why_no_step(training, sums)
+        sums = BatchSums(loss=loss, norm=math.sqrt(squares) if squares >= 0 else squares, correct=correct)
+        reason = find_step_problem(training, sums)
         self._announce(batch_index, DEAD if reason else sums.norm)
         outcome = reason or self._adapters.make(StepRequest(training, batch.supervised), sums)
         if isinstance(outcome, str):
@@ -254,7 +254,7 @@ class Agreed:
             self._adapters.kill(job)
             return
         request = StepRequest(self._roster.trainings[job], batch.supervised)
-        outcome = self._adapters.make(request, Sums(loss=0.0, norm=norm, correct=0.0))
+        outcome = self._adapters.make(request, BatchSums(loss=0.0, norm=norm, correct=0.0))
         if isinstance(outcome, str):
             self.report.failures[job] = outcome
             self._adapters.kill(job)

@@ -30,13 +30,13 @@ from weftune.plan.cost.time import PassTime, work_of
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.program import Backward, Compute, Evaluate, Forward, Program
 from weftune.run.events import Event, Failed, OutOfMemory, Passed, evaluation_event
-from weftune.run.measure.memory import limit_bytes
+from weftune.run.measure.memory import set_memory_limit
 from weftune.run.parts import Fetch, delivered
 from weftune.run.training import checkpoint
 from weftune.run.training.checkpoint import Slice, drop_partial, finish, write_slice
-from weftune.run.training.snapshot import Snapshot, weights_of
+from weftune.run.training.snapshot import Snapshot, weights_snapshot
 from weftune.run.training.state import EvaluationSums, Progress, Training
-from weftune.run.training.writer import Unsaved, disk_error
+from weftune.run.training.writer import Unsaved, find_disk_error
 from weftune.run.workers.agreed import WorkerReport
 from weftune.run.workers.messages import (
     Answer,
@@ -138,7 +138,7 @@ class Driver:
         """Detach a job and return it as a whole, assembled from the slices of all workers."""
         own = self._own.detach(job)
         self.control.broadcast(JobCommand("detach", job))
-        parts = [weights_of(own)]
+        parts = [weights_snapshot(own)]
         while len(parts) < self.stages:
             worker, answer = self.control.wait()
             if isinstance(answer, Snapshot):
@@ -291,7 +291,7 @@ class Driver:
 
     def save_now(self, job: str, folder: Path) -> None:
         """Save a checkpoint on all workers. Called between windows."""
-        if checkpoint.holds(folder, self.attached[job].progress):
+        if checkpoint.has_progress(folder, self.attached[job].progress):
             return
         self.save(job, folder)
         for worker in self.control.first_replica:
@@ -338,7 +338,7 @@ class Driver:
                 self._advance_save(key, pending)
 
     def _advance_save(self, key: tuple[str, int], pending: _PendingCheckpoint) -> None:
-        if (trouble := disk_error(pending.rename_future or pending.own_slice)) is not None:
+        if (trouble := find_disk_error(pending.rename_future or pending.own_slice)) is not None:
             self._drop_checkpoint(key, trouble)
         elif pending.rename_future is not None:
             del self._pending[key]
@@ -367,7 +367,7 @@ def open_pipeline(
     for worker in control.workers:
         part = layout.on(worker % layout.workers)
         control.command(worker, Begin(spec, part, delay, max_bytes, deterministic))
-    limit_bytes(device, max_bytes)
+    set_memory_limit(device, max_bytes)
     loaded = load_part(spec, device, layout.on(0))
     for _ in control.workers:
         _, answer = control.wait()

@@ -18,11 +18,11 @@ from weftune.plan.program.layout import OnWorker
 from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.run.events import SaveDue
 from weftune.run.executor import Executor
-from weftune.run.measure.memory import begin_peak, limit_bytes, peak_bytes
+from weftune.run.measure.memory import peak_bytes, reset_peak, set_memory_limit
 from weftune.run.parts import delivered
 from weftune.run.training import checkpoint
 from weftune.run.training.checkpoint import write_slice
-from weftune.run.training.snapshot import Snapshot, weights_of
+from weftune.run.training.snapshot import Snapshot, weights_snapshot
 from weftune.run.training.state import new_training
 from weftune.run.training.writer import Unsaved
 from weftune.run.workers.agreed import Agreed
@@ -92,7 +92,7 @@ class Worker:
     ) -> None:
         self.position = connections.position
         self.receiver = receiver
-        limit_bytes(device, begin.max_bytes)
+        set_memory_limit(device, begin.max_bytes)
         loaded = load_part(begin.spec, device, begin.part)
         self.base = loaded_base(loaded)
         width, dtype = self.base.shape.hidden, self.base.dtype
@@ -149,7 +149,7 @@ class Worker:
 
     def _run(self, run: RunProgram) -> None:
         # The peak of this window, as the first worker reports its own; not that of loading.
-        begin_peak(self.base.device)
+        reset_peak(self.base.device)
         fetch = delivered(run.program, run.microbatches)
         for event in self.executor.run(run.program, fetch, overdue=self.receiver.stop_requested.is_set):
             assert isinstance(event, SaveDue), f"{event} is the first worker's business"
@@ -181,4 +181,4 @@ class Worker:
         del self._checkpoints[job]
         # The workers of other replicas hold the same weights as those of the first.
         if self.position.replica == 0:
-            self.receiver.answer(weights_of(training))
+            self.receiver.answer(weights_snapshot(training))

@@ -1,4 +1,5 @@
-"""Adapters that travel, without passes: gradients come to be where their stages are, and Steps are made."""
+"""Adapters that transfers, without passes: gradients come to be where their stages are, and Steps are
+made."""
 
 from dataclasses import fields
 
@@ -12,7 +13,7 @@ from weftune.ops.adamw import AdamState, update
 from weftune.plan.cost.ring import ring_bytes
 from weftune.plan.program.layout import Layout, StageLayers
 from weftune.run.stream.adapter_steps import HostSteps
-from weftune.run.stream.adapters import AdapterPlaces
+from weftune.run.stream.adapters import AdapterTransfers
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import OpenBatch, Training
 from weftune.run.training.steps import StepRequest, begin_steps
@@ -51,31 +52,31 @@ def new(name, sizes=SIZES, outside="nowhere", seed=0, dtype=torch.float32, weigh
 def steps_for(stages=4, make=update, dtype=torch.bfloat16):
     """A stage a layer; every other one stays."""
     held = tuple(StageLayers(n, n + 1, resident=n % 2 == 0) for n in range(stages))
-    travel = AdapterPlaces(Layout(held, slots=(1,), travels=True).on(0), CPU, dtype)
-    steps = HostSteps(CPU, make, travel.room)
-    steps.travel = travel
+    transfers = AdapterTransfers(Layout(held, slots=(1,), travels=True).on(0), CPU, dtype)
+    steps = HostSteps(CPU, make, transfers.device_weights)
+    steps.transfers = transfers
     return steps
 
 
 def aboard(steps, *together):
     for training in together:
-        steps.attach(training, steps.travel.board(training).parts)
+        steps.attach(training, steps.transfers.attach(training).parts)
     return [StepRequest(training, supervised=6) for training in together]
 
 
 def hand_in(steps, training, gradient, loss=1.5):
     """The gradient comes to be where the stages are, and leaves as it does after a round."""
-    travel, traveller = steps.travel, steps.travel.travellers[training.job]
+    transfers, traveller = steps.transfers, steps.transfers.adapters[training.job]
     for stage, part in traveller.parts.items():
-        stays = travel.there(stage)
+        stays = transfers.is_loaded(stage)
         if not stays:
-            travel.come(stage, steps.unfinished)
+            transfers.load_weights(stage, steps.is_unfinished)
         traveller.gradient[stage].copy_(gradient[part.start : part.stop])
-        travel.note_backward(stage, [training.job])
+        transfers.note_backward(stage, [training.job])
         if not stays:
-            travel.measure(stage)
-            travel.go(stage)
-    travel.take_gradients([training.job])
+            transfers.sum_squares(stage)
+            transfers.evict(stage)
+    transfers.copy_all_gradients_out([training.job])
     open_batch(training, loss)
 
 
@@ -89,14 +90,14 @@ def drawn(training, seed, size=1.0):
 
 
 def begin(steps, together):
-    norm_J = steps.travel.gradient_norms([one.training.job for one in together])
+    norm_J = steps.transfers.gradient_norms([one.training.job for one in together])
     run = steps.begin(together, norm_J, tuple)
     assert all(one.training.open is None for one in together)
     return run
 
 
 def outcomes(steps, run):
-    steps.read(run)
+    steps.read_outcomes(run)
     return run.outcomes()
 
 
@@ -129,9 +130,9 @@ class Short:
         return update(updates, factor_J)
 
 
-def promised_bytes(travel, value):
+def promised_bytes(transfers, value):
     """What the plan counts for the buffers of whoever is aboard."""
-    together = [one.parts for one in travel.travellers.values()]
+    together = [one.parts for one in transfers.adapters.values()]
     stages = {stage for by_stage in together for stage in by_stage}
     sizes = [[by_stage[stage].size for by_stage in together if stage in by_stage] for stage in stages]
     return max(ring_bytes(parts, value) for parts in sizes)
