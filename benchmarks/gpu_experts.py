@@ -56,12 +56,14 @@ class Layer:
             ExpertSite(self.weight(site), self.bank.group(site.name, device) if adapted else None)
             for site in self.sites
         ]
-        numbers_J = (
-            self.bank.numbers(self.jobs, device) if adapted else self.owner_T.new_full((len(self.jobs),), -1)
+        indices_J = (
+            self.bank.adapter_indices(self.jobs, device)
+            if adapted
+            else self.owner_T.new_full((len(self.jobs),), -1)
         )
 
         def forward(x_TD: Tensor, chosen_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-            return lora_experts(x_TD, chosen_Tk, weights_Tk, anchor, sites, self.owner_T, numbers_J, order)
+            return lora_experts(x_TD, chosen_Tk, weights_Tk, anchor, sites, self.owner_T, indices_J, order)
 
         self._backward(forward)
 

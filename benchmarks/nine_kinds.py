@@ -32,7 +32,7 @@ from benchmarks.recorder import Recorder
 from weftune.adapters.folder import WEIGHTS
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.kinds import KINDS
-from weftune.adapters.registry import kind_named
+from weftune.adapters.registry import get_kind
 from weftune.base.load import load_base, load_plain, load_tokenizer
 from weftune.base.model import Base
 from weftune.base.spec import DEMO, BaseSpec
@@ -100,7 +100,7 @@ def write_start(folder: Path, base: Base, job: PreparedJob) -> Path:
     spec = job.spec.adapter
     adapter = JobAdapter(job.name, spec, job.spec.seed)
     begun = new_training(adapter, job.recipe, base.shape.sites, base.dtype, CPU, frozen=base.weight_reader())
-    kind = kind_named(spec.kind)
+    kind = get_kind(spec.kind)
     kind.save(folder, spec, begun.layout.views(begun.master), base.shape.sites, DEMO)
     return folder
 

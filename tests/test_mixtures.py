@@ -23,7 +23,7 @@ from tests.interpreter import interpret
 from weftune import JobSpec
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import A, LoraSpec, read_spec
-from weftune.adapters.registry import kind_named
+from weftune.adapters.registry import get_kind
 from weftune.base.check import Routing
 from weftune.base.load import load_base
 from weftune.base.model import Base
@@ -171,7 +171,7 @@ def gradients(base, microbatch, spoilt, route=Route.segmented, **asked):
     banks = empty_banks(base)
     for job in "abc":
         lora = LoraSpec(rank=3, **asked)
-        layout = kind_named("lora").layout(lora, base.shape.sites)
+        layout = get_kind("lora").layout(lora, base.shape.sites)
         drawn = torch.randn(layout.size, generator=torch.Generator().manual_seed(ord(job))) * 0.2
         weights = drawn.fill_(torch.nan) if job == spoilt else drawn
         total = torch.zeros(layout.size, dtype=master_dtype(base.dtype), device=base.device)
@@ -254,7 +254,7 @@ def test_jobs_have_the_losses_on_a_gpu_that_they_have_on_the_cpu(family, tmp_pat
 
 def test_a_row_meets_the_adapters_of_its_own_experts_only():
     """What passes are predicted by; steps update all of it."""
-    sites, kind = bench.base("qwen3_moe").shape.sites, kind_named("lora")
+    sites, kind = bench.base("qwen3_moe").shape.sites, get_kind("lora")
     attention = kind.layout(LoraSpec(rank=2), sites)
     both = kind.layout(LoraSpec(rank=2, target_parameters=EXPERTS), sites)
     assert attention.met == attention.size
@@ -352,19 +352,17 @@ def test_an_adapter_for_other_experts_is_no_start(trained):
         replace(site, experts=4) if site.experts else site for site in bench.base("qwen3_moe").shape.sites
     ]
     with pytest.raises(AdapterError, match=r"has rank 4.5 at model.layers.0.mlp.experts.gate_up_proj"):
-        kind_named("lora").check_start(lora, four)
+        get_kind("lora").check_start(lora, four)
     with pytest.raises(
         AdapterError, match=r"set adapter.targets and adapter.target_parameters as the folder"
     ):
-        kind_named("lora").check_start(
-            replace(lora, target_parameters=()), bench.base("qwen3_moe").shape.sites
-        )
+        get_kind("lora").check_start(replace(lora, target_parameters=()), bench.base("qwen3_moe").shape.sites)
 
 
 @pytest.mark.parametrize("expression", [r".*\.1\..*[qv]_proj", "all-linear"])
 def test_targets_that_peft_would_seek_among_experts_are_written_as_names(expression, tmp_path):
     """An expression that names one layer would be all layers to PEFT, and all-linear the router too."""
-    base, kind = bench.base("mixtral", torch.float32), kind_named("lora")
+    base, kind = bench.base("mixtral", torch.float32), get_kind("lora")
     lora = LoraSpec(rank=2, targets=expression)
     layout = kind.layout(lora, base.shape.sites)
     views = layout.views(torch.randn(layout.size))

@@ -12,7 +12,7 @@ from tests.base.packs import packed
 from weftune.adapters.banks import Banks
 from weftune.adapters.kind import JobAdapter, NewAdapter
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.adapters.registry import kind_named
+from weftune.adapters.registry import get_kind
 from weftune.base.model import Base
 from weftune.core.batch import Microbatch, Segment
 from weftune.ops.lora.routes import Route
@@ -25,7 +25,7 @@ def empty_banks(base: Base) -> Banks:
 
 def weights_of(base: Base, job: str, spec: LoraSpec, seed: int = 0) -> Tensor:
     """The flat vector of a new adapter, as the loop would make it."""
-    kind = kind_named(spec.kind)
+    kind = get_kind(spec.kind)
     layout = kind.layout(spec, base.shape.sites)
     flat = torch.zeros(layout.size, dtype=base.dtype)
     kind.initialise(NewAdapter(JobAdapter(job, spec, seed), layout.views(flat)), base.shape.sites)
@@ -33,7 +33,7 @@ def weights_of(base: Base, job: str, spec: LoraSpec, seed: int = 0) -> Tensor:
 
 
 def attach(banks: Banks, base: Base, job: str, spec: LoraSpec, weights: Tensor) -> None:
-    layout = kind_named(spec.kind).layout(spec, base.shape.sites)
+    layout = get_kind(spec.kind).layout(spec, base.shape.sites)
     gradient = torch.zeros(layout.size, dtype=master_dtype(base.dtype))
     banks.attach(JobAdapter(job, spec, seed=0), layout, weights, gradient)
 

@@ -18,14 +18,14 @@ from weftune.adapters import banks as all_banks
 from weftune.adapters.banks import Banks
 from weftune.adapters.kind import JobAdapter, SiteTensors
 from weftune.adapters.lora.spec import A, B, LoraSpec
-from weftune.adapters.registry import kind_named
+from weftune.adapters.registry import get_kind
 from weftune.adapters.tiled import TiledBank
 from weftune.core.shapes import SiteShape
 from weftune.ops.lora.choice import ChoiceFile, Choices, PlanTrial
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.table import SlotTable
 
-LORA = kind_named("lora")
+LORA = get_kind("lora")
 CLOSE = 1e-6
 """In float64 too: most families normalise in float32 whatever the dtype, where a last bit can flip."""
 

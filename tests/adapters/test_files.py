@@ -17,15 +17,15 @@ from tests.adapters.aboard import weights_of
 from tests.base.packs import base_of
 from tests.families import FAMILIES, tiny
 from tests.oracle import lora_config, write_start
-from weftune.adapters.folder import no_weights
+from weftune.adapters.folder import missing_weights_message
 from weftune.adapters.kind import JobAdapter, NewAdapter
 from weftune.adapters.lora.files import read_adapter, read_start
 from weftune.adapters.lora.spec import LoraSpec, weight_names
-from weftune.adapters.registry import kind_named, kind_of
+from weftune.adapters.registry import get_kind, kind_of_folder
 from weftune.base.shape import model_shape
 from weftune.errors import AdapterError
 
-LORA = kind_named("lora")
+LORA = get_kind("lora")
 SPEC = LoraSpec(rank=4, alpha=6.0, targets=("q_proj", "down_proj"))
 
 
@@ -181,7 +181,7 @@ def test_a_config_of_something_else_is_a_sentence(start, llama, keys, sentence):
 def test_another_kind_is_named(start):
     change_config(start, peft_type="LOHA")
     with pytest.raises(AdapterError, match="holds a LOHA adapter, a kind that Weftune does not know"):
-        kind_of(start)
+        kind_of_folder(start)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_the_command_converts_a_pickled_adapter(start, monkeypatch):
     }
     torch.save(tensors, start / "adapter_model.bin")
     (start / "adapter_model.safetensors").unlink()
-    _, flag, code, *words = shlex.split(no_weights(start).partition("convert it: ")[2])
+    _, flag, code, *words = shlex.split(missing_weights_message(start).partition("convert it: ")[2])
     monkeypatch.setattr(sys, "argv", [flag, *words])
     exec(code, {})
     for site, pair in read_adapter(start)[1].items():

@@ -128,7 +128,7 @@ def test_on_codes_adapters_learn_by_the_kernels_what_they_learn_in_plain_torch(f
     """Codes of sites that share their input are laid together; streamed ones stay where they are."""
     interpret(monkeypatch)
     if lying == "apart":
-        monkeypatch.setattr("weftune.adapters.sites._lay_codes_together", lambda *given: None)
+        monkeypatch.setattr("weftune.adapters.sites._stack_codes", lambda *given: None)
     names = tuple(f"model.layers.0.self_attn.{end}_proj" for end in "qkv")
     microbatch = together(["lora"], random_samples((14,)))
     found = []

@@ -13,7 +13,7 @@ from tests.interpreter import interpret
 from weftune.adapters.banks import Banks
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.adapters.registry import kind_named
+from weftune.adapters.registry import get_kind
 from weftune.adapters.tiled import TiledBank
 from weftune.errors import AdapterError
 from weftune.ops.lora.routes import Route
@@ -35,7 +35,7 @@ def all_kinds(family):
 
 def drawn(base, spec, seed):
     """Weights near one, so that a gate shuts nothing."""
-    size = kind_named(spec.kind).layout(spec, base.shape.sites).size
+    size = get_kind(spec.kind).layout(spec, base.shape.sites).size
     noise = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=base.dtype)
     return noise * 0.2 + (0.0 if spec.kind == "lora" else 0.7)
 
@@ -205,7 +205,7 @@ def test_what_all_sites_share_is_refused_where_not_all_sites_are_or_where_it_wou
     ):
         attach(half, base, "a", TiedSpec(), weights)
     banks = empty_banks(base)
-    layout = kind_named("tied").layout(TiedSpec(), sites)
+    layout = get_kind("tied").layout(TiedSpec(), sites)
     views = layout.views(weights)
     with pytest.raises(AdapterError, match="kept in host memory"):
         banks.attach(JobAdapter("a", TiedSpec(), 0), layout, weights, weights.clone(), views, views)

@@ -14,7 +14,7 @@ from tests.run.aboard import ready
 from weftune.adapters.banks import Banks
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.adapters.registry import kind_named
+from weftune.adapters.registry import get_kind
 from weftune.core.batch import IGNORED
 from weftune.data.collate import Part, collate
 from weftune.ops.lora.routes import Route
@@ -43,12 +43,12 @@ def test_virtual_tokens_before_each_sample_learn_what_plain_torch_teaches_them(f
     banks = banks_of(base)
     weights = {}
     for seed, (job, spec) in enumerate(SPECS.items()):
-        size = kind_named(spec.kind).layout(spec, base.shape.sites).size
+        size = get_kind(spec.kind).layout(spec, base.shape.sites).size
         generator = torch.Generator().manual_seed(seed)
         weights[job] = torch.randn(size, generator=generator, dtype=torch.float64) * 0.3
         attach(banks, base, job, spec, weights[job])
     data = {job: samples(base, (5, 7), seed) for seed, job in enumerate(SPECS)}
-    before = {job: kind_named(spec.kind).rows_before(spec) for job, spec in SPECS.items()}
+    before = {job: get_kind(spec.kind).rows_before(spec) for job, spec in SPECS.items()}
     parts = [Part(job, 1, data[job], index, 0, before[job]) for job in SPECS for index in (0, 1)]
     microbatch = collate(parts)
     assert microbatch.sample_lengths == (8, 10, 5, 7, 7, 9)

@@ -11,7 +11,7 @@ from tests.families import FAMILIES, tiny
 from tests.oracle import lora_config
 from weftune.adapters.dora.spec import DoraSpec
 from weftune.adapters.ia3.spec import Ia3Spec
-from weftune.adapters.lora.spec import LoraSpec, site_of, weight_names
+from weftune.adapters.lora.spec import LoraSpec, site_of_weight, weight_names
 from weftune.base.shape import linears
 from weftune.core.shapes import SiteShape
 
@@ -84,7 +84,7 @@ def test_the_cases_above_are_not_all_the_same():
 
 
 def test_a_weights_name_gives_its_site_back_and_any_other_name_does_not():
-    assert {site_of(name) for name in weight_names("model.layers.0.mlp.up_proj")} == {
+    assert {site_of_weight(name) for name in weight_names("model.layers.0.mlp.up_proj")} == {
         "model.layers.0.mlp.up_proj"
     }
     for name in (
@@ -94,7 +94,7 @@ def test_a_weights_name_gives_its_site_back_and_any_other_name_does_not():
         "base_model.model.x.lora_A.default.weight",
         "x.lora_A.weight",
     ):
-        assert site_of(name) is None
+        assert site_of_weight(name) is None
 
 
 def test_outputs_that_are_kept_are_those_of_sites_beside_one_that_scales_its_own() -> None:

@@ -3,7 +3,7 @@ import torch
 
 from weftune.adapters.kind import JobAdapter, NewAdapter
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.adapters.registry import kind_named
+from weftune.adapters.registry import get_kind
 from weftune.adapters.vector import ParameterShape, VectorLayout
 from weftune.ops.adamw import RateRun
 
@@ -68,7 +68,7 @@ def test_neighbours_that_learn_at_one_rate_are_one_run():
 
 def test_an_adapter_without_a_site_here_has_nothing_to_draw():
     """A stage may have none of the layers that a job adapts."""
-    lora = kind_named("lora")
+    lora = get_kind("lora")
     empty = VectorLayout(())
     lora.initialise(NewAdapter(JobAdapter("a", LoraSpec(), seed=1), empty.views(torch.empty(0))), ())
     assert empty.views(torch.empty(0)) == {}

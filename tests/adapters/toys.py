@@ -173,7 +173,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The toy kinds among the known ones, while a test lasts."""
     made: dict[str, Any] = {"gate": Gate(), "tied": Tied(), "prompt": Prompt()}
     for name, kind in made.items():
-        monkeypatch.setitem(registry.BY_NAME, name, kind)
+        monkeypatch.setitem(registry.LOADED_KINDS, name, kind)
     return made
 
 
@@ -185,7 +185,7 @@ def plain_model(
 ) -> nn.Module:
     """A model of the family with the job's formula at its sites; `flat` gets the gradients."""
     model = tiny(family, dtype).requires_grad_(False)
-    kind = registry.kind_named(adapter.spec.kind)
+    kind = registry.get_kind(adapter.spec.kind)
     modules = linears(model)
     sites = [site_shape(name, module) for name, module in modules.items()]
     views = kind.layout(adapter.spec, sites).views(flat)

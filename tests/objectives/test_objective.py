@@ -14,7 +14,7 @@ from tests.families import tiny
 from tests.objectives.toys import AboveTheMean, Preference, Value, global_batch, microbatch, plain_sums
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.adapters.registry import kind_named
+from weftune.adapters.registry import get_kind
 from weftune.core.batch import IGNORED, OWN
 from weftune.objectives.objective import ScalarHead
 from weftune.ops.lora.routes import Route
@@ -31,7 +31,7 @@ class Aboard:
         self.base = tiny_base("llama")
         self.banks = empty_banks(self.base)
         self.scorer = Scorer(self.base.head())
-        size = kind_named("lora").layout(SPEC, self.base.shape.sites).size
+        size = get_kind("lora").layout(SPEC, self.base.shape.sites).size
         self.weights = {}
         for seed, job in enumerate(("job", "other", "sft")):
             generator = torch.Generator().manual_seed(seed)

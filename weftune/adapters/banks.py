@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from weftune.adapters.kind import JobAdapter, Parameters, Pass, SiteTensors, TiledPart
 from weftune.adapters.plain import PlainKind
-from weftune.adapters.registry import kind_named
+from weftune.adapters.registry import get_kind
 from weftune.adapters.sites import CurrentPass, ExpertGroup, SiteGroup, expert_groups, site_groups
 from weftune.adapters.target import KEYS, ROWS, TOKENS, VALUES
 from weftune.adapters.tiled import TiledBank
-from weftune.adapters.token_rows import TrainedTokens, trained_tokens, with_rows_before
+from weftune.adapters.token_rows import TrainedTokens, insert_rows_before, trained_tokens
 from weftune.adapters.vector import SHARED, VectorLayout
 from weftune.core.batch import Microbatch, Segment
 from weftune.core.shapes import SiteShape, layer_of
@@ -102,34 +102,34 @@ class Banks:
         """A scalar that requires a gradient and never gets one, so that outputs of sites require one."""
         self._compiled: set[Hashable] = set()
         self._whole_sites = tuple(whole_sites or sites)
-        self._divided = len(self._whole_sites) > len(sites)
+        self._is_partial = len(self._whole_sites) > len(sites)
         self._constants: dict[tuple[str, Hashable], Parameters] = {}
         """Maps (kind, key) to constants, which are kept while an attached job reads them."""
         self._current = CurrentPass()
         self._tiles: dict[int, CurrentPass] = {}
         """Maps the first row of each tile to the part of the bound pass with the tile's rows."""
         self._groups = site_groups(modules, sites, groups, self._current)
-        self._distinct = list({id(group): group for group in self._groups.values()}.values())
+        self._all_groups = list({id(group): group for group in self._groups.values()}.values())
         self._experts = expert_groups(modules, sites, self._current)
-        self._changed: list[nn.Module] = []
+        self._replaced_modules: list[nn.Module] = []
         """Modules whose forward has been replaced."""
         grouped = {name for names in groups for name in names}
         for name, group in self._groups.items():
             if name not in grouped:
-                self._change(modules[name], group.forward)
+                self._replace_forward(modules[name], group.forward)
         for experts in self._experts.values():
-            self._change(experts.module, experts.forward)
+            self._replace_forward(experts.module, experts.forward)
         if embedding is not None:
-            self._change(embedding, self._embed)
+            self._replace_forward(embedding, self._embed)
 
-    def _change(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
+    def _replace_forward(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
         """Replace a module's forward by one that gets the original forward as its first argument."""
         module.forward = partial(forward, module.forward)
-        self._changed.append(module)
+        self._replaced_modules.append(module)
 
     def restore_base(self) -> None:
         """Restore the original forward of every module."""
-        for module in self._changed:
+        for module in self._replaced_modules:
             module.__dict__.pop("forward", None)
 
     # -- jobs --------------------------------------------------------------------------------------------
@@ -146,8 +146,8 @@ class Banks:
         """Attach a job to a slot. Passes read the flat vector `weights` and add to the flat `gradient`. If
         these vectors are on the host, `read` and `totals` are the corresponding parameters on the device."""
         assert weights.dtype == self._like.dtype
-        self._refuse_shared(adapter, layout, travels=read is not None)
-        kind, spec, slot = kind_named(adapter.spec.kind), adapter.spec, self._free_slot()
+        self._refuse_shared_parameters(adapter, layout, in_host_memory=read is not None)
+        kind, spec, slot = get_kind(adapter.spec.kind), adapter.spec, self._free_slot()
         linears = self._linear_groups(kind, spec)
         at_experts = self._expert_groups(kind, layout)
         totals = totals or layout.views(gradient)
@@ -215,7 +215,7 @@ class Banks:
     def _linear_groups(self, kind: PlainKind, spec: Any) -> list[SiteGroup]:
         """Return the groups to which an adapter attaches, and create missing banks of the kind."""
         adapted = {id(group) for site, group in self._groups.items() if kind.adapts(spec, site)}
-        groups = [group for group in self._distinct if id(group) in adapted]
+        groups = [group for group in self._all_groups if id(group) in adapted]
         for group in groups:
             if kind.name not in group.banks:
                 group.banks[kind.name] = kind.bank(group.sites)
@@ -229,16 +229,18 @@ class Banks:
                 group.banks[kind.name] = kind.expert_bank(group.sites)
         return groups
 
-    def _refuse_shared(self, adapter: JobAdapter, layout: VectorLayout, travels: bool) -> None:
+    def _refuse_shared_parameters(
+        self, adapter: JobAdapter, layout: VectorLayout, in_host_memory: bool
+    ) -> None:
         """Raise if parameters are shared by all sites but only some sites are local: their gradient is a sum
         over all sites. Virtual tokens get their gradient at the embedding alone, and so do trained rows of
         the embedding unless they are tied to the head."""
         names = {parameter.name for parameter in layout.parameters if parameter.site == SHARED}
         in_both = self._tied and any(parameter.name == TOKENS for parameter in layout.parameters)
-        if not (self._divided or travels) or (not in_both and names <= {ROWS}):
+        if not (self._is_partial or in_host_memory) or (not in_both and names <= {ROWS}):
             return
         where = "where adapters are kept in host memory; train fewer jobs at once"
-        if self._divided:
+        if self._is_partial:
             where = "where the base is divided among workers; train it on one"
         what = "parameters that all layers share"
         if in_both:
@@ -254,15 +256,15 @@ class Banks:
             if attached.tiled_linears and isinstance(group, SiteGroup) and group.tiled is not None:
                 group.tiled.detach(job)
         if self._constants:
-            read = {_constants_of(one.adapter.spec) for one in self.attached.values()}
+            read = {_constants_key(one.adapter.spec) for one in self.attached.values()}
             self._constants = {key: found for key, found in self._constants.items() if key in read}
 
     def _constants_for(self, spec: Any) -> Parameters:
         """Return the kind's constants for all sites, computed once for all jobs that share them."""
-        if (key := _constants_of(spec)) is None:
+        if (key := _constants_key(spec)) is None:
             return {}
         if key not in self._constants:
-            drawn = kind_named(spec.kind).constants(spec, self._whole_sites, self._like)
+            drawn = get_kind(spec.kind).constants(spec, self._whole_sites, self._like)
             self._constants[key] = {(SHARED, name): value for name, value in drawn.items()}
         return self._constants[key]
 
@@ -276,7 +278,7 @@ class Banks:
         return slot
 
     def _tiled_banks(self) -> Iterator[TiledBank]:
-        return (group.tiled for group in self._distinct if group.tiled is not None)
+        return (group.tiled for group in self._all_groups if group.tiled is not None)
 
     # -- passes ------------------------------------------------------------------------------------------
 
@@ -367,9 +369,9 @@ class Banks:
     @contextmanager
     def graph_only(self) -> Iterator[None]:
         """Let linears within the context return arbitrary values where their backward does not need them."""
-        bound, beside = self._current.bound, self._current.beside
+        bound, untiled = self._current.bound, self._current.untiled
         assert bound is not None, "no pass is bound"
-        whole = self._current.replace(CurrentPass(replace(bound, graph_only=True), beside))
+        whole = self._current.replace(CurrentPass(replace(bound, graph_only=True), untiled))
         try:
             yield
         finally:
@@ -401,7 +403,7 @@ class Banks:
         if launches in self._compiled or not self.choices.compiles:
             return
         self._compiled.add(launches)
-        found = (group.trial(bound) for group in self._distinct)
+        found = (group.trial(bound) for group in self._all_groups)
         self.choices.compile_ahead(one for one in found if one is not None)
 
     def linear(self, site: str, adds_residual: bool = False) -> Callable[[Tensor, Tensor | None], Tensor]:
@@ -418,7 +420,7 @@ class Banks:
             if attached.rows_before is not None:
                 total = bound.totals[attached.adapter.job][SHARED, ROWS]
                 rows_ID = accumulated(attached.rows_before, total, bound.anchor)
-                h = with_rows_before(h, rows_ID, bound.microbatch, segment)
+                h = insert_rows_before(h, rows_ID, bound.microbatch, segment)
             if attached.tokens is not None and self._embedding is not None:
                 h = attached.tokens.embedded(h, bound.microbatch, segment, self._embedding, bound.anchor)
         return h
@@ -448,6 +450,6 @@ class Banks:
         return found
 
 
-def _constants_of(spec: Any) -> tuple[str, Hashable] | None:
-    key = kind_named(spec.kind).constants_key(spec)
+def _constants_key(spec: Any) -> tuple[str, Hashable] | None:
+    key = get_kind(spec.kind).constants_key(spec)
     return None if key is None else (spec.kind, key)

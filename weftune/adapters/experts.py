@@ -19,14 +19,14 @@ from weftune.ops.experts import ExpertPart
 from weftune.ops.lora.table import Group, LowRank, SlotTable, bands_for
 from weftune.ops.lora.tiling import MIN_RANK
 
-LEAST_SEATS = 8
+MIN_SLOTS = 8
 """Initial number of jobs for which the kernels' tables have room."""
 
 
 @dataclass(frozen=True, slots=True)
-class _ExpertSeat:
+class _ExpertSlot:
     adapter: JobAdapter
-    number: int
+    index: int
     """Index in the kernels' tables."""
     weights: Parameters
     totals: Parameters
@@ -44,59 +44,59 @@ class ExpertBank:
 
     def __init__(self, sites: Sequence[SiteShape]) -> None:
         self._sites = {site.name: site for site in sites}
-        self._seats: dict[str, _ExpertSeat] = {}
-        self._room, self._rank = LEAST_SEATS, MIN_RANK
+        self._slots_by_job: dict[str, _ExpertSlot] = {}
+        self._slots, self._rank = MIN_SLOTS, MIN_RANK
         self._tables: dict[str, SlotTable] = {}
         """Maps each site to its table. Emptied when a job is attached or detached."""
-        self._numbers: dict[tuple[str | None, ...], Tensor] = {}
+        self._adapter_indices: dict[tuple[str | None, ...], Tensor] = {}
 
     def attach(self, adapter: JobAdapter, weights: Parameters, totals: Parameters) -> None:
         """Attach a job with its parameters and the accumulators of their gradients. Its number in the
         kernels' tables counts only jobs with adapters on these experts."""
-        taken = {seat.number for seat in self._seats.values()}
+        taken = {slot.index for slot in self._slots_by_job.values()}
         number = next(number for number in range(len(taken) + 1) if number not in taken)
-        self._seats[adapter.job] = _ExpertSeat(adapter, number, weights, totals)
+        self._slots_by_job[adapter.job] = _ExpertSlot(adapter, number, weights, totals)
         # Both only grow, so that detaching a job does not cause kernels to be compiled.
-        self._room = max(self._room, 1 << number.bit_length())
+        self._slots = max(self._slots, 1 << number.bit_length())
         self._rank = max(self._rank, *(adapter.spec.rank_at(site) for site in self._sites))
-        self._forget()
+        self._clear_tables()
 
     def detach(self, job: str) -> None:
-        del self._seats[job]
-        self._forget()
+        del self._slots_by_job[job]
+        self._clear_tables()
 
-    def _forget(self) -> None:
-        self._tables, self._numbers = {}, {}
+    def _clear_tables(self) -> None:
+        self._tables, self._adapter_indices = {}, {}
 
-    def present(self, bound: Pass) -> bool:
+    def has_rows(self, bound: Pass) -> bool:
         """Whether a job of this bank has rows in the pass."""
-        return any(segment.through in self._seats for segment in bound.microbatch.segments)
+        return any(segment.through in self._slots_by_job for segment in bound.microbatch.segments)
 
     def parts(self, site: str, bound: Pass) -> Iterator[ExpertPart]:
         """Yield each segment's adapter at one parameter of the experts; gradients of its weights are
         accumulated."""
         for segment in bound.microbatch.segments:
-            seat = self._seats.get(segment.through or "")
-            if seat is None or (site, A) not in seat.weights:
+            slot = self._slots_by_job.get(segment.through or "")
+            if slot is None or (site, A) not in slot.weights:
                 continue
-            totals = bound.totals[seat.adapter.job]
+            totals = bound.totals[slot.adapter.job]
             a_ErK, b_ErN = (
-                accumulated(seat.weights[site, name], totals[site, name], bound.anchor) for name in (A, B)
+                accumulated(slot.weights[site, name], totals[site, name], bound.anchor) for name in (A, B)
             )
-            yield ExpertPart(segment.start, segment.stop, a_ErK, b_ErN, seat.adapter.spec.scale_at(site))
+            yield ExpertPart(segment.start, segment.stop, a_ErK, b_ErN, slot.adapter.spec.scale_at(site))
 
-    def numbers(self, jobs: tuple[str | None, ...], device: torch.device) -> Tensor:
+    def adapter_indices(self, jobs: tuple[str | None, ...], device: torch.device) -> Tensor:
         """Return the index of each job's adapter in the kernels' tables as int32, −1 for jobs without one."""
-        if jobs not in self._numbers:
-            seats = [self._seats.get(job or "") for job in jobs]
-            found = torch.tensor([-1 if seat is None else seat.number for seat in seats], dtype=torch.int32)
-            self._numbers[jobs] = found.to(device)
-        return self._numbers[jobs]
+        if jobs not in self._adapter_indices:
+            slots = [self._slots_by_job.get(job or "") for job in jobs]
+            found = torch.tensor([-1 if slot is None else slot.index for slot in slots], dtype=torch.int32)
+            self._adapter_indices[jobs] = found.to(device)
+        return self._adapter_indices[jobs]
 
     def group(self, site: str, device: torch.device) -> Group | None:
         """Return all adapters at a parameter of the experts in the form of the tiled kernels: slot n · E + e
         is adapter n at expert e. None if there are no adapters."""
-        if not any((site, A) in seat.weights for seat in self._seats.values()):
+        if not any((site, A) in slot.weights for slot in self._slots_by_job.values()):
             return None
         shape = self._sites[site]
         if site not in self._tables:
@@ -105,10 +105,10 @@ class ExpertBank:
 
     def _table(self, site: SiteShape, device: torch.device) -> SlotTable:
         aligned = all(width % 8 == 0 for width in (site.in_features, site.out_features))
-        slots, bands = self._room * site.experts, bands_for(self._rank)
+        slots, bands = self._slots * site.experts, bands_for(self._rank)
         table = SlotTable.empty([site.name], slots, device, aligned, bands)
-        for seat in self._seats.values():
-            if (entry := seat.entry(site.name)) is not None:
-                table.put_experts(seat.number * site.experts, entry)
+        for slot in self._slots_by_job.values():
+            if (entry := slot.entry(site.name)) is not None:
+                table.put_experts(slot.index * site.experts, entry)
         table.send()
         return table

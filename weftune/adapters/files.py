@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from weftune.adapters.folder import CONFIG, WEIGHTS, no_weights
+from weftune.adapters.folder import CONFIG, WEIGHTS, missing_weights_message
 from weftune.adapters.target import ALL_LINEAR, TargetSpec, layer_numbers
 from weftune.core.shapes import SiteShape, in_wrapper, layer_of
 from weftune.core.tensor_file import write_tensors
@@ -44,19 +44,19 @@ def write_folder(folder: Path, tensors: Mapping[str, Tensor], config: Any) -> No
         config.save_pretrained(str(folder))
 
 
-def read_tensors(folder: Path, whole: str | None = None) -> dict[str, Tensor]:
+def read_tensors(folder: Path, integer_suffix: str | None = None) -> dict[str, Tensor]:
     """Return all tensors of an adapter folder. Raise AdapterError unless all values are finite floats, or
-    int64 in the tensors whose names end in `whole`."""
+    int64 in the tensors whose names end in `integer_suffix`."""
     path = folder / WEIGHTS
     if not path.exists():
-        raise AdapterError(no_weights(folder))
+        raise AdapterError(missing_weights_message(folder))
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError, ValueError, RuntimeError, TypeError, MemoryError) as error:
         raise AdapterError(f"{path} is damaged: {error}") from error
     for name, value in tensors.items():
-        counts = whole is not None and name.endswith(whole)
+        counts = integer_suffix is not None and name.endswith(integer_suffix)
         fits = value.dtype is torch.int64 if counts else value.is_floating_point()
         if not fits or not bool(value.isfinite().all()):
             raise AdapterError(f"{folder} is damaged: {name} holds values that are no finite numbers")

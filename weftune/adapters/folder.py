@@ -17,21 +17,23 @@ from weftune.errors import AdapterError
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 JOB_FILE = "job.yaml"
 """Name of the file that training writes into the folder before it writes a config or weights."""
-PICKLE = "adapter_model.bin"
+PICKLE_FILE = "adapter_model.bin"
 
-CONVERT = (
+CONVERT_COMMAND = (
     "from sys import argv; import torch; from safetensors.torch import save_file; "
-    f"w = torch.load(argv[1] + '/{PICKLE}', map_location='cpu', weights_only=True); "
+    f"w = torch.load(argv[1] + '/{PICKLE_FILE}', map_location='cpu', weights_only=True); "
     f"save_file({{k: v.clone() for k, v in w.items()}}, argv[1] + '/{WEIGHTS}', {{'format': 'pt'}})"
 )
 
 
-def no_weights(folder: Path) -> str:
+def missing_weights_message(folder: Path) -> str:
     """Return the error message for a folder without safetensors. Pickles can run code and are not opened."""
-    if not (folder / PICKLE).exists():
+    if not (folder / PICKLE_FILE).exists():
         return f"{folder} holds no {WEIGHTS}"
-    command = f'python -c "{CONVERT}" {shlex.quote(str(folder))}'
-    return f"{folder} has {PICKLE}; Weftune opens safetensors only; if you trust it, convert it: {command}"
+    command = f'python -c "{CONVERT_COMMAND}" {shlex.quote(str(folder))}'
+    return (
+        f"{folder} has {PICKLE_FILE}; Weftune opens safetensors only; if you trust it, convert it: {command}"
+    )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -48,7 +50,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def damage_told(folder: Path) -> Iterator[None]:
+def wrap_config_errors(folder: Path) -> Iterator[None]:
     """Turn exceptions from config values that do not match their keys into one AdapterError."""
     try:
         yield
@@ -58,14 +60,14 @@ def damage_told(folder: Path) -> Iterator[None]:
         raise AdapterError(f"{folder / CONFIG} is damaged: {type(error).__name__}: {error}") from error
 
 
-def refuse_slow(folder: Path, spec: TargetSpec, names: Sequence[str] | None = None) -> None:
+def refuse_slow_patterns(folder: Path, spec: TargetSpec, names: Sequence[str] | None = None) -> None:
     """Raise if a regular expression of an untrusted folder is invalid, or too slow on these module names.
     Without `names`, typical names are used."""
     for (*_, key), expression in spec.expressions().items():
         if slow := slow_sentence([expression], *(() if names is None else (names,))):
             shown = expression if key == "targets" else key
             raise AdapterError(f"{folder / CONFIG}: {shown[:80]!r} {slow}")
-        with damage_told(folder):
+        with wrap_config_errors(folder):
             re.compile(expression)
 
 
@@ -80,7 +82,7 @@ def target_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def refuse_folder_of_adapters(folder: Path) -> None:
+def refuse_parent_folder(folder: Path) -> None:
     """Raise if a folder is not an adapter folder but contains adapter folders, like `best` of a sweep."""
     if (folder / CONFIG).is_file() or (folder / JOB_FILE).is_file():
         return
@@ -91,9 +93,9 @@ def refuse_folder_of_adapters(folder: Path) -> None:
         )
 
 
-def refuse_no_adapter(folder: Path) -> None:
+def check_adapter_folder(folder: Path) -> None:
     """Raise if a folder is not a complete adapter folder. The content of its weights is not read."""
-    refuse_folder_of_adapters(folder)
+    refuse_parent_folder(folder)
     if (folder / JOB_FILE).is_file() and not (folder / CONFIG).is_file():
         raise AdapterError(f"The job in {folder} has not finished: there is no adapter in it yet.")
     read_config(folder)

@@ -43,47 +43,48 @@ class BrokenKind:
     error: Exception
 
     @property
-    def finding(self) -> str:
+    def problem(self) -> str:
         reason = (str(self.error).strip().splitlines() or [""])[0]
         return f"the package {self.package} cannot be used: {type(self.error).__name__}: {reason}"
 
     @property
-    def mend(self) -> str:
+    def repair_command(self) -> str:
         return f"pip install --upgrade {self.package}"
 
     def __str__(self) -> str:
-        return f"{self.name} is a kind that does not work: {self.finding}; repair it, or try {self.mend}"
+        remedy = f"repair it, or try {self.repair_command}"
+        return f"{self.name} is a kind that does not work: {self.problem}; {remedy}"
 
 
 BROKEN: dict[str, BrokenKind] = {}
 """Maps the name of each kind that failed to import to its error."""
 
 
-def _gather_others() -> None:
+def _load_other_kinds() -> None:
     """Add the spec classes of other packages' kinds. They cannot replace Weftune's own kinds, and a package
     that fails to import does not affect others."""
-    for point in entry_points(group="weftune.kinds"):
-        if point.name in KINDS:
+    for entry_point in entry_points(group="weftune.kinds"):
+        if entry_point.name in KINDS:
             continue
         try:
-            KINDS[point.name] = _loaded(point)
+            KINDS[entry_point.name] = _load_spec(entry_point)
         except Exception as error:  # the code of other packages may raise anything
-            package = point.dist.name if point.dist is not None else point.module
-            BROKEN[point.name] = BrokenKind(point.name, package, error)
+            package = entry_point.dist.name if entry_point.dist is not None else entry_point.module
+            BROKEN[entry_point.name] = BrokenKind(entry_point.name, package, error)
 
 
-def _loaded(point: EntryPoint) -> type[AdapterSpec]:
-    spec = point.load()
+def _load_spec(entry_point: EntryPoint) -> type[AdapterSpec]:
+    spec = entry_point.load()
     if not (isinstance(spec, type) and issubclass(spec, TargetSpec)):
-        raise TypeError(f"{point.value} is no class that extends TargetSpec")
+        raise TypeError(f"{entry_point.value} is no class that extends TargetSpec")
     get_type_hints(spec)  # they validate jobs files and messages
     return spec
 
 
-_gather_others()
+_load_other_kinds()
 
 
-def kind_in(config: Mapping[str, Any]) -> str | None:
+def kind_in_config(config: Mapping[str, Any]) -> str | None:
     """Return the name of the kind that an adapter config describes, or None if it is unknown."""
     if "weftune_kind" in config:
         own = config["weftune_kind"]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from weftune.adapters.experts import ExpertBank
 from weftune.adapters.files import read_tensors, write_folder
-from weftune.adapters.folder import CONFIG, damage_told, read_config, refuse_slow
+from weftune.adapters.folder import CONFIG, read_config, refuse_slow_patterns, wrap_config_errors
 from weftune.adapters.kind import (
     Frozen,
     JobAdapter,
@@ -56,7 +56,7 @@ class JobAt:
     bound: Pass
     weights: Parameters
     frozen: Frozen
-    known: dict[tuple[str, str], Tensor]
+    cache: dict[tuple[str, str], Tensor]
     """Maps (site, name) to a cached tensor; see `once`."""
 
     def trained(self, name: str) -> Tensor:
@@ -81,9 +81,9 @@ class JobAt:
 
     def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
         """Return the result of `make`, computed once from the frozen weight of this site and then cached."""
-        if (self.site.name, name) not in self.known:
-            self.known[self.site.name, name] = make()
-        return self.known[self.site.name, name]
+        if (self.site.name, name) not in self.cache:
+            self.cache[self.site.name, name] = make()
+        return self.cache[self.site.name, name]
 
     @property
     def drops(self) -> bool:
@@ -122,13 +122,13 @@ class PlainBank(SiteBank):
     def __init__(self, sites: Sequence[SiteShape], part: Callable[[JobAt], JobPart]) -> None:
         super().__init__(sites)
         self._part = part
-        self._known: dict[tuple[str, str], Tensor] = {}
+        self._cache: dict[tuple[str, str], Tensor] = {}
 
     def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
         added, g_in, g_out, behind = [], [], [], []
         for segment in self.segments(bound):
             adapter, weights = self._attached[segment.through or ""]
-            at = JobAt(adapter, self._sites[site], segment, bound, weights, frozen, self._known)
+            at = JobAt(adapter, self._sites[site], segment, bound, weights, frozen, self._cache)
             part = self._part(at)
             others = part.add is part.g_in_K is part.g_out_N is None
             assert others or adapter.job not in bound.gathered, "only outputs are changed in gathered rows"
@@ -178,7 +178,7 @@ class PlainKind:
 
     def merged(self, at: MergeAt) -> tuple[Tensor, Tensor | None]:
         """Return the weight and the bias of a site with the adapter merged into them."""
-        raise self._not_merged()
+        raise self._unmergeable_error()
 
     # -- how it is stored: as in PEFT, if PEFT has the kind ----------------------------------------------
 
@@ -203,10 +203,10 @@ class PlainKind:
     def from_stored(self, spec: Any, site: str, name: str, value: Tensor) -> Tensor:
         return value
 
-    names_beside: tuple[str, ...] = ()
-    """Names of the tensors that `beside` returns."""
+    extra_tensor_names: tuple[str, ...] = ()
+    """Names of the tensors that `extra_tensors` returns."""
 
-    def beside(self, spec: Any, sites: Sequence[SiteShape]) -> Mapping[str, Tensor]:
+    def extra_tensors(self, spec: Any, sites: Sequence[SiteShape]) -> Mapping[str, Tensor]:
         """Return the tensors that adapter files of this kind hold besides the trained parameters."""
         return {}
 
@@ -299,7 +299,7 @@ class PlainKind:
         """Return the parameters in an adapter folder, in the shapes that a bank uses."""
         tensors = read_tensors(folder)
         own = {self.stored_name(one.site, one.name): one for one in self.layout(spec, sites).parameters}
-        self.refuse_others(folder, spec, tensors.keys() - set(self.names_beside), own.keys())
+        self.refuse_other_tensors(folder, spec, tensors.keys() - set(self.extra_tensor_names), own.keys())
         found = {}
         for stored, one in own.items():
             value = self.from_stored(spec, one.site, one.name, tensors[stored])
@@ -311,7 +311,7 @@ class PlainKind:
             found[one.site, one.name] = value
         return found
 
-    def refuse_others(self, folder: Path, spec: Any, found: Set[str], own: Set[str]) -> None:
+    def refuse_other_tensors(self, folder: Path, spec: Any, found: Set[str], own: Set[str]) -> None:
         """Raise if the tensor names `found` in the folder differ from the adapter's `own` names."""
         if not (odd := sorted(found ^ own)):
             return
@@ -337,7 +337,7 @@ class PlainKind:
             for (site, name), value in parameters.items()
         }
         config = self.config(spec, targeted, sites, base)
-        write_folder(folder, {**tensors, **self.beside(spec, sites)}, config)
+        write_folder(folder, {**tensors, **self.extra_tensors(spec, sites)}, config)
 
     def portable(self, folder: Path, target: Path) -> int:
         """Write an equivalent of the adapter in `folder` with one rank and one alpha everywhere, for servers
@@ -350,10 +350,10 @@ class PlainKind:
     def merge(self, folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteShape]) -> None:
         """Merge the adapter in `folder` into the weights of `modules`, the base's modules by site."""
         if not KINDS[self.name].merges:
-            raise self._not_merged()
+            raise self._unmergeable_error()
         spec = self.spec_of(folder)
-        refuse_slow(folder, spec, [site.name for site in sites])
-        with damage_told(folder):
+        refuse_slow_patterns(folder, spec, [site.name for site in sites])
+        with wrap_config_errors(folder):
             adapted = self.layout(spec, sites).parameters
         if not adapted:
             raise AdapterError(f"{folder} is for another base: it adapts no module of this one")
@@ -362,7 +362,7 @@ class PlainKind:
         for site in sites:
             own = {name: value.double() for (where, name), value in parameters.items() if where == site.name}
             if own:
-                self._merge_at(spec, site, modules[site.name], {**constants, **own})
+                self._merge_site(spec, site, modules[site.name], {**constants, **own})
         for (path, name), value in parameters.items():
             if name == TOKENS:
                 merge_tokens(folder, path, spec.trained_tokens, value, modules)
@@ -370,13 +370,13 @@ class PlainKind:
     def spec_of(self, folder: Path) -> Any:
         """Return the spec from the folder's config, which is not trusted."""
         config = read_config(folder)
-        with damage_told(folder):
+        with wrap_config_errors(folder):
             return self.read_spec(config)
 
-    def _not_merged(self) -> AdapterError:
+    def _unmergeable_error(self) -> AdapterError:
         return AdapterError(f"a {self.name} adapter cannot be merged into the weights of a base")
 
-    def _merge_at(self, spec: Any, site: SiteShape, module: nn.Module, own: Mapping[str, Tensor]) -> None:
+    def _merge_site(self, spec: Any, site: SiteShape, module: nn.Module, own: Mapping[str, Tensor]) -> None:
         weight, bias = module.weight, module.bias
         assert isinstance(weight, Tensor)
         weight_NK = (weight.T if site.fan_in_fan_out else weight).double()

@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from weftune.adapters.folder import read_config
-from weftune.adapters.kinds import BROKEN, KINDS, BrokenKind, kind_in
+from weftune.adapters.kinds import BROKEN, KINDS, BrokenKind, kind_in_config
 from weftune.adapters.plain import PlainKind
 from weftune.adapters.vector import VectorLayout
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError, SpecError
 
-OURS = __name__.partition(".")[0]
-BY_NAME: dict[str, PlainKind] = {}
+OWN_PACKAGE = __name__.partition(".")[0]
+LOADED_KINDS: dict[str, PlainKind] = {}
 """Maps names to kinds, for the kinds requested so far."""
 
 
-def kind_named(name: str) -> PlainKind:
-    if name in BY_NAME:
-        return BY_NAME[name]
+def get_kind(name: str) -> PlainKind:
+    if name in LOADED_KINDS:
+        return LOADED_KINDS[name]
     if name in BROKEN:
         raise SpecError(f"adapter.kind: {BROKEN[name]}")
     if name not in KINDS:
@@ -30,9 +30,9 @@ def kind_named(name: str) -> PlainKind:
     module, _, kind = KINDS[name].implementation.partition(":")
     package = module.partition(".")[0]
     try:
-        return BY_NAME.setdefault(name, getattr(import_module(module), kind)())
+        return LOADED_KINDS.setdefault(name, getattr(import_module(module), kind)())
     except Exception as error:
-        if package == OURS:
+        if package == OWN_PACKAGE:
             raise
         raise SpecError(f"adapter.kind: {BrokenKind(name, package, error)}") from error
 
@@ -46,16 +46,16 @@ def layout_of(spec: Any, sites: Sequence[SiteShape]) -> VectorLayout:
     for known_spec, known_sites, layout in tuple(_KNOWN_LAYOUTS):
         if known_sites is sites and known_spec == spec:
             return layout
-    layout = kind_named(spec.kind).layout(spec, sites)
+    layout = get_kind(spec.kind).layout(spec, sites)
     _KNOWN_LAYOUTS.append((spec, sites, layout))
     return layout
 
 
-def kind_of(folder: Path) -> PlainKind:
+def kind_of_folder(folder: Path) -> PlainKind:
     """Return the kind of the adapter in an adapter folder."""
     config = read_config(folder)
-    if (name := kind_in(config)) is not None:
-        return kind_named(name)
+    if (name := kind_in_config(config)) is not None:
+        return get_kind(name)
     named = config.get("weftune_kind") or config.get("peft_type")
     if isinstance(named, str) and named in BROKEN:
         raise AdapterError(f"{folder} cannot be read: {BROKEN[named]}")

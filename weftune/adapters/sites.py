@@ -46,15 +46,15 @@ class CurrentPass:
     """The currently bound pass, if any, shared by all groups of a base."""
 
     bound: Pass | None = None
-    beside: Pass | None = None
+    untiled: Pass | None = None
     """The pass with only the segments of jobs whose adapters the tiled kernels do not compute."""
     owners: tuple[Tensor, tuple[str | None, ...]] | None = None
     """Index of each row's job, and the jobs, computed when the first layer with experts needs them."""
 
     def replace(self, by: CurrentPass) -> CurrentPass:
         """Bind another pass, and return the one that was bound."""
-        before = CurrentPass(self.bound, self.beside, self.owners)
-        self.bound, self.beside, self.owners = by.bound, by.beside, by.owners
+        before = CurrentPass(self.bound, self.untiled, self.owners)
+        self.bound, self.untiled, self.owners = by.bound, by.untiled, by.owners
         return before
 
 
@@ -86,7 +86,7 @@ class SiteGroup:
         """Return residual + the concatenated outputs of all sites."""
         bound = self.current.bound
         if bound is not None and bound.route is Route.tiled:
-            found = self._by_kernels(x_TK, residual_TN, bound)
+            found = self._tiled_output(x_TK, residual_TN, bound)
             if found is not None:
                 return found
         kinds = [] if bound is None else [bank for bank in self.banks.values() if bank.segments(bound)]
@@ -104,18 +104,18 @@ class SiteGroup:
             yield site.name, low, low + site.out_features
             low += site.out_features
 
-    def _by_kernels(self, x_TK: Tensor, residual_TN: Tensor | None, bound: Pass) -> Tensor | None:
+    def _tiled_output(self, x_TK: Tensor, residual_TN: Tensor | None, bound: Pass) -> Tensor | None:
         """Return the outputs of the tiled kernels, with changes by other jobs' adapters applied afterwards.
         None if one of those adapters changes more than the outputs of its rows, or if the kernels do not run
         on the device."""
-        beside = self.current.beside
-        assert beside is not None
-        banks = [bank for bank in self.banks.values() if bank.segments(beside)]
+        untiled = self.current.untiled
+        assert untiled is not None
+        banks = [bank for bank in self.banks.values() if bank.segments(untiled)]
         if not banks:
             return self._kernel_output(x_TK, residual_TN, bound)
         columns = list(self._columns())
         parts = [
-            [bank.parts(name, self.frozen.part(low, high), beside) for bank in banks]
+            [bank.parts(name, self.frozen.part(low, high), untiled) for bank in banks]
             for name, low, high in columns
         ]
         if any(part.add or part.g_in or part.g_out for own in parts for part in own):
@@ -175,7 +175,7 @@ class ExpertGroup:
         """Compute the experts: with adapters if a job in the pass adapts them, with kernels that multiply all
         experts at once where available, otherwise with their own forward."""
         bound = self.current.bound
-        banks = [] if bound is None else [bank for bank in self.banks.values() if bank.present(bound)]
+        banks = [] if bound is None else [bank for bank in self.banks.values() if bank.has_rows(bound)]
         if bound is not None and bound.route is Route.tiled and len(banks) <= 1 and self._is_gated():
             sites = [
                 ExpertSite(self._weight(site), banks[0].group(site.name, x_TD.device) if banks else None)
@@ -183,10 +183,10 @@ class ExpertGroup:
             ]
             if banks or all(map(multiplies_at_once, sites)):
                 current = self.current
-                current.owners = current.owners or _owners(bound.microbatch, len(x_TD), x_TD.device)
+                current.owners = current.owners or _row_owners(bound.microbatch, len(x_TD), x_TD.device)
                 owner_T, jobs = current.owners
                 if banks:
-                    numbers_J = banks[0].numbers(jobs, x_TD.device)
+                    numbers_J = banks[0].adapter_indices(jobs, x_TD.device)
                 else:
                     numbers_J = owner_T.new_full((len(jobs),), -1)
                 with suppress(KernelsFailed):
@@ -211,7 +211,9 @@ class ExpertGroup:
         return getattr(getattr(self.module, "config", None), "hidden_act", None) == "silu"
 
 
-def _owners(microbatch: Microbatch, rows: int, device: torch.device) -> tuple[Tensor, tuple[str | None, ...]]:
+def _row_owners(
+    microbatch: Microbatch, rows: int, device: torch.device
+) -> tuple[Tensor, tuple[str | None, ...]]:
     jobs: dict[str | None, int] = {None: 0}
     owner_T = torch.zeros(rows, dtype=torch.int32)
     for segment in microbatch.segments:
@@ -239,27 +241,27 @@ def site_groups(
     grouped = {name for names in groups for name in names}
     found: dict[str, SiteGroup] = {}
     for names in (*map(tuple, groups), *((name,) for name in shapes if name not in grouped)):
-        frozen = _stack([modules[name] for name in names], shapes[names[0]].fan_in_fan_out)
+        frozen = _stack_weights([modules[name] for name in names], shapes[names[0]].fan_in_fan_out)
         group = SiteGroup(tuple(shapes[name] for name in names), frozen, current)
         found |= dict.fromkeys(names, group)
     return found
 
 
-def _stack(modules: Sequence[nn.Module], fan_in_fan_out: bool) -> Frozen:
+def _stack_weights(modules: Sequence[nn.Module], fan_in_fan_out: bool) -> Frozen:
     """Return the weights of the modules, stacked. With several modules, each keeps a view of the stack."""
     biases = [cast(Tensor | None, module.bias) for module in modules]
     has_bias = {bias is not None for bias in biases}
     assert len(has_bias) == 1, "either all sites of a group have a bias or none"
-    bias_N = _laid_together(modules, "bias") if True in has_bias else None
+    bias_N = _stack_parameter(modules, "bias") if True in has_bias else None
     if any(isinstance(module, HoldsWeight) for module in modules):
-        return Frozen(_held_together(modules), bias_N)
+        return Frozen(_stack_any_weights(modules), bias_N)
     if not fan_in_fan_out:
-        return Frozen(_laid_together(modules, "weight"), bias_N)
+        return Frozen(_stack_parameter(modules, "weight"), bias_N)
     (module,) = modules
     return Frozen(cast(Tensor, module.weight).T, bias_N)
 
 
-def _held_together(modules: Sequence[nn.Module]) -> FrozenWeight:
+def _stack_any_weights(modules: Sequence[nn.Module]) -> FrozenWeight:
     """Return the stacked weights of modules of which at least one is not a plain matrix."""
     outputs = [cast(int, module.out_features) for module in modules]
     weights: list[Weight] = [
@@ -268,11 +270,11 @@ def _held_together(modules: Sequence[nn.Module]) -> FrozenWeight:
     ]
     if all(map(is_coded, weights)):
         for name, dim in CODED_PARAMETERS.items():
-            _lay_codes_together(modules, name, dim)
+            _stack_codes(modules, name, dim)
     return stacked(weights, outputs)
 
 
-def _lay_codes_together(modules: Sequence[nn.Module], name: str, dim: int) -> None:
+def _stack_codes(modules: Sequence[nn.Module], name: str, dim: int) -> None:
     """Make the modules' parameters of this name views of one tensor. Parameters that share a storage with
     others, as in a streamed base, stay where they are."""
     parts = [cast(Tensor, getattr(module, name)) for module in modules]
@@ -284,7 +286,7 @@ def _lay_codes_together(modules: Sequence[nn.Module], name: str, dim: int) -> No
         setattr(module, name, nn.Parameter(view, requires_grad=False))
 
 
-def _laid_together(modules: Sequence[nn.Module], name: str) -> Tensor:
+def _stack_parameter(modules: Sequence[nn.Module], name: str) -> Tensor:
     """Return the modules' parameters of this name as one tensor, of which each module then has a view."""
     parts = [cast(Tensor, getattr(module, name)) for module in modules]
     if len(parts) == 1:

@@ -17,7 +17,7 @@ FEEDFORWARD = ("down_proj", "fc2", "mlp.c_proj", "dense_4h_to_h")
 """Names, in different model families, of the last linear of the feed-forward block."""
 Layers = str | int | tuple[int, ...]
 """A layer number, several numbers, or ranges such as `16-31`."""
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 ROWS = "rows"
 """Name of the parameter with the embeddings of virtual tokens: [rows, hidden width]."""
 KEYS, VALUES = "prefix_keys", "prefix_values"
@@ -40,7 +40,7 @@ class FromJob:
     job: str
 
 
-def source_of(adapter: TargetSpec) -> str:
+def source_job(adapter: TargetSpec) -> str:
     """Return the job that a spec's `init_from` names, or "" if it names a folder or is None."""
     return adapter.init_from.job if isinstance(adapter.init_from, FromJob) else ""
 
@@ -152,15 +152,17 @@ class TargetSpec:
     def scaled_outputs(self, sites: Sequence[SiteShape]) -> int:
         """Return the number of the base's outputs per token that are kept for the gradients of output scales:
         those of all linears that may be multiplied together with a scaled one."""
-        beside = {_beside(site) for site in sites if self.adapts(site) and self.scales_outputs(site)}
-        return sum(site.out_features for site in sites if _beside(site) in beside)
+        beside = {
+            _shared_input_key(site) for site in sites if self.adapts(site) and self.scales_outputs(site)
+        }
+        return sum(site.out_features for site in sites if _shared_input_key(site) in beside)
 
     def rank_at(self, name: str) -> int:
         """Return the rank of the adapter at a linear, or 0. The time of the adapter is estimated from it."""
         return 0
 
 
-def _beside(site: SiteShape) -> tuple[str, int]:
+def _shared_input_key(site: SiteShape) -> tuple[str, int]:
     """Return a key that is equal for sites of one parent module that may share their input."""
     return site.name.rpartition(".")[0], site.in_features
 
@@ -185,7 +187,7 @@ def layer_numbers(layers: Layers) -> frozenset[int]:
         low, high = int(bounds[1]), int(bounds[2] or bounds[1])
         if high < low:
             raise ValueError(f"{part.strip()!r} ends before it begins")
-        if high >= MOST_LAYERS:
+        if high >= MAX_LAYERS:
             raise ValueError(f"{part.strip()!r} goes beyond the layers of any base")
         found |= set(range(low, high + 1))
     return frozenset(found)

@@ -34,7 +34,7 @@ class TiledBank:
         self._tables: Group | None = None
         """The tables that the kernels read. None until a pass needs them, and after a change of their
         sizes."""
-        self._unsent = False
+        self._needs_copy = False
         self._rank, self._large_rank, self._drops = MIN_RANK, MIN_RANK, False
         self._scales_out = self._scales_in = self._lengths = self._computes = False
         self._large: set[str] = set()
@@ -45,19 +45,19 @@ class TiledBank:
     def attach(self, job: str, slot: int, parts: Sequence[TiledPart | None]) -> None:
         """Attach a job with one part per site, None for a site without an adapter."""
         self._parts[job] = slot, parts
-        self._grow(job, parts)
-        self._change(slot, parts)
+        self._raise_limits(job, parts)
+        self._write_slot(slot, parts)
 
     def detach(self, job: str) -> None:
         slot, _ = self._parts.pop(job)
         self._large.discard(job)
-        self._change(slot, [None] * len(self.sites))
+        self._write_slot(slot, [None] * len(self.sites))
 
-    def _grow(self, job: str, parts: Sequence[TiledPart | None]) -> None:
+    def _raise_limits(self, job: str, parts: Sequence[TiledPart | None]) -> None:
         """Raise the limits to include a job. Limits only grow, so that detaching a job does not invalidate a
         captured graph. Large ranks are an exception: they count only while a job with one is attached, so
         that there are two limits, and graphs of both are kept."""
-        before = self._bands, self._has
+        before = self._bands, self._table_flags
         largest = max((part.low_rank.rank for part in parts if part and part.low_rank), default=1)
         rank = 1 << (largest - 1).bit_length()
         if rank > DIRECT_RANKS:
@@ -71,11 +71,11 @@ class TiledBank:
             self._scales_in |= part.g_in is not None
             self._lengths |= part.g_out is not None and part.g_out.inverse_M is not None
             self._computes |= part.computed is not None
-        if before != (self._bands, self._has):
+        if before != (self._bands, self._table_flags):
             self._tables = None
 
     @property
-    def _limit(self) -> int:
+    def _rank_limit(self) -> int:
         """Upper limit of the rank of all attached jobs."""
         return max(self._rank, self._large_rank) if self._large else self._rank
 
@@ -84,7 +84,7 @@ class TiledBank:
         return bands_for(self._large_rank)
 
     @property
-    def _has(self) -> tuple[bool, ...]:
+    def _table_flags(self) -> tuple[bool, ...]:
         """Flags that say which tables exist besides that of A and B."""
         return self._scales_out, self._scales_in, self._lengths, self._computes
 
@@ -94,18 +94,18 @@ class TiledBank:
 
     def send_tables(self) -> None:
         """Copy the tables to the device if jobs were attached or detached since the last copy."""
-        if self._tables is not None and self._unsent:
-            _send(self._tables)
-            self._unsent = False
+        if self._tables is not None and self._needs_copy:
+            _copy_tables(self._tables)
+            self._needs_copy = False
 
-    def _change(self, slot: int, parts: Sequence[TiledPart | None]) -> None:
+    def _write_slot(self, slot: int, parts: Sequence[TiledPart | None]) -> None:
         """Write a slot to the tables on the host only: many jobs may change before the next pass."""
         if self._tables is not None:
-            self._put(self._tables, slot, parts)
-            self._tables = replace(self._tables, rank=self._limit, drops=self._drops)
-            self._unsent = True
+            self._put_parts(self._tables, slot, parts)
+            self._tables = replace(self._tables, rank=self._rank_limit, drops=self._drops)
+            self._needs_copy = True
 
-    def _put(self, tables: Group, slot: int, parts: Sequence[TiledPart | None]) -> None:
+    def _put_parts(self, tables: Group, slot: int, parts: Sequence[TiledPart | None]) -> None:
         tables.table.put(slot, [part.low_rank if part else None for part in parts])
         if tables.g_out is not None:
             put_scales(tables.g_out, slot, [part.g_out if part else None for part in parts])
@@ -116,7 +116,7 @@ class TiledBank:
 
     def limits(self) -> tuple[object, ...]:
         """Return the values for which kernels are compiled and launched: equal limits mean equal launches."""
-        return self._limit, self._bands, self._drops, self._has
+        return self._rank_limit, self._bands, self._drops, self._table_flags
 
     def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
         """Compute the frozen products of all sites, concatenated, with every job's adapter."""
@@ -145,8 +145,8 @@ class TiledBank:
     def _group(self, like: Tensor) -> Group:
         if self._tables is None:
             self._tables = self._new_tables(like.device)
-            self._unsent = False
-        assert not self._unsent, "jobs were attached or detached after the tables were sent"
+            self._needs_copy = False
+        assert not self._needs_copy, "jobs were attached or detached after the tables were sent"
         return self._tables
 
     def _new_tables(self, device: torch.device) -> Group:
@@ -159,7 +159,7 @@ class TiledBank:
         tables = Group(
             self._columns,
             table,
-            self._limit,
+            self._rank_limit,
             self._drops,
             g_out=scale_table(count, self._slots, device) if self._scales_out else None,
             g_in=scale_table(count, self._slots, device) if self._scales_in else None,
@@ -167,12 +167,12 @@ class TiledBank:
             computed=computed_table(count, self._slots, device) if self._computes else None,
         )
         for slot, parts in self._parts.values():
-            self._put(tables, slot, parts)
-        _send(tables)
+            self._put_parts(tables, slot, parts)
+        _copy_tables(tables)
         return tables
 
 
-def _send(tables: Group) -> None:
+def _copy_tables(tables: Group) -> None:
     for table in (tables.table, tables.g_out, tables.g_in, tables.computed):
         if table is not None:
             table.send()

@@ -49,7 +49,7 @@ class TrainedTokens:
         return flat_TD.view(h.shape)
 
 
-def with_rows_before(h: Tensor, rows_ID: Tensor, microbatch: Microbatch, segment: Segment) -> Tensor:
+def insert_rows_before(h: Tensor, rows_ID: Tensor, microbatch: Microbatch, segment: Segment) -> Tensor:
     """Return h with these rows at the beginning of every sample of the segment."""
     stops = accumulate(microbatch.sample_lengths)
     starts = [stop - length for stop, length in zip(stops, microbatch.sample_lengths, strict=True)]
@@ -95,10 +95,10 @@ def merge_tokens(
     weight_VD.data[torch.tensor(ids)] = rows_nD.to(weight_VD)
 
 
-def refuse_other_tokens(folder: object, before: Any, spec: Any) -> None:
+def refuse_other_tokens(folder: object, folder_spec: Any, spec: Any) -> None:
     """Raise if the adapter in a folder and the job initialised from it train different tokens."""
-    if before.trained_tokens != spec.trained_tokens:
+    if folder_spec.trained_tokens != spec.trained_tokens:
         raise AdapterError(
-            f"{folder} trains the embeddings of the tokens {list(before.trained_tokens)}, the job those of "
-            f"{list(spec.trained_tokens)}; set adapter.trainable_token_indices as the folder has it"
+            f"{folder} trains the embeddings of the tokens {list(folder_spec.trained_tokens)}, the job those "
+            f"of {list(spec.trained_tokens)}; set adapter.trainable_token_indices as the folder has it"
         )

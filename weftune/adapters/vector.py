@@ -24,7 +24,7 @@ class ParameterShape:
     shape: tuple[int, ...]
     rate: float = field(default=1.0, compare=False)
     """Factor by which the job's learning rate is multiplied. Layouts that differ only in it are equal."""
-    active: int | None = field(default=None, compare=False)
+    active_experts: int | None = field(default=None, compare=False)
     """Number of experts (first dimension) that one token uses. None if the site has no experts."""
 
     @property
@@ -33,7 +33,7 @@ class ParameterShape:
 
     @property
     def met(self) -> int:
-        return self.size if self.active is None else self.active * math.prod(self.shape[1:])
+        return self.size if self.active_experts is None else self.active_experts * math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ def kind_checks() -> Iterator[Check]:
     from weftune.adapters.kinds import BROKEN
 
     for name, broken in BROKEN.items():
-        yield Check(f"kind {name}", Verdict.ABSENT, broken.finding, broken.mend)
+        yield Check(f"kind {name}", Verdict.ABSENT, broken.problem, broken.repair_command)
 
 
 def device_checks() -> Iterator[Check]:

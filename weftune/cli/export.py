@@ -7,7 +7,7 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from weftune.adapters.folder import refuse_folder_of_adapters, refuse_no_adapter
+from weftune.adapters.folder import check_adapter_folder, refuse_parent_folder
 from weftune.base.spec import BaseSpec, Dtype
 from weftune.cli.early import refuse_base
 from weftune.cli.generate import base_of
@@ -54,9 +54,9 @@ def export(
     if into is not None and (portable or into not in INTO):
         raise UserError(f"--into goes with --merged and is one of {', '.join(INTO)}.")
     target = target or folder / ("portable" if portable else "merged")
-    refuse_folder_of_adapters(folder)
+    refuse_parent_folder(folder)
     base = base_of(folder) if merged else None
-    refuse_no_adapter(folder)
+    check_adapter_folder(folder)
     refuse_full_folder(target)
     if base is not None:
         refuse_base(base)

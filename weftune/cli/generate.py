@@ -25,12 +25,12 @@ def generate(
     device: DeviceOption = None,
 ) -> None:
     """Ask a finished adapter something."""
-    from weftune.adapters.folder import refuse_folder_of_adapters, refuse_no_adapter
+    from weftune.adapters.folder import check_adapter_folder, refuse_parent_folder
 
     refuse_device(device)
-    refuse_folder_of_adapters(folder)
+    refuse_parent_folder(folder)
     spec = base_of(folder)
-    refuse_no_adapter(folder)
+    check_adapter_folder(folder)
     refuse_base(spec)
 
     from rich.console import Console

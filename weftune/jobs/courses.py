@@ -13,7 +13,7 @@ from itertools import accumulate
 import numpy as np
 
 from weftune.adapters.kinds import AdapterSpec
-from weftune.adapters.target import source_of
+from weftune.adapters.target import source_job
 from weftune.core.shapes import JobShape, ModelShape, SiteShape, layer_sums
 from weftune.data.prepare import Prepared
 from weftune.data.samples import SampleOrder, Samples
@@ -93,7 +93,7 @@ def job_shape(spec: JobSpec, order: int, data: Prepared, base: ModelShape, means
         order=order,
         longest=int(max(some.lengths.max() for some in (data.train, data.evaluation) if some is not None)),
         batch_tokens=data.train.largest_batch(spec.batch_size),
-        starts_from=source_of(spec.adapter),
+        starts_from=source_job(spec.adapter),
         means=means,
     )
 

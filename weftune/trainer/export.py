@@ -15,9 +15,9 @@ from typing import Any, Literal, cast, get_args
 import torch
 from transformers import PreTrainedModel
 
-from weftune.adapters.folder import CONFIG, JOB_FILE, WEIGHTS, refuse_no_adapter
+from weftune.adapters.folder import CONFIG, JOB_FILE, WEIGHTS, check_adapter_folder
 from weftune.adapters.plain import PlainKind
-from weftune.adapters.registry import kind_of
+from weftune.adapters.registry import kind_of_folder
 from weftune.base.load import (
     best_device,
     inspect,
@@ -98,8 +98,8 @@ def merged_model(folder: Path, base: BaseSpec, dtype: Dtype | None, into: Into) 
 
 
 def finished_kind(folder: Path) -> PlainKind:
-    refuse_no_adapter(folder)
-    return kind_of(folder)
+    check_adapter_folder(folder)
+    return kind_of_folder(folder)
 
 
 def refuse_links_out(folder: Path) -> None:

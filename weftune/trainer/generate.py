@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from weftune.adapters.folder import CONFIG, damage_told, read_config, refuse_no_adapter
+from weftune.adapters.folder import CONFIG, check_adapter_folder, read_config, wrap_config_errors
 from weftune.base.load import best_device, load_plain, load_tokenizer
 from weftune.base.quant.linear import dequantise_linears
 from weftune.base.spec import BaseSpec
@@ -36,7 +36,7 @@ def answers(
     adapter. `tokenise` maps a tokenizer, the prompt and the system message to tokens."""
     assert BASE not in adapters, "that key is the base's own"
     for folder in adapters.values():
-        refuse_no_adapter(folder)
+        check_adapter_folder(folder)
     model: Any = load_for(base, list(adapters.values()), device or best_device())
     base_tokenizer = load_tokenizer(base)
     said = {}
@@ -82,7 +82,7 @@ def refuse_config(model: Any, folder: Path) -> None:
     """Refuse adapter kinds that PEFT lacks, and slow patterns in an adapter's config, which PEFT matches
     against the name of every module."""
     config = read_config(folder)
-    with damage_told(folder):
+    with wrap_config_errors(folder):
         targets = [config.get(key) for key in ("target_modules", "exclude_modules")]
         expressions = [target for target in targets if isinstance(target, str)]
         for key in ("rank_pattern", "alpha_pattern"):

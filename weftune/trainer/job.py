@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weftune.adapters.registry import kind_named
+from weftune.adapters.registry import get_kind
 from weftune.core.batch import Microbatch
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.data.collate import Part, collate
@@ -83,7 +83,7 @@ def make_ready(
     """
     shared = shared or SharedData(tokenizer, cache, shape.context)
     try:
-        kind_named(spec.adapter.kind).check_start(spec.adapter, shape.sites)
+        get_kind(spec.adapter.kind).check_start(spec.adapter, shape.sites)
     except AdapterError as error:
         raise AdapterError(Mistake("adapter.init_from", str(error)).of_job(spec.name)) from None
     try:

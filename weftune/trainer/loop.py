@@ -14,7 +14,7 @@ from typing import Any
 
 from weftune.adapters.folder import CONFIG
 from weftune.adapters.kind import JobAdapter
-from weftune.adapters.target import source_of
+from weftune.adapters.target import source_job
 from weftune.core.clock import Phase, phase
 from weftune.core.shapes import JobShape
 from weftune.errors import OutputError, UserError
@@ -227,7 +227,7 @@ class Loop:
         found = checkpoint.survey(self.result_writer.checkpoints(spec.name))
         has_begun = found.progress is not None
         adapter_spec = spec.adapter
-        if source := source_of(adapter_spec):
+        if source := source_job(adapter_spec):
             # A job that has begun resumes from its checkpoint instead.
             folder = None if has_begun else str(self.store.output.absolute() / source)
             adapter_spec = replace(adapter_spec, init_from=folder)

@@ -22,7 +22,7 @@ import torch
 
 from weftune.adapters.folder import CONFIG
 from weftune.adapters.kind import Parameters
-from weftune.adapters.registry import kind_named
+from weftune.adapters.registry import get_kind
 from weftune.base.spec import BASE_KEYS, BaseSpec
 from weftune.core.clock import Phase, phase
 from weftune.core.files import FORMAT, disk_errors, json_text, ordinary_modes, sync_folder
@@ -231,7 +231,7 @@ def write_result(
     The files are written to a temporary folder, synced and then moved to their place, the config last: if it
     exists, all of them do. Raises OSError if they cannot be written, and then leaves none of them.
     """
-    kind = kind_named(job.spec.adapter.kind)
+    kind = get_kind(job.spec.adapter.kind)
     draft = folder / PARTIAL
     shutil.rmtree(draft, ignore_errors=True)
     try:

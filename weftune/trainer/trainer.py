@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weftune.adapters.target import source_of
+from weftune.adapters.target import source_job
 from weftune.base.host.read_ahead import base_read_ahead
 from weftune.base.load import device_named, inspect, load_tokenizer
 from weftune.base.model import Base
@@ -263,7 +263,7 @@ class Trainer:
     def _refuse_mistakes(self, jobs: Sequence[JobSpec], shape: ModelShape) -> None:
         """Refuse targets that the base lacks, samples longer than its context, and jobs that cannot start
         from the job they name; with shares, the process that divides the jobs checks this."""
-        known = list(self.jobs) if self.options.share is None else [source_of(job.adapter) for job in jobs]
+        known = list(self.jobs) if self.options.share is None else [source_job(job.adapter) for job in jobs]
         mistakes = check_names(jobs, known, self._place)
         mistakes = mistakes or check_starts(list(self.jobs.values()), shape, self._place)
         mistakes += check_targets(jobs, shape, self._place)

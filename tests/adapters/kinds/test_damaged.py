@@ -12,7 +12,7 @@ from tests import bench
 from tests.adapters.kinds import cases
 from weftune.adapters.folder import CONFIG
 from weftune.adapters.kind import JobAdapter
-from weftune.adapters.registry import kind_named, kind_of
+from weftune.adapters.registry import get_kind, kind_of_folder
 from weftune.errors import AdapterError
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
@@ -38,7 +38,7 @@ def folder(request, base, tmp_path):
         bench.CPU,
         frozen=base.weight_reader(),
     )
-    kind = kind_named(adapter.kind)
+    kind = get_kind(adapter.kind)
     kind.save(tmp_path, adapter, begun.layout.views(begun.master), base.shape.sites, "some/base")
     return tmp_path
 
@@ -54,7 +54,7 @@ def refused(folder, base) -> str:
     """The sentence with which a merge of the folder is refused."""
     began = time.monotonic()
     with pytest.raises(AdapterError) as caught:
-        kind_of(folder).merge(folder, base.sites(), base.shape.sites)
+        kind_of_folder(folder).merge(folder, base.sites(), base.shape.sites)
     assert time.monotonic() - began < 20
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -68,7 +68,7 @@ def key_of(folder, theirs, ours):
 def test_whole_folders_are_merged(folder):
     model = bench.base("llama", torch.float32)
     before = {name: module.weight.clone() for name, module in model.sites().items()}
-    kind_of(folder).merge(folder, model.sites(), model.shape.sites)
+    kind_of_folder(folder).merge(folder, model.sites(), model.shape.sites)
     for name, module in model.sites().items():
         torch.testing.assert_close(module.weight, before[name])
 

@@ -15,7 +15,7 @@ from tests.adapters.kinds.cases import GATES, PRUNED, STEPS, job, samples
 from tests.families import tiny
 from weftune.adapters.diff.spec import DiffSpec
 from weftune.adapters.folder import read_config
-from weftune.adapters.registry import kind_named
+from weftune.adapters.registry import get_kind
 from weftune.base.shape import model_shape, site_modules
 from weftune.errors import AdapterError
 from weftune.jobs.spec.checks import warnings
@@ -103,7 +103,7 @@ def by_torch(spec, family):
 def differences(folder, family):
     """What a folder holds, by site."""
     sites = bench.base(family).shape.sites
-    found = kind_named("diff").read(folder, DiffSpec(targets=tuple(read_config(folder)["targets"])), sites)
+    found = get_kind("diff").read(folder, DiffSpec(targets=tuple(read_config(folder)["targets"])), sites)
     return {site: value for (site, _), value in found.items()}
 
 

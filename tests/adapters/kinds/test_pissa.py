@@ -17,7 +17,7 @@ from weftune import Options
 from weftune.adapters.folder import read_config
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import A, B
-from weftune.adapters.pissa.apply import principal, randomised
+from weftune.adapters.pissa.apply import principal_factors, randomised_svd
 from weftune.adapters.pissa.spec import FIRST_A, FIRST_B
 from weftune.errors import AdapterError
 from weftune.run.events import Stepped
@@ -190,12 +190,12 @@ def test_a_rank_above_the_number_of_singular_values_is_refused():
         begun(base, wide)
 
 
-# -- a randomised SVD --------------------------------------------------------------------------------------
+# -- a randomised SVD ------------------------------------------------------------------------------------
 
 
 def low_rank(found, rank):
     """The best approximation of that rank."""
-    a_rK, b_rN = principal(found, rank, 1.0)
+    a_rK, b_rN = principal_factors(found, rank, 1.0)
     return b_rN.T @ a_rK
 
 
@@ -205,9 +205,9 @@ def test_a_randomised_svd_comes_as_near_as_the_exact_one_where_singular_values_f
     left, right = torch.linalg.qr(torch.randn(shape[0], 40))[0], torch.linalg.qr(torch.randn(shape[1], 40))[0]
     weight_NK = (left * 0.7 ** torch.arange(40.0)) @ right.T
     exact = low_rank(torch.linalg.svd(weight_NK, full_matrices=False), 4)
-    gaps = [(low_rank(randomised(weight_NK, 4, n, 3), 4) - exact).norm() for n in (0, 4)]
+    gaps = [(low_rank(randomised_svd(weight_NK, 4, n, 3), 4) - exact).norm() for n in (0, 4)]
     assert gaps[1] <= 1e-5 * exact.norm() < gaps[0]
-    assert torch.equal(*(low_rank(randomised(weight_NK, 4, 4, 3), 4) for _ in range(2)))
+    assert torch.equal(*(low_rank(randomised_svd(weight_NK, 4, 4, 3), 4) for _ in range(2)))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

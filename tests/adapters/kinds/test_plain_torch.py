@@ -11,7 +11,7 @@ from tests.adapters.kinds.cases import STEPS, WITHOUT_PEFT, job, samples
 from tests.families import tiny
 from weftune.adapters.bottleneck.spec import DOWN, DOWN_BIAS, UP, UP_BIAS
 from weftune.adapters.kind import JobAdapter
-from weftune.adapters.registry import kind_named
+from weftune.adapters.registry import get_kind
 from weftune.errors import AdapterError
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
@@ -41,7 +41,7 @@ def test_beside_the_others_a_bottleneck_equals_plain_torch(family, tmp_path):
     for one in jobs[: len(WITHOUT_PEFT)]:
         adapter = JobAdapter(one.name, one.adapter, one.seed)
         begun = new_training(adapter, Recipe(1), base.shape.sites, base.dtype, torch.device("cpu"))
-        kind, start = kind_named("bottleneck"), begun.layout.views(begun.master)
+        kind, start = get_kind("bottleneck"), begun.layout.views(begun.master)
         model = tiny(family, torch.float64).requires_grad_(False)
         for site in dict.fromkeys(site for site, _ in start):
             own = {name: value for (where, name), value in start.items() if where == site}
@@ -72,6 +72,6 @@ def test_it_can_neither_be_merged_nor_served_and_says_so(tmp_path):
     base = bench.base("llama")
     bench.train(base, tmp_path / "out", [job("bottleneck", "llama")])
     with pytest.raises(AdapterError, match="a bottleneck adapter cannot be merged"):
-        kind_named("bottleneck").merge(tmp_path / "out" / "bottleneck", base.sites(), base.shape.sites)
+        get_kind("bottleneck").merge(tmp_path / "out" / "bottleneck", base.sites(), base.shape.sites)
     with pytest.raises(AdapterError, match="is a bottleneck adapter, which servers do not load"):
         write_portable(tmp_path / "out" / "bottleneck", tmp_path / "portable")

@@ -11,7 +11,7 @@ from tests import bench
 from weftune.adapters.bottleneck.spec import DOWN, BottleneckSpec
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.prefix.spec import PrefixSpec
-from weftune.adapters.registry import kind_named
+from weftune.adapters.registry import get_kind
 from weftune.adapters.vera.spec import VeraSpec
 from weftune.core.shapes import SiteShape
 from weftune.run.training.schedule import Recipe
@@ -29,14 +29,14 @@ VERA = VeraSpec(rank=2, targets=("q_proj",), layers=0)
     "change", [{"rank": 3}, {"projection_prng_key": 1}, {"targets": ("up_proj",)}, {"layers": (0, 1)}]
 )
 def test_vera_jobs_with_other_matrices_do_not_share_them(change):
-    kind, like, other = kind_named("vera"), torch.zeros(()), replace(VERA, **change)
+    kind, like, other = get_kind("vera"), torch.zeros(()), replace(VERA, **change)
     mine, theirs = (kind.constants(spec, WIDE, like) for spec in (VERA, other))
     assert any(not torch.equal(value, theirs[name]) for name, value in mine.items())
     assert kind.constants_key(other) != kind.constants_key(VERA)
 
 
 def test_vera_jobs_that_differ_in_what_they_train_share_their_matrices():
-    kind = kind_named("vera")
+    kind = get_kind("vera")
     assert kind.constants_key(replace(VERA, d_initial=0.5, dropout=0.1)) == kind.constants_key(VERA)
 
 

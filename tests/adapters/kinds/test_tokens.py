@@ -29,7 +29,7 @@ from weftune import JobSpec, Options
 from weftune.adapters.banks import Banks
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.adapters.registry import kind_named, kind_of
+from weftune.adapters.registry import get_kind, kind_of_folder
 from weftune.base.host.streamed import stream_model
 from weftune.base.shape import embedding_module, model_shape, site_modules
 from weftune.base.spec import BaseSpec
@@ -209,7 +209,7 @@ def test_a_microbatch_with_it_is_not_captured():
     banks = Banks(base.sites(), base.shape.sites, like, embedding=embedding)
     specs = {"tokens": LoraSpec(rank=2, trainable_token_indices=(3, 5)), "plain": LoraSpec(rank=2)}
     for name, spec in specs.items():
-        size = kind_named("lora").layout(spec, base.shape.sites).size
+        size = get_kind("lora").layout(spec, base.shape.sites).size
         attach(banks, base, name, spec, torch.zeros(size, dtype=base.dtype))
     samples = random_samples((4, 3))
     assert banks.capturable(in_one_microbatch(["plain", "stranger"], samples))
@@ -301,7 +301,7 @@ def test_dora_beside_it_equals_peft_alone(family, tmp_path):
     oracle.assert_equal_float64(got, want)
     spec = replace(job(family, adapter=own).adapter, trainable_token_indices=tuple(reversed(TOKENS)))
     with pytest.raises(AdapterError, match=r"set adapter.trainable_token_indices as the folder has it"):
-        kind_named("dora").check_start(spec, bench.base(family).shape.sites)
+        get_kind("dora").check_start(spec, bench.base(family).shape.sites)
 
 
 @pytest.mark.parametrize("kind", ["dora", "pissa"])
@@ -319,7 +319,7 @@ def test_peft_loads_other_kinds_with_it_and_a_merged_model_computes_the_same(kin
     assert before == pytest.approx(oracle.mean_loss(tiny(family), rows), rel=1e-9)
     merged = tiny(family)
     modules = site_modules(merged) | embedding_module(merged)
-    kind_of(tmp_path / "out" / "tokens").merge(
+    kind_of_folder(tmp_path / "out" / "tokens").merge(
         tmp_path / "out" / "tokens", modules, model_shape(merged, merged.dtype).sites
     )
     assert oracle.mean_loss(merged, rows) == pytest.approx(last, rel=1e-6)
@@ -360,7 +360,7 @@ def test_merged_into_the_base_it_computes_the_same(family, tmp_path):
     bench.train(bench.base(family), tmp_path / "out", [job(family, learning_rate=0.05)])
     folder, merged = tmp_path / "out" / "tokens", tiny(family, torch.float64)
     modules = site_modules(merged) | embedding_module(merged)
-    kind_of(folder).merge(folder, modules, model_shape(merged, merged.dtype).sites)
+    kind_of_folder(folder).merge(folder, modules, model_shape(merged, merged.dtype).sites)
     peft = PeftModel.from_pretrained(tiny(family, torch.float64), folder).double().eval()
     tokens = torch.tensor([samples()[0][0]])
     with torch.no_grad():
@@ -375,7 +375,7 @@ def test_merged_into_the_base_it_computes_the_same(family, tmp_path):
 def test_another_base_or_other_tokens_are_refused(tmp_path):
     base = bench.base("llama")
     bench.train(base, tmp_path / "out", [job("llama", steps=1)])
-    folder, kind = tmp_path / "out" / "tokens", kind_named("lora")
+    folder, kind = tmp_path / "out" / "tokens", get_kind("lora")
     spec = replace(job("llama").adapter, init_from=str(folder))
     kind.check_start(spec, base.shape.sites)
     with pytest.raises(AdapterError, match=r"set adapter.trainable_token_indices as the folder has it"):

@@ -19,7 +19,7 @@ from tests.run.test_streamed import take_aboard, windows
 from tests.run.workers.test_agreed import CAPACITY, whole_base
 from weftune import JobSpec
 from weftune.adapters.kind import JobAdapter
-from weftune.adapters.registry import kind_named
+from weftune.adapters.registry import get_kind
 from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
 from weftune.cli.plan_jobs import outline_jobs
@@ -231,7 +231,7 @@ def test_another_number_of_virtual_tokens_is_no_start(kind, sentence, base, tmp_
     bench.train(base, tmp_path / "out", [first])
     spec = replace(second.adapter, init_from=str(tmp_path / "out" / kind))
     with pytest.raises(AdapterError, match=sentence):
-        kind_named(kind).check_start(spec, base.shape.sites)
+        get_kind(kind).check_start(spec, base.shape.sites)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -242,7 +242,7 @@ def test_it_can_neither_be_merged_nor_served_and_says_so(kind, base, tmp_path):
     bench.train(base, tmp_path / "out", [spec])
     folder = tmp_path / "out" / kind
     with pytest.raises(AdapterError, match=f"a {kind} adapter cannot be merged"):
-        kind_named(kind).merge(folder, base.sites(), base.shape.sites)
+        get_kind(kind).merge(folder, base.sites(), base.shape.sites)
     with pytest.raises(AdapterError, match=f"is a {kind} adapter, which servers do not load"):
         write_portable(folder, tmp_path / "portable")
 

@@ -16,7 +16,7 @@ from weftune.adapters.ia3.spec import Ia3Spec
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.kinds import AdapterSpec
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.adapters.registry import kind_named
+from weftune.adapters.registry import get_kind
 from weftune.adapters.vera.spec import VeraSpec
 from weftune.base.model import Base
 from weftune.ops.lora.routes import Route
@@ -46,7 +46,7 @@ class Passed:
 
 def drawn(base: Base, spec: AdapterSpec, seed: int) -> Tensor:
     """Weights near where they begin, none of them zero."""
-    layout = kind_named(spec.kind).layout(spec, base.shape.sites)
+    layout = get_kind(spec.kind).layout(spec, base.shape.sites)
     noise = torch.randn(layout.size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     flat = 0.2 * noise + {"ia3": 1.0, "vera": 0.3}.get(spec.kind, 0.0)
     for (_, name), value in layout.views(flat).items():
@@ -73,7 +73,7 @@ def passed(
     """Through the groups of one layer, one after the other; each of `jobs` has a sample of its length."""
     banks, device = grouped(base), base.device
     for number, (job, spec) in enumerate(specs.items()):
-        layout = kind_named(spec.kind).layout(spec, base.shape.sites)
+        layout = get_kind(spec.kind).layout(spec, base.shape.sites)
         weights = draw(base, spec, number).to(device, torch.bfloat16).to(base.dtype)
         gradient = torch.zeros(layout.size, dtype=master_dtype(base.dtype), device=device)
         banks.attach(JobAdapter(job, spec, seed=0), layout, weights, gradient)

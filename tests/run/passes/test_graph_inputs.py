@@ -21,7 +21,7 @@ from weftune.adapters.kinds import AdapterSpec
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.pissa.spec import PissaSpec
 from weftune.adapters.prefix.spec import PrefixSpec
-from weftune.adapters.registry import kind_named
+from weftune.adapters.registry import get_kind
 from weftune.base.attention import GatheredPrefixes, Pack
 from weftune.base.model import Base
 from weftune.core.batch import Microbatch
@@ -68,7 +68,7 @@ class Aboard:
             self.attach(job, spec, job in sick)
 
     def attach(self, job: str, spec: AdapterSpec, sick: bool = False) -> None:
-        layout = kind_named(spec.kind).layout(spec, self.base.shape.sites)
+        layout = get_kind(spec.kind).layout(spec, self.base.shape.sites)
         generator = torch.Generator().manual_seed(len(self.gradients))
         weights = 0.3 * torch.randn(layout.size, generator=generator, dtype=self.base.dtype)
         self.gradients[job] = torch.zeros(layout.size)
@@ -142,7 +142,7 @@ def test_where_nobody_else_has_adapters_a_bottleneck_gets_all_of_its_gradient(ga
     plain.adapted.restore_base()
     jobs = Aboard(base, {"relu": spec})
     found = jobs.gathered(jobs.inputs(microbatch), microbatch) if gathered else jobs.plain(microbatch)
-    layout = kind_named(spec.kind).layout(spec, base.shape.sites)
+    layout = get_kind(spec.kind).layout(spec, base.shape.sites)
     for parameter, value in layout.views(wanted).items():
         assert value.norm() > 0, parameter
         other = layout.views(found["d relu"])[parameter]

@@ -20,7 +20,7 @@ from tests.run import aboard
 from weftune.adapters import banks
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.adapters.registry import kind_named
+from weftune.adapters.registry import get_kind
 from weftune.base.attention import pack
 from weftune.base.host.streamed import stream_model
 from weftune.base.load import as_tower
@@ -243,7 +243,7 @@ def test_the_forward_does_not_keep_what_is_recomputed(recompute, kept, monkeypat
     base, spec = one_layer("llama"), LoraSpec(rank=2)
     adapted = AdaptedBase(base, Route.tiled)
     adapted.layers.recompute = recompute
-    layout = kind_named(spec.kind).layout(spec, base.shape.sites)
+    layout = get_kind(spec.kind).layout(spec, base.shape.sites)
     adapted.banks.attach(
         JobAdapter("job", spec, 0), layout, torch.ones(layout.size), torch.zeros(layout.size)
     )

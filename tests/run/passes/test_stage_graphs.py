@@ -13,7 +13,7 @@ from tests.run import aboard
 from weftune.adapters import banks
 from weftune.adapters.banks import Banks
 from weftune.adapters.kind import JobAdapter
-from weftune.adapters.registry import kind_named
+from weftune.adapters.registry import get_kind
 from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
 from weftune.ops.lora.routes import Route
@@ -157,7 +157,7 @@ def test_a_kind_without_kernels_is_passed_plainly_and_others_are_served_by_what_
         jobs.round(jobs.laid())
     captures = jobs.graphs.captures
     spec = GateSpec(("v_proj",))
-    adapter = kind_named("gate").layout(spec, jobs.base.whole.shape.sites)
+    adapter = get_kind("gate").layout(spec, jobs.base.whole.shape.sites)
     jobs.banks.attach(
         JobAdapter("gate", spec, 0), adapter, torch.ones(adapter.size), torch.zeros(adapter.size)
     )

@@ -24,7 +24,7 @@ from tests.run.models import deep
 from tests.run.processes import run_workers
 from tests.run.workers.test_agreed import CAPACITY, PACE, whole_base
 from weftune.adapters.kind import JobAdapter
-from weftune.adapters.registry import kind_named
+from weftune.adapters.registry import get_kind
 from weftune.base.load import inspect
 from weftune.base.spec import BaseSpec
 from weftune.errors import UserError
@@ -216,7 +216,7 @@ def first_worker(connections, folder, patch):
     (folder / "a" / ".step-00000009.partial").mkdir()
     for name in "ab":
         detached = driver.detach(name)
-        layout = kind_named("lora").layout(detached.adapter.spec, driver.base.whole_sites)
+        layout = get_kind("lora").layout(detached.adapter.spec, driver.base.whole_sites)
         seen.whole[name] = detached.layout == layout and len(detached.master) == layout.size
         seen.best[name] = detached.best is not None
     seen.written_at_the_end = pipeline.saved("a")[0]

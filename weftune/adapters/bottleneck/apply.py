@@ -55,12 +55,18 @@ class NarrowLayer:
     activation: Activation
 
     def __call__(self, y_LN: Tensor) -> Tensor:
-        return self._made(y_LN, *(self.at.trained(name) for name in (DOWN, DOWN_BIAS, UP, UP_BIAS)))
+        return self._activate_bottleneck(
+            y_LN, *(self.at.trained(name) for name in (DOWN, DOWN_BIAS, UP, UP_BIAS))
+        )
 
     def forward(self, y_LN: Tensor) -> Tensor:
-        return self._made(y_LN, *(self.at.untrained(name) for name in (DOWN, DOWN_BIAS, UP, UP_BIAS)))
+        return self._activate_bottleneck(
+            y_LN, *(self.at.untrained(name) for name in (DOWN, DOWN_BIAS, UP, UP_BIAS))
+        )
 
-    def _made(self, y_LN: Tensor, down_bN: Tensor, down_b: Tensor, up_Nb: Tensor, up_N: Tensor) -> Tensor:
+    def _activate_bottleneck(
+        self, y_LN: Tensor, down_bN: Tensor, down_b: Tensor, up_Nb: Tensor, up_N: Tensor
+    ) -> Tensor:
         narrow_Lb = ACTIVATIONS[self.activation](linear(y_LN.to(down_bN.dtype), down_bN, down_b))
         return y_LN + linear(narrow_Lb, up_Nb, up_N)
 

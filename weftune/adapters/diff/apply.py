@@ -40,15 +40,15 @@ class Diff(PlainKind):
 
     def part(self, at: JobAt) -> JobPart:
         spec: DiffSpec = at.adapter.spec
-        values = _gated(at.weights, at.site.name)
+        values = _gated_difference(at.weights, at.site.name)
         if not at.bound.training:
-            delta_NK = pruned(values, spec.kept_at(values.w_NK.numel())).to(values.w_NK.dtype)
+            delta_NK = pruned(values, spec.kept_elements(values.w_NK.numel())).to(values.w_NK.dtype)
             return JobPart(add=lambda x_LK: x_LK @ delta_NK.T)
-        totals = _gated(at.bound.totals[at.adapter.job], at.site.name)
-        drawn = self._drawn(at) if at.segment.step <= spec.relaxed_steps(at.adapter.steps) else None
+        totals = _gated_difference(at.bound.totals[at.adapter.job], at.site.name)
+        drawn = self._draw_gates(at) if at.segment.step <= spec.relaxed_steps(at.adapter.steps) else None
         return JobPart(add=lambda x_LK: difference_product(x_LK, values, totals, drawn, at.bound.anchor))
 
-    def _drawn(self, at: JobAt) -> DrawnGates:
+    def _draw_gates(self, at: JobAt) -> DrawnGates:
         def own(what: str) -> int:
             return key(at.adapter.seed, at.segment.step, f"{at.site.name}.{what}")
 
@@ -71,8 +71,8 @@ class Diff(PlainKind):
             torch.cuda.synchronize()
         parameters = masters()
         for site in dict.fromkeys(site for site, _ in parameters):
-            values = _gated(parameters, site)
-            fix_gates(values, spec.kept_at(values.w_NK.numel()))
+            values = _gated_difference(parameters, site)
+            fix_gates(values, spec.kept_elements(values.w_NK.numel()))
 
     # -- files -------------------------------------------------------------------------------------------
 
@@ -83,20 +83,20 @@ class Diff(PlainKind):
         tensors = {}
         targeted = list(dict.fromkeys(site for site, _ in parameters))
         for site in targeted:
-            values = _gated(parameters, site)
-            flat = pruned(values, spec.kept_at(values.w_NK.numel())).flatten()
+            values = _gated_difference(parameters, site)
+            flat = pruned(values, spec.kept_elements(values.w_NK.numel())).flatten()
             indices = flat.nonzero().flatten()
             tensors[f"{PREFIX}{site}.{INDICES}"], tensors[f"{PREFIX}{site}.{VALUES}"] = indices, flat[indices]
         write_folder(folder, tensors, self.config(spec, targeted, sites, base))
 
     def read(self, folder: Path, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
         """Return the differences stored in a folder as dense matrices, by site."""
-        tensors = read_tensors(folder, whole=INDICES)
+        tensors = read_tensors(folder, integer_suffix=INDICES)
         adapted = {site.name: site for site in sites if spec.adapts(site)}
         expected = {f"{PREFIX}{name}.{part}" for name in adapted for part in (INDICES, VALUES)}
-        self.refuse_others(folder, spec, tensors.keys(), expected)
+        self.refuse_other_tensors(folder, spec, tensors.keys(), expected)
         return {
-            (name, DELTA): _dense(folder, site, tensors[f"{PREFIX}{name}.{INDICES}"], tensors[stored])
+            (name, DELTA): _to_dense(folder, site, tensors[f"{PREFIX}{name}.{INDICES}"], tensors[stored])
             for name, site in adapted.items()
             if (stored := f"{PREFIX}{name}.{VALUES}")
         }
@@ -114,11 +114,11 @@ class Diff(PlainKind):
         return at.weight_NK + at.own[DELTA], at.bias_N
 
 
-def _gated(parameters: Parameters, site: str) -> Gated:
+def _gated_difference(parameters: Parameters, site: str) -> Gated:
     return Gated(parameters[site, W], parameters[site, ALPHA], parameters.get((site, GROUP)))
 
 
-def _dense(folder: Path, site: SiteShape, indices: Tensor, values: Tensor) -> Tensor:
+def _to_dense(folder: Path, site: SiteShape, indices: Tensor, values: Tensor) -> Tensor:
     flat = torch.zeros(site.out_features * site.in_features, dtype=values.dtype)
     fits = indices.shape == values.shape and indices.ndim == 1
     if not fits or bool(((indices < 0) | (indices >= len(flat))).any()):

@@ -39,7 +39,7 @@ class DiffSpec(TargetSpec):
         matrix = (site.out_features, site.in_features)
         return {W: matrix, ALPHA: matrix, **({GROUP: (1,)} if self.structured else {})}
 
-    def kept_at(self, elements: int) -> int:
+    def kept_elements(self, elements: int) -> int:
         """Return how many elements of a weight with `elements` elements differ at the end."""
         return max(1, round(self.sparsity * elements))
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from weftune.adapters.dora.spec import MAGNITUDE, DoraSpec
 from weftune.adapters.folder import read_config
 from weftune.adapters.kind import NewAdapter, SiteTensors, TiledPart
-from weftune.adapters.lora.apply import draw, low_rank
+from weftune.adapters.lora.apply import draw_lora, low_rank
 from weftune.adapters.lora.files import lora_config
-from weftune.adapters.lora.spec import A, B, checked_spec, stored_tokens, weight_names
+from weftune.adapters.lora.spec import A, B, spec_from_config, stored_token_name, weight_names
 from weftune.adapters.plain import PREFIX, JobAt, JobPart, MergeAt, PlainKind
 from weftune.adapters.target import TOKENS
 from weftune.adapters.token_rows import fill_tokens, refuse_other_tokens
@@ -65,7 +65,7 @@ class Dora(PlainKind):
 
     def start(self, new: NewAdapter) -> None:
         """Initialise A, B and m. B is zero, so m is the length of each row of W."""
-        draw(new)
+        draw_lora(new)
         fill_tokens(new)
         for (site, name), value in new.parameters.items():
             if name == MAGNITUDE:
@@ -82,7 +82,7 @@ class Dora(PlainKind):
 
     def stored_name(self, site: str, name: str) -> str:
         if name == TOKENS:
-            return stored_tokens(site)
+            return stored_token_name(site)
         if name == MAGNITUDE:
             return f"{PREFIX}{site}.lora_magnitude_vector"
         return weight_names(site)[0 if name == A else 1]
@@ -96,7 +96,7 @@ class Dora(PlainKind):
         return lora_config(spec, targeted, sites, base, use_dora=True)
 
     def spec_of(self, folder: Path) -> DoraSpec:
-        return checked_spec(DoraSpec, folder, read_config(folder))
+        return spec_from_config(DoraSpec, folder, read_config(folder))
 
     def merged(self, at: MergeAt) -> tuple[Tensor, Tensor | None]:
         whole_NK = at.weight_NK + at.spec.scale_at(at.site.name) * at.own[B].T @ at.own[A]

@@ -53,13 +53,15 @@ class Ia3(PlainKind):
         modules = target_modules(spec, targeted, sites)
         if not isinstance(modules, str):
             # PEFT cannot choose layers for this kind: if the spec does, the modules are named one by one.
-            modules = sorted(targeted) if spec.layers is not None else _used(modules, targeted)
+            modules = sorted(targeted) if spec.layers is not None else _used_names(modules, targeted)
         feedforward = [name for name in targeted if spec.is_feedforward(name)]
         return peft_config(
             "IA3Config",
             base,
             target_modules=modules,
-            feedforward_modules=feedforward if isinstance(modules, str) else _used(modules, feedforward),
+            feedforward_modules=feedforward
+            if isinstance(modules, str)
+            else _used_names(modules, feedforward),
             fan_in_fan_out=is_transposed(targeted, sites),
         )
 
@@ -77,6 +79,6 @@ class Ia3(PlainKind):
         return at.weight_NK * scale[:, None], None if at.bias_N is None else at.bias_N * scale
 
 
-def _used(modules: Sequence[str], sites: Sequence[str]) -> list[str]:
+def _used_names(modules: Sequence[str], sites: Sequence[str]) -> list[str]:
     """Return the names in `modules` that are the ending of at least one of the sites."""
     return [one for one in modules if any(ends_with(site, one) for site in sites)]

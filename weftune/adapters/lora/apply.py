@@ -26,11 +26,11 @@ from weftune.adapters.kind import (
     TiledPart,
 )
 from weftune.adapters.lora.files import (
-    flattened,
+    flatten_experts,
     merge,
     read_start,
     read_tokens,
-    stacked,
+    stack_experts,
     write_adapter,
     write_portable,
 )
@@ -82,7 +82,7 @@ def low_rank(at: SiteTensors) -> LowRank:
     return LowRank(at.weight(A), at.weight(B), at.total(A), at.total(B), scale, spec.dropout)
 
 
-def draw(new: NewAdapter) -> None:
+def draw_lora(new: NewAdapter) -> None:
     """Draw A uniformly within ±1/√K, as PEFT does, and set B to zero; other parameters are not changed."""
     if zeros := [value for (_, name), value in new.parameters.items() if name == B]:
         torch._foreach_zero_(zeros)
@@ -100,7 +100,7 @@ class Lora(PlainKind):
     name = "lora"
 
     def start(self, new: NewAdapter) -> None:
-        draw(new)
+        draw_lora(new)
         fill_tokens(new)
 
     def rate(self, spec: LoraSpec, name: str) -> float:
@@ -122,7 +122,7 @@ class Lora(PlainKind):
         experts = {site.name: site.experts for site in sites}
         found: dict[tuple[str, str], Tensor] = {}
         for site, (a, b) in read_start(spec, sites).items():
-            found[site, A], found[site, B] = stacked(a, b, experts[site]) if experts[site] else (a, b.T)
+            found[site, A], found[site, B] = stack_experts(a, b, experts[site]) if experts[site] else (a, b.T)
         if spec.trained_tokens:
             path, rows_nD = read_tokens(Path(str(spec.init_from)), spec)
             found[path, TOKENS] = rows_nD
@@ -132,7 +132,7 @@ class Lora(PlainKind):
         self, folder: Path, spec: LoraSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str
     ) -> None:
         weights = {
-            site: flattened(a, parameters[site, B]) if a.ndim == 3 else (a, parameters[site, B].T)
+            site: flatten_experts(a, parameters[site, B]) if a.ndim == 3 else (a, parameters[site, B].T)
             for (site, name), a in parameters.items()
             if name == A
         }

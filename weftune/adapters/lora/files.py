@@ -21,16 +21,16 @@ from weftune.adapters.files import (
     target_modules,
     write_folder,
 )
-from weftune.adapters.folder import WEIGHTS, read_config, refuse_slow
+from weftune.adapters.folder import WEIGHTS, read_config, refuse_slow_patterns
 from weftune.adapters.lora.spec import (
     EXPERTS,
     LoraSpec,
+    embedding_of_tokens,
     read_spec,
-    site_of,
-    site_stored_at,
+    site_at_path,
+    site_of_weight,
     stored_path,
-    stored_tokens,
-    tokens_stored_at,
+    stored_token_name,
     weight_names,
 )
 from weftune.adapters.token_rows import merge_tokens, refuse_other_tokens
@@ -45,14 +45,14 @@ Weights = Mapping[str, tuple[Tensor, Tensor]]
 # a layer. Rows of A go expert by expert; columns of B rank by rank, and for each rank expert by expert.
 
 
-def stacked(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def stack_experts(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Return A [E, r, K] and B [E, r, N] from PEFT's two matrices for all experts."""
     a_ErK = a.view(experts, -1, a.shape[1])
     return a_ErK, b.view(b.shape[0], -1, experts).permute(2, 1, 0)
 
 
-def flattened(a_ErK: Tensor, b_ErN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return PEFT's two matrices for all experts, the inverse of `stacked`."""
+def flatten_experts(a_ErK: Tensor, b_ErN: Tensor) -> tuple[Tensor, Tensor]:
+    """Return PEFT's two matrices for all experts, the inverse of `stack_experts`."""
     return a_ErK.flatten(0, 1), b_ErN.permute(2, 1, 0).flatten(1)
 
 
@@ -66,7 +66,7 @@ def write_adapter(
 ) -> None:
     """Write an adapter folder that PEFT and vLLM load unchanged. `tokens` maps the path of the embedding to
     its trained rows, which vLLM does not load."""
-    tensors = {stored_tokens(path): rows_nD for path, rows_nD in (tokens or {}).items()}
+    tensors = {stored_token_name(path): rows_nD for path, rows_nD in (tokens or {}).items()}
     mixed = {site.name for site in sites if site.experts}
     for site, (a_rK, b_Nr) in weights.items():
         a_name, b_name = weight_names(stored_path(site, weights) if site in mixed else site)
@@ -82,7 +82,7 @@ def lora_config(
         "LoraConfig",
         base,
         r=spec.rank,
-        lora_alpha=_whole(spec.alpha),
+        lora_alpha=_integer_alpha(spec.alpha),
         lora_dropout=spec.dropout,
         target_modules=modules,
         layers_to_transform=layers_to_transform(spec, modules),
@@ -90,14 +90,14 @@ def lora_config(
         target_parameters=list(spec.target_parameters) or None,
         use_rslora=spec.rslora,
         rank_pattern=dict(spec.rank_pattern),
-        alpha_pattern={pattern: _whole(alpha) for pattern, alpha in spec.alpha_pattern.items()},
+        alpha_pattern={pattern: _integer_alpha(alpha) for pattern, alpha in spec.alpha_pattern.items()},
         trainable_token_indices=list(spec.trainable_token_indices) or None,
         fan_in_fan_out=is_transposed(targeted, sites),
         bias="none",
     )
 
 
-def _whole(alpha: float) -> float:
+def _integer_alpha(alpha: float) -> float:
     """Convert an integral alpha to int, the declared type in PEFT and vLLM, which some readers require.
     Return other values unchanged."""
     return int(alpha) if float(alpha).is_integer() else alpha
@@ -106,8 +106,8 @@ def _whole(alpha: float) -> float:
 def read_adapter(folder: Path) -> tuple[LoraSpec, dict[str, tuple[Tensor, Tensor]]]:
     """Return the spec and the weights of a PEFT LoRA folder, after checking that they match."""
     spec = read_spec(folder)
-    weights = {site_stored_at(path, spec): pair for path, pair in read_weights(folder).items()}
-    refuse_slow(folder, spec, list(weights))
+    weights = {site_at_path(path, spec): pair for path, pair in read_weights(folder).items()}
+    refuse_slow_patterns(folder, spec, list(weights))
     for site, (a_rK, b_Nr) in weights.items():
         rank = spec.rank_at(site)
         ranks = a_rK.shape[0] if spec.targets_parameter(site) else rank
@@ -123,7 +123,9 @@ def read_adapter(folder: Path) -> tuple[LoraSpec, dict[str, tuple[Tensor, Tensor
 def read_tokens(folder: Path, spec: LoraSpec) -> tuple[str, Tensor]:
     """Return the path of the embedding and the trained rows of it in an adapter folder with this spec."""
     tensors = read_tensors(folder)
-    named = {path: value for name, value in tensors.items() if (path := tokens_stored_at(name)) is not None}
+    named = {
+        path: value for name, value in tensors.items() if (path := embedding_of_tokens(name)) is not None
+    }
     if len(named) != 1:
         raise AdapterError(f"{folder} is damaged: it has the tokens of {len(named)} embeddings, not of one")
     ((path, rows_nD),) = named.items()
@@ -137,8 +139,8 @@ def read_tokens(folder: Path, spec: LoraSpec) -> tuple[str, Tensor]:
 
 def read_weights(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
     path, found = folder / WEIGHTS, read_tensors(folder)
-    tensors = {name: value for name, value in found.items() if tokens_stored_at(name) is None}
-    sites = list(dict.fromkeys(site for name in tensors if (site := site_of(name)) is not None))
+    tensors = {name: value for name, value in found.items() if embedding_of_tokens(name) is None}
+    sites = list(dict.fromkeys(site for name in tensors if (site := site_of_weight(name)) is not None))
     expected = {name for site in sites for name in weight_names(site)}
     if odd := sorted(tensors.keys() ^ expected):
         what = "is no LoRA weight of a linear" if odd[0] in tensors else "is missing"
@@ -180,11 +182,11 @@ def read_start(spec: LoraSpec, sites: Sequence[SiteShape]) -> Weights:
                 f"{spec.rank_at(name)}; "
                 "set adapter.rank and adapter.rank_pattern as the folder has them"
             )
-        refuse_misfit(folder, site, a_rK, b_Nr)
+        refuse_other_shape(folder, site, a_rK, b_Nr)
     return weights
 
 
-def refuse_misfit(folder: Path, site: SiteShape, a_rK: Tensor, b_Nr: Tensor) -> None:
+def refuse_other_shape(folder: Path, site: SiteShape, a_rK: Tensor, b_Nr: Tensor) -> None:
     has, wants = (a_rK.shape[1], b_Nr.shape[0]), (site.in_features, site.out_features)
     if has != wants:
         raise AdapterError(
@@ -214,7 +216,10 @@ def write_portable(folder: Path, target: Path) -> int:
         )
     rank = max(a_rK.shape[0] for a_rK, _ in weights.values())
     folded = {
-        site: (_padded(a_rK, rank), _padded((b_Nr.double() * spec.scale_at(site)).to(b_Nr.dtype).T, rank).T)
+        site: (
+            _pad_rank(a_rK, rank),
+            _pad_rank((b_Nr.double() * spec.scale_at(site)).to(b_Nr.dtype).T, rank).T,
+        )
         for site, (a_rK, b_Nr) in weights.items()
     }
     transposed = bool(config.get("fan_in_fan_out"))
@@ -226,7 +231,7 @@ def write_portable(folder: Path, target: Path) -> int:
     return rank
 
 
-def _padded(value_rM: Tensor, rank: int) -> Tensor:
+def _pad_rank(value_rM: Tensor, rank: int) -> Tensor:
     """Pad with zero rows up to `rank`, which does not change the product of A and B."""
     missing = rank - value_rM.shape[0]
     return torch.cat([value_rM, value_rM.new_zeros(missing, value_rM.shape[1])]) if missing else value_rM
@@ -242,7 +247,7 @@ def merge(folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteSh
     for site, (a_rK, b_Nr) in weights.items():
         if site not in shapes:
             raise AdapterError(f"{folder} is for another base: this one has no linear {site}")
-        refuse_misfit(folder, shapes[site], a_rK, b_Nr)
+        refuse_other_shape(folder, shapes[site], a_rK, b_Nr)
         if shapes[site].experts:
             _merge_experts(modules[site], site, shapes[site].experts, spec.scale_at(site), a_rK, b_Nr)
             continue
@@ -258,6 +263,6 @@ def merge(folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteSh
 def _merge_experts(module: nn.Module, site: str, count: int, scale: float, a: Tensor, b: Tensor) -> None:
     """Merge into one expert at a time: all experts of a layer in float64 may not fit in memory."""
     weight_ENK = getattr(module, site.rpartition(".")[2])
-    for weight_NK, a_rK, b_rN in zip(weight_ENK.data, *stacked(a, b, count), strict=True):
+    for weight_NK, a_rK, b_rN in zip(weight_ENK.data, *stack_experts(a, b, count), strict=True):
         change_NK = scale * (b_rN.double().T @ a_rK.double())
         weight_NK.copy_(weight_NK.double() + change_NK)

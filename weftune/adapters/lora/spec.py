@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from weftune.adapters.folder import CONFIG, damage_told, read_config, refuse_slow, target_fields
+from weftune.adapters.folder import (
+    CONFIG,
+    read_config,
+    refuse_slow_patterns,
+    target_fields,
+    wrap_config_errors,
+)
 from weftune.adapters.target import EMBEDDINGS, STORED_TOKENS, TargetSpec, ends_with
 from weftune.core.bounds import SIZE, Bound
 from weftune.core.limited import ending
@@ -19,7 +25,7 @@ from weftune.errors import AdapterError
 A, B = "a_rK", "b_rN"
 """Names of the parameters at a site. At experts, one parameter holds the matrices of all experts."""
 EXPERTS, WRAPPED = ".experts", ".base_layer"
-BEYOND = (
+UNSUPPORTED_KEYS = (
     "modules_to_save",
     "lora_bias",
     "layer_replication",
@@ -76,11 +82,11 @@ class LoraSpec(TargetSpec):
         return TargetSpec.expressions(self) | own
 
     def rank_at(self, name: str) -> int:
-        return self.rank_pattern.get(pattern_for(self.rank_pattern, name), self.rank)
+        return self.rank_pattern.get(find_pattern(self.rank_pattern, name), self.rank)
 
     def scale_at(self, name: str) -> float:
         rank = self.rank_at(name)
-        alpha = self.alpha_pattern.get(pattern_for(self.alpha_pattern, name), self.alpha)
+        alpha = self.alpha_pattern.get(find_pattern(self.alpha_pattern, name), self.alpha)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
@@ -88,7 +94,7 @@ class LoraSpec(TargetSpec):
         return {A: (*ranks, site.in_features), B: (*ranks, site.out_features)}
 
 
-def pattern_for(patterns: Iterable[str], name: str) -> str:
+def find_pattern(patterns: Iterable[str], name: str) -> str:
     """Return the first pattern that matches the end of the module path, as in PEFT, or else the path."""
     for pattern in patterns:
         if re.match(rf"(.*\.)?({pattern})$", name):
@@ -104,7 +110,7 @@ def stored_path(site: str, adapted: Collection[str]) -> str:
     return module + WRAPPED * sum(f"{module}.{other}" in adapted for other in outside)
 
 
-def site_stored_at(path: str, spec: LoraSpec) -> str:
+def site_at_path(path: str, spec: LoraSpec) -> str:
     """Return the site whose weights PEFT stores at a path: the path itself, except for experts."""
     module = path.replace(WRAPPED, "")
     if not module.endswith(EXPERTS):
@@ -120,18 +126,18 @@ def weight_names(path: str) -> tuple[str, str]:
     return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
 
 
-def stored_tokens(embedding: str) -> str:
+def stored_token_name(embedding: str) -> str:
     """Return the name of the trained rows of an embedding in a PEFT adapter file."""
     return f"base_model.model.{embedding}.{STORED_TOKENS}"
 
 
-def tokens_stored_at(name: str) -> str | None:
+def embedding_of_tokens(name: str) -> str | None:
     """Return the path of the embedding whose trained rows have this name in PEFT's files, or None."""
     found = re.fullmatch(rf"base_model\.model\.(.+)\.{re.escape(STORED_TOKENS)}", name)
     return None if found is None else found[1]
 
 
-def site_of(weight_name: str) -> str | None:
+def site_of_weight(weight_name: str) -> str | None:
     """Return the path of the module whose A or B has this name in a PEFT adapter file, or None."""
     found = re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", weight_name)
     return None if found is None else found[1]
@@ -147,10 +153,10 @@ def read_spec(folder: Path) -> LoraSpec:
         raise AdapterError(f"{folder} holds a {config.get('peft_type')} adapter, not LoRA")
     if config.get("use_dora"):
         raise AdapterError(f"{folder} is a DoRA adapter; only plain LoRA can be used")
-    return checked_spec(LoraSpec, folder, config)
+    return spec_from_config(LoraSpec, folder, config)
 
 
-def checked_spec(record: type[Spec], folder: Path, config: Mapping[str, Any]) -> Spec:
+def spec_from_config(spec_class: type[Spec], folder: Path, config: Mapping[str, Any]) -> Spec:
     """Return the spec, of LoRA or a kind with the same keys, from a PEFT config. Raise if the adapter changes
     more than its target linears, or changes the base."""
     if (start := str(config.get("init_lora_weights", True))).startswith(CHANGES_BASE):
@@ -158,22 +164,22 @@ def checked_spec(record: type[Spec], folder: Path, config: Mapping[str, Any]) ->
             f"{folder} belongs to a base that PEFT has changed ({start}); save it in PEFT with "
             "path_initial_model_for_weight_conversion, which makes it a plain LoRA adapter"
         )
-    beyond = [key for key in BEYOND if config.get(key)]
+    beyond = [key for key in UNSUPPORTED_KEYS if config.get(key)]
     if config.get("bias", "none") != "none":
         beyond.append("bias")
     if beyond:
         raise AdapterError(f"{folder} is more than plain LoRA: its {CONFIG} sets {beyond[0]}")
-    with damage_told(folder):
-        spec = record(**_fields(config))
+    with wrap_config_errors(folder):
+        spec = spec_class(**_spec_fields(config))
         if min((spec.rank, *spec.rank_pattern.values())) < 1:
             raise ValueError("a rank is below 1")
         if not all(map(math.isfinite, (spec.alpha, *spec.alpha_pattern.values()))):
             raise ValueError("an alpha is no finite number")
-    refuse_slow(folder, spec)
+    refuse_slow_patterns(folder, spec)
     return spec
 
 
-def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
+def _spec_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a LoRA spec from PEFT's config."""
     return {
         "rank": int(config["r"]),

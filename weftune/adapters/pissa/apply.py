@@ -28,7 +28,7 @@ from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
 from weftune.ops.draw import fill_normal, parameter_key
 
-OVERSAMPLED = 8
+OVERSAMPLING = 8
 """Number of random directions that a randomised SVD uses in addition to the rank."""
 
 
@@ -52,7 +52,7 @@ class Pissa(PlainKind):
             like_rK = new.parameters[site, FIRST_A]
             weight_NK = new.weight_at(site).to(device=new.drawn_on or like_rK.device, dtype=like_rK.dtype)
             decomposed = decompose(site, weight_NK, len(like_rK), new.adapter)
-            a_rK, b_rN = principal(decomposed, len(like_rK), new.adapter.spec.scale_at(site))
+            a_rK, b_rN = principal_factors(decomposed, len(like_rK), new.adapter.spec.scale_at(site))
             for name, value in ((A, a_rK), (FIRST_A, a_rK), (B, b_rN), (FIRST_B, b_rN)):
                 new.parameters[site, name].copy_(value)
 
@@ -62,7 +62,7 @@ class Pissa(PlainKind):
     def read_start(self, spec: PissaSpec, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
         """Return the parameters in the folder of a saved PiSSA job."""
         found: dict[tuple[str, str], Tensor] = {}
-        for site, (both_RK, both_NR) in read_start(spec.converted(), sites).items():
+        for site, (both_RK, both_NR) in read_start(spec.as_lora(), sites).items():
             (a_rK, first_a_rK), (b_Nr, first_b_Nr) = both_RK.chunk(2), both_NR.chunk(2, dim=1)
             found |= {(site, A): a_rK, (site, FIRST_A): first_a_rK}
             found |= {(site, B): b_Nr.T, (site, FIRST_B): -first_b_Nr.T}
@@ -84,7 +84,7 @@ class Pissa(PlainKind):
             if name == A
         }
         tokens = {site: value for (site, name), value in parameters.items() if name == TOKENS}
-        write_adapter(folder, replace(spec.converted(), init_from=None), weights, sites, base, tokens)
+        write_adapter(folder, replace(spec.as_lora(), init_from=None), weights, sites, base, tokens)
 
     def portable(self, folder: Path, target: Path) -> int:
         return write_portable(folder, target)
@@ -93,12 +93,12 @@ class Pissa(PlainKind):
         merge(folder, modules, sites)
 
 
-Decomposed = tuple[Tensor, Tensor, Tensor]
+Decomposition = tuple[Tensor, Tensor, Tensor]
 """U [N, R], s [R] and V [R, K] of W = U diag(s) V, with the largest singular values first. A randomised SVD
 has only the first few."""
 
 
-def decompose(site: str, weight_NK: Tensor, rank: int, adapter: JobAdapter) -> Decomposed:
+def decompose(site: str, weight_NK: Tensor, rank: int, adapter: JobAdapter) -> Decomposition:
     """Compute at least the first `rank` singular values of a site's weight, with the SVD of the spec."""
     if rank > min(weight_NK.shape):
         raise AdapterError(
@@ -109,13 +109,13 @@ def decompose(site: str, weight_NK: Tensor, rank: int, adapter: JobAdapter) -> D
     if iterations is None:
         left_NR, values_R, right_RK = torch.linalg.svd(weight_NK, full_matrices=False)
         return left_NR, values_R, right_RK
-    return randomised(weight_NK, rank, iterations, parameter_key(adapter.seed, site, FIRST_A))
+    return randomised_svd(weight_NK, rank, iterations, parameter_key(adapter.seed, site, FIRST_A))
 
 
-def randomised(weight_NK: Tensor, rank: int, iterations: int, key: int) -> Decomposed:
+def randomised_svd(weight_NK: Tensor, rank: int, iterations: int, key: int) -> Decomposition:
     """Compute a randomised SVD (Halko, Martinsson and Tropp 2011, algorithm 4.4). The random directions are
     drawn on the host, so that they do not depend on the device."""
-    count = min(rank + OVERSAMPLED, *weight_NK.shape)
+    count = min(rank + OVERSAMPLING, *weight_NK.shape)
     drawn_KR = torch.empty(weight_NK.shape[1], count, dtype=weight_NK.dtype)
     fill_normal(drawn_KR, key)
     basis_NR = torch.linalg.qr(weight_NK @ drawn_KR.to(weight_NK.device)).Q
@@ -126,8 +126,8 @@ def randomised(weight_NK: Tensor, rank: int, iterations: int, key: int) -> Decom
     return basis_NR @ left_RR, values_R, right_RK
 
 
-def principal(found: Decomposed, rank: int, scale: float) -> tuple[Tensor, Tensor]:
+def principal_factors(decomposition: Decomposition, rank: int, scale: float) -> tuple[Tensor, Tensor]:
     """Return A₀ [r, K] and B₀ [r, N]; scale · B₀A₀ is the best approximation of W with this rank."""
-    left_NR, values_R, right_RK = found
+    left_NR, values_R, right_RK = decomposition
     root_r = (values_R[:rank] / scale).sqrt()
     return root_r[:, None] * right_RK[:rank], root_r[:, None] * left_NR[:, :rank].T

@@ -27,7 +27,7 @@ class PissaSpec(LoraSpec):
         own = LoraSpec.shapes_at(self, site)
         return {**own, FIRST_A: own[A], FIRST_B: own[B]}
 
-    def converted(self) -> LoraSpec:
+    def as_lora(self) -> LoraSpec:
         """Return the spec of the equivalent LoRA adapter of the unchanged base: [A; A₀] and [B, −B₀], with
         twice the rank and the same scale."""
         keys: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(LoraSpec)}

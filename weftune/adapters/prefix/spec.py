@@ -9,8 +9,8 @@ from weftune.adapters.target import KEYS, VALUES, TargetSpec, ends_with
 from weftune.core.bounds import SIZE
 from weftune.core.shapes import SiteShape
 
-VALUE = "v_proj"
-TOGETHER = ("qkv_proj", "attn.c_attn", "query_key_value")
+VALUE_LINEAR = "v_proj"
+FUSED_LINEARS = ("qkv_proj", "attn.c_attn", "query_key_value")
 """Names, in different model families, of linears that compute queries, keys and values at once."""
 
 
@@ -32,14 +32,14 @@ class PrefixSpec(TargetSpec):
 
     def adapts(self, site: SiteShape) -> bool:
         """Whether the site computes a layer's values. The layer's prefix is stored under this site's name."""
-        return any(ends_with(site.name, ending) for ending in (VALUE, *TOGETHER))
+        return any(ends_with(site.name, ending) for ending in (VALUE_LINEAR, *FUSED_LINEARS))
 
     @property
     def keys_before(self) -> int:
         return self.num_virtual_tokens
 
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
-        alone = ends_with(site.name, VALUE)
+        alone = ends_with(site.name, VALUE_LINEAR)
         # The linear also has as many outputs for queries as it has inputs.
         width = site.out_features if alone else (site.out_features - site.in_features) // 2
         return dict.fromkeys((KEYS, VALUES), (self.num_virtual_tokens, width))

@@ -37,7 +37,7 @@ class Prompt(PlainKind):
         assert path is not None, "the first layer is among the sites of a whole base"
         for (site, name), value in new.parameters.items():
             weight_VD, scale = new.weight_at(path), new.weight_at(f"{path}.{EMBED_SCALE}")
-            ids = _repeated(new.adapter.start_tokens, len(value))
+            ids = _repeat_tokens(new.adapter.start_tokens, len(value))
             if spec.init == "vocabulary":
                 ids = draw_integers(len(value), len(weight_VD), new.key(site, name))
             value.copy_(weight_VD[ids.to(weight_VD.device)] * scale.to(weight_VD))
@@ -56,6 +56,6 @@ class Prompt(PlainKind):
         )
 
 
-def _repeated(tokens: Sequence[int], count: int) -> Tensor:
+def _repeat_tokens(tokens: Sequence[int], count: int) -> Tensor:
     """Return `count` tokens: those of the text, repeated or cut to this number."""
     return torch.tensor([tokens[at % len(tokens)] for at in range(count if tokens else 0)], dtype=torch.int64)

@@ -68,23 +68,26 @@ class Vera(PlainKind):
 
     def constants(self, spec: VeraSpec, sites: Sequence[SiteShape], like: Tensor) -> dict[str, Tensor]:
         """Return the random matrices A and B. B is transposed, with one row per rank, as in LoRA."""
-        drawn = self._drawn(spec, sites)
+        drawn = self._draw_matrices(spec, sites)
         return {A: drawn[A].to(like), B: drawn[B].T.contiguous().to(like)}
 
-    def _drawn(self, spec: VeraSpec, sites: Sequence[SiteShape]) -> dict[str, Tensor]:
+    def _draw_matrices(self, spec: VeraSpec, sites: Sequence[SiteShape]) -> dict[str, Tensor]:
         """Draw A, then B, in float32 on the CPU, as PEFT does. Their widths are those of the widest site."""
         own = [site for site in sites if spec.adapts(site)]
         generator = torch.Generator().manual_seed(spec.projection_prng_key)
         inputs, outputs = max(site.in_features for site in own), max(site.out_features for site in own)
-        return {A: _uniform((spec.rank, inputs), generator), B: _uniform((outputs, spec.rank), generator)}
+        return {
+            A: _draw_uniform((spec.rank, inputs), generator),
+            B: _draw_uniform((outputs, spec.rank), generator),
+        }
 
     def stored_name(self, site: str, name: str) -> str:
         return f"{PREFIX}{site}.vera_{name}"
 
-    names_beside = f"base_model.{A}", f"base_model.{B}"
+    extra_tensor_names = f"base_model.{A}", f"base_model.{B}"
 
-    def beside(self, spec: VeraSpec, sites: Sequence[SiteShape]) -> dict[str, Tensor]:
-        return dict(zip(self.names_beside, self._drawn(spec, sites).values(), strict=True))
+    def extra_tensors(self, spec: VeraSpec, sites: Sequence[SiteShape]) -> dict[str, Tensor]:
+        return dict(zip(self.extra_tensor_names, self._draw_matrices(spec, sites).values(), strict=True))
 
     def config(self, spec: VeraSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
         modules = target_modules(spec, targeted, sites)
@@ -118,7 +121,7 @@ class Vera(PlainKind):
         return at.weight_NK + at.own[E][:, None] * ((b_rN.T * at.own[D]) @ a_rK), at.bias_N
 
 
-def _uniform(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+def _draw_uniform(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
     """Draw a matrix uniformly within ±√(6 / inputs), as PEFT does (Kaiming)."""
     bound = math.sqrt(3.0) * (math.sqrt(2) / math.sqrt(shape[1]))
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)

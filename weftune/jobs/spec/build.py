@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weftune.adapters.folder import CONFIG, WEIGHTS, no_weights
+from weftune.adapters.folder import CONFIG, WEIGHTS, missing_weights_message
 from weftune.adapters.kinds import BROKEN, KINDS
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.target import ALL_LINEAR, layer_numbers
@@ -108,7 +108,7 @@ def locate_adapter(folder: Path, text: str) -> str:
     if not exists(path / CONFIG):
         raise ValueError(f"{show(text)} holds no {CONFIG}; name a PEFT adapter folder")
     if not exists(path / WEIGHTS):
-        raise ValueError(no_weights(path))
+        raise ValueError(missing_weights_message(path))
     return str(path)
 
 

@@ -9,9 +9,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from weftune.adapters.folder import refuse_slow
-from weftune.adapters.lora.spec import LoraSpec, pattern_for, read_spec
-from weftune.adapters.target import TargetSpec, layer_numbers, source_of
+from weftune.adapters.folder import refuse_slow_patterns
+from weftune.adapters.lora.spec import LoraSpec, find_pattern, read_spec
+from weftune.adapters.target import TargetSpec, layer_numbers, source_job
 from weftune.base.spec import BaseSpec
 from weftune.core.bounds import show
 from weftune.core.limited import slow_sentence
@@ -299,7 +299,7 @@ def _lora_warnings(
         )
     for key, patterns in (("rank_pattern", adapter.rank_pattern), ("alpha_pattern", adapter.alpha_pattern)):
         for pattern in patterns:
-            if not any(pattern_for([pattern], site.name) == pattern for site in sites):
+            if not any(find_pattern([pattern], site.name) == pattern for site in sites):
                 yield f"{key} {show(pattern)} matches none of the job's targets"
     if adapter.served and (adapter.rank_pattern or adapter.alpha_pattern):
         yield "vLLM ignores rank_pattern and alpha_pattern; to serve it there, run weftune export --portable"
@@ -319,12 +319,12 @@ def _started_from(
 ) -> LoraSpec | None:
     """Return the spec of the adapter that a job starts from, in a folder or among `adapters`."""
     if not isinstance(adapter.init_from, str):
-        other = adapters.get(source_of(adapter))
+        other = adapters.get(source_job(adapter))
         return other if isinstance(other, LoraSpec) else None
     folder = Path(adapter.init_from)
     try:
         before = read_spec(folder)
-        refuse_slow(folder, before, [site.name for site in sites])
+        refuse_slow_patterns(folder, before, [site.name for site in sites])
     except AdapterError:
         return None  # refused, with its reason, when the job is made ready
     return before
@@ -357,7 +357,7 @@ def name_faults(
 ) -> Iterator[tuple[str, str]]:
     """Yield every job that starts from a job that cannot be its source, with the error message. `known` are
     all names of the run, and `trials` maps the names of trials to their sweeps."""
-    sources = {job.name: source for job in jobs if (source := source_of(job.adapter))}
+    sources = {job.name: source for job in jobs if (source := source_job(job.adapter))}
     trials = trials or {}
     told: set[str] = set()
     for name, source in sources.items():
@@ -415,7 +415,7 @@ def check_starts(
     return [
         Mistake(locate(job.name, *SOURCE), sentence)
         for job in jobs
-        if (source := source_of(job.adapter)) in adapters
+        if (source := source_job(job.adapter)) in adapters
         and (sentence := _misfit(source, adapters[source], job.adapter, shape))
     ]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weftune.adapters.kind import JobAdapter, NewAdapter, WeightOf
-from weftune.adapters.registry import kind_named, layout_of
+from weftune.adapters.registry import get_kind, layout_of
 from weftune.adapters.vector import VectorLayout
 from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
@@ -116,7 +116,7 @@ class Training:
             torch.cuda.current_stream(self.master.device).wait_event(self.copied)
             self.copied = None
         step = self.progress.step + 1
-        kind = kind_named(self.adapter.spec.kind)
+        kind = get_kind(self.adapter.spec.kind)
         kind.before_step(self.adapter, step, lambda: self.layout.views(self.master))
         clip = self.recipe.clip
         return Update(
@@ -228,7 +228,7 @@ def new_training(
     faster than the host. `frozen` returns the base's weights, from which some adapter kinds are initialised.
     If `is_restored`, nothing is drawn.
     """
-    kind = kind_named(adapter.spec.kind)
+    kind = get_kind(adapter.spec.kind)
     layout = layout_of(adapter.spec, sites)
     master = torch.zeros(layout.size, dtype=master_dtype(dtype), device=device)
     if not is_restored:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from weftune.adapters.registry import kind_named
+from weftune.adapters.registry import get_kind
 from weftune.adapters.vector import VectorLayout
 from weftune.base.host.streamed import StreamedBase
 from weftune.base.model import Base
@@ -150,7 +150,7 @@ class Driver:
         drop_partial(self._checkpoints(job))
         self._pending = {key: one for key, one in self._pending.items() if key[0] != job}
         self._early_slices = {key: one for key, one in self._early_slices.items() if key[0] != job}
-        layout = kind_named(own.adapter.spec.kind).layout(own.adapter.spec, self.base.whole_sites)
+        layout = get_kind(own.adapter.spec.kind).layout(own.adapter.spec, self.base.whole_sites)
         return _assemble_training(own, parts, layout)
 
     def kill(self, job: str) -> None:
