@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weftune.data import build
-from weftune.data.build import _BadRows, _chunks, check, find_format
+from weftune.data.build import _BadRowReport, _split_rows, check, find_format
 from weftune.data.row import BadRow, CommonBadRow, Row
 from weftune.data.spec import DataSpec
 from weftune.data.tables import open_rows
@@ -42,15 +42,15 @@ def test_a_check_tells_every_bad_row_up_to_the_limit():
     check(open_rows(rows), "text", DataSpec(limit=1))
 
 
-def told(bad: _BadRows, rest: str = "") -> list[str]:
+def told(bad: _BadRowReport, rest: str = "") -> list[str]:
     with pytest.raises(DataError) as error:
-        bad.refuse(rest)
+        bad.raise_if_any(rest)
     return [str(mistake) for mistake in error.value.mistakes]
 
 
 def test_bad_rows_are_told_each_and_those_with_a_common_reason_once():
-    bad = _BadRows()
-    bad.refuse("nothing to refuse")
+    bad = _BadRowReport()
+    bad.raise_if_any("nothing to refuse")
     for number, needed in enumerate((5, 9, 7), start=1):
         remedy = "raise it to {needed_tokens}"
         bad.add(f"a:{number}", CommonBadRow("long", kind="length", remedy=remedy, needed_tokens=needed))
@@ -68,7 +68,7 @@ def test_bad_rows_are_told_each_and_those_with_a_common_reason_once():
 
 
 def test_twenty_single_mistakes_are_told_and_the_rest_counted():
-    bad = _BadRows()
+    bad = _BadRowReport()
     bad.add("a:0", CommonBadRow("long", kind="length", remedy="cut it"))
     for number in range(1, 20):
         bad.add(f"a:{number}", BadRow("torn"))
@@ -84,7 +84,7 @@ def test_twenty_single_mistakes_are_told_and_the_rest_counted():
 
 
 def sizes(*values: dict) -> list[int]:
-    return [len(chunk) for chunk in _chunks(iter([Row("a", value) for value in values]))]
+    return [len(chunk) for chunk in _split_rows(iter([Row("a", value) for value in values]))]
 
 
 def test_chunks_are_bounded_in_rows_and_in_characters(monkeypatch):

@@ -23,7 +23,7 @@ ROWS = [{"text": f"the cat sat {n}"} for n in range(20)]
 
 
 def add(writer: StoreWriter, tokens: np.ndarray, mask: np.ndarray, row: int) -> None:
-    writer.extend(build._arrays([Sample(tokens, mask)], [row]))
+    writer.extend(build._to_arrays([Sample(tokens, mask)], [row]))
 
 
 def write(folder: Path) -> None:

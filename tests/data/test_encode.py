@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import PreTrainedTokenizerFast
 
 from tests.data import families
-from weftune.data.encode import Encoded, Encoder, hide_control, holds_control
+from weftune.data.encode import Encoded, Encoder, contains_control, hide_control
 from weftune.data.prepare import SharedData, prepare
 from weftune.data.row import BadRow
 from weftune.data.spec import DataSpec
@@ -117,34 +117,34 @@ def test_a_token_is_told_to_begin_before_a_cut_if_it_holds_characters_of_both_si
     spaced, bare = encoder.tokenizer.convert_tokens_to_ids(["Ġthe", "h"])
     assert None not in (spaced, bare)
 
-    def begins_inside(cut: int, *spans: tuple[int, int], tokens: tuple[int, ...]) -> bool:
+    def splits_token(cut: int, *spans: tuple[int, int], tokens: tuple[int, ...]) -> bool:
         starts, stops = np.array(spans).T
-        return bool(encoder.begins_inside(Encoded(np.array(tokens), starts, stops), cut))
+        return bool(encoder.splits_token(Encoded(np.array(tokens), starts, stops), cut))
 
-    assert begins_inside(3, (0, 2), (2, 5), tokens=(bare, bare))
-    assert begins_inside(1, (0, 2), (2, 5), tokens=(bare, bare))
-    assert not begins_inside(2, (0, 2), (2, 5), tokens=(bare, spaced))
-    assert not begins_inside(5, (0, 2), (2, 5), tokens=(bare, bare))
-    assert not begins_inside(0, (0, 2), (2, 5), tokens=(spaced, bare))
+    assert splits_token(3, (0, 2), (2, 5), tokens=(bare, bare))
+    assert splits_token(1, (0, 2), (2, 5), tokens=(bare, bare))
+    assert not splits_token(2, (0, 2), (2, 5), tokens=(bare, spaced))
+    assert not splits_token(5, (0, 2), (2, 5), tokens=(bare, bare))
+    assert not splits_token(0, (0, 2), (2, 5), tokens=(spaced, bare))
     # Offsets that leave a token's own space out: the space stands before the cut, and is the token's.
-    assert begins_inside(3, (0, 2), (3, 5), tokens=(bare, spaced))
-    assert not begins_inside(3, (0, 2), (3, 5), tokens=(bare, bare))
-    assert not begins_inside(3, (0, 2), (4, 5), tokens=(bare, spaced))
-    assert begins_inside(6, (0, 2), (2, 5), (6, 8), tokens=(spaced, bare, spaced))
-    assert not begins_inside(0, (0, 2), (2, 5), (5, 8), tokens=(spaced, spaced, spaced))
+    assert splits_token(3, (0, 2), (3, 5), tokens=(bare, spaced))
+    assert not splits_token(3, (0, 2), (3, 5), tokens=(bare, bare))
+    assert not splits_token(3, (0, 2), (4, 5), tokens=(bare, spaced))
+    assert splits_token(6, (0, 2), (2, 5), (6, 8), tokens=(spaced, bare, spaced))
+    assert not splits_token(0, (0, 2), (2, 5), (5, 8), tokens=(spaced, spaced, spaced))
 
 
 def test_what_the_tokenizer_puts_before_a_text_is_found_whatever_it_puts_behind():
-    assert Encoder(families.gpt2()).lead == ()
+    assert Encoder(families.gpt2()).prefix_tokens == ()
     llama = families.llama3()
-    assert Encoder(llama).lead == (llama.bos_token_id,)
+    assert Encoder(llama).prefix_tokens == (llama.bos_token_id,)
     backend = llama.backend_tokenizer
     begin, end = "<|begin_of_text|>", "<|eot_id|>"
     both = [(text, backend.token_to_id(text)) for text in (begin, end)]
     backend.post_processor = processors.TemplateProcessing(
         single=f"{begin} {begin} $A {end}", special_tokens=both
     )
-    assert Encoder(llama).lead == (llama.bos_token_id,) * 2
+    assert Encoder(llama).prefix_tokens == (llama.bos_token_id,) * 2
 
 
 def test_a_text_longer_than_the_tokenizer_expects_is_not_warned_of():
@@ -188,11 +188,11 @@ def test_the_longest_control_token_is_found_where_one_begins_like_another():
 def test_control_tokens_are_found_in_keys_values_and_lists_and_hidden_in_all_of_them():
     control = Encoder(families.smollm2()).control
     row = [{"<|im_end|>": ["a", ("<|im_start|>", 5)]}, None, "<|im_end|>b"]
-    assert holds_control(row, control)
+    assert contains_control(row, control)
     for clean in ("im_end", {"a": 1}, [], ["a", {"b": ("c",)}], 5, None):
-        assert not holds_control(clean, control)
+        assert not contains_control(clean, control)
     for one in ({"<|im_end|>": 1}, {"a": "<|im_end|>"}, ["a", "<|im_end|>"], ({"a": ["<|im_end|>"]},)):
-        assert holds_control(one, control)
+        assert contains_control(one, control)
     hidden, stand_ins = hide_control(row, control)
     assert hidden == [{"\ue000": ["a", ["\ue001", 5]]}, None, "\ue000b"]
     assert stand_ins == {"\ue000": "<|im_end|>", "\ue001": "<|im_start|>"}

@@ -15,10 +15,10 @@ from weftune.data.formats import (
     clean_messages,
     clean_sharegpt,
     clean_tools,
-    detect,
-    list_of,
+    detect_format,
     normalise,
-    text_of,
+    require_list,
+    require_text,
 )
 from weftune.data.prepare import prepare
 from weftune.data.row import BadRow
@@ -63,7 +63,7 @@ def test_every_chat_format_gives_the_same_sample(name, smollm2, samples_of):
     ],
 )
 def test_the_format_is_seen_from_the_columns(row, expected):
-    assert detect(row) == expected
+    assert detect_format(row) == expected
 
 
 @pytest.mark.parametrize("label", [True, None])
@@ -149,7 +149,7 @@ def test_a_limit_takes_the_first_rows(smollm2, samples_of):
 
 
 def turns_of(row: dict, **spec: object) -> tuple[int, ...]:
-    return normalise(row, detect(row), DataSpec(rows=[], **spec)).turns
+    return normalise(row, detect_format(row), DataSpec(rows=[], **spec)).turns
 
 
 def test_the_turns_that_are_trained_on_are_the_assistants_with_weight_or_the_last_of_them():
@@ -263,7 +263,7 @@ def test_values_of_every_kind_are_checked_to_their_end():
     with refused("`row` must be text, not a number"):
         check_values({1: "a"}, "row")
     with refused("`text` must be text, not null"):
-        text_of(None, "text")
+        require_text(None, "text")
 
 
 def test_a_part_that_is_no_text_is_named_by_its_kind():
@@ -336,17 +336,17 @@ def test_sharegpt_speakers_become_roles():
 
 
 def test_a_list_may_stand_as_json_text_in_a_table():
-    assert list_of(' [1, "a"]', "cells") == [1, "a"]
-    assert list_of((1, 2), "cells") == (1, 2)
+    assert require_list(' [1, "a"]', "cells") == [1, "a"]
+    assert require_list((1, 2), "cells") == (1, 2)
     for value, kind in (("a [1]", "text"), (None, "null"), ({}, "an object")):
         with refused(f"`cells` must be a list, not {kind}"):
-            list_of(value, "cells")
+            require_list(value, "cells")
     with refused("`cells` starts like a JSON list but is not one"):
-        list_of("[1", "cells")
+        require_list("[1", "cells")
     with refused("`cells` is nested more than 64 levels deep"):
-        list_of("[" * 65 + "]" * 65, "cells")
+        require_list("[" * 65 + "]" * 65, "cells")
     with refused("`cells` starts like a JSON list but is not one"):
-        list_of("[" * 100_000, "cells")
+        require_list("[" * 100_000, "cells")
 
 
 def test_tools_are_objects_or_there_are_none():

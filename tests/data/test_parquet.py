@@ -12,7 +12,7 @@ import pytest
 
 from weftune.core.limited import Stopped
 from weftune.data import parquet
-from weftune.data.parquet import batches, count_bytes, refuse_swelling
+from weftune.data.parquet import batches, count_bytes, refuse_expansion
 from weftune.errors import DataError
 
 
@@ -69,17 +69,17 @@ def test_only_a_file_that_may_become_large_is_read_in_a_limited_process_and_only
     monkeypatch.setattr(parquet, "run_limited", process)
     bound = sum(values * (size + parquet.VALUE_BYTES) for values, size in columns(path))
     monkeypatch.setattr(parquet, "HARMLESS_BYTES", bound)
-    refuse_swelling(path, "at the bound")
+    refuse_expansion(path, "at the bound")
     assert process.asked == []
     monkeypatch.setattr(parquet, "HARMLESS_BYTES", bound - 1)
     for _ in range(3):
-        refuse_swelling(path, "beyond the bound")
+        refuse_expansion(path, "beyond the bound")
     (asked,) = process.asked
-    assert asked[:2] == (str(path), max(4 * (bound - 1), parquet.MOST_TIMES * path.stat().st_size))
-    assert asked[2] == parquet.SECONDS + path.stat().st_size * parquet.SECONDS_PER_BYTE
+    assert asked[:2] == (str(path), max(4 * (bound - 1), parquet.MAX_EXPANSION * path.stat().st_size))
+    assert asked[2] == parquet.MAX_SECONDS + path.stat().st_size * parquet.SECONDS_PER_BYTE
     path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(DataError, match="beyond the bound: not a Parquet file that can be read"):
-        refuse_swelling(path, "beyond the bound")
+        refuse_expansion(path, "beyond the bound")
 
 
 def test_a_small_file_may_become_four_times_what_is_harmless_and_a_large_one_many_times_itself(
@@ -90,9 +90,9 @@ def test_a_small_file_may_become_four_times_what_is_harmless_and_a_large_one_man
     size = path.stat().st_size
     for harmless in (0, 1000 * size):
         monkeypatch.setattr(parquet, "HARMLESS_BYTES", harmless)
-        monkeypatch.setattr(parquet, "_bound", lambda _, harmless=harmless: harmless + 1)
-        refuse_swelling(path, f"with {harmless} bytes")
-    assert [most for _, most, _ in process.asked] == [parquet.MOST_TIMES * size, 4000 * size]
+        monkeypatch.setattr(parquet, "_upper_bound", lambda _, harmless=harmless: harmless + 1)
+        refuse_expansion(path, f"with {harmless} bytes")
+    assert [most for _, most, _ in process.asked] == [parquet.MAX_EXPANSION * size, 4000 * size]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_what_the_limited_process_meets_is_told_of_the_file(outcome, sentence, p
     monkeypatch.setattr(parquet, "run_limited", _Process(outcome))
     monkeypatch.setattr(parquet, "HARMLESS_BYTES", 1)
     with pytest.raises(DataError, match=f"^mine: {sentence}"):
-        refuse_swelling(path, "mine")
+        refuse_expansion(path, "mine")
 
 
 def test_bytes_are_counted_to_the_end_unless_they_are_too_many(path):
@@ -133,7 +133,7 @@ def test_a_file_that_is_torn_or_too_much_for_the_memory_says_so_when_it_is_count
             count_bytes(str(path), 1)
         monkeypatch.setattr(pyarrow.parquet, "ParquetFile", fails(problem))
         with pytest.raises(DataError, match=r"^mine: not a Parquet file that can be read: torn$"):
-            refuse_swelling(path, "mine")
+            refuse_expansion(path, "mine")
     monkeypatch.setattr(parquet, "batches", fails(pyarrow.ArrowMemoryError("full")))
     with pytest.raises(MemoryError):
         count_bytes(str(path), 1)

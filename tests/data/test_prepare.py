@@ -10,7 +10,7 @@ import pytest
 from tests.data import families
 from weftune.data import prepare as prepare_module
 from weftune.data.encode import Encoder
-from weftune.data.prepare import SharedData, _border, _label, check_rows, prepare
+from weftune.data.prepare import SharedData, _hash_threshold, _source_label, check_rows, prepare
 from weftune.data.samples import SampleOrder
 from weftune.data.spec import DataSpec, EvalSpec, Source
 from weftune.errors import DataError
@@ -379,7 +379,7 @@ def test_rows_up_to_the_share_of_all_hashes_are_held_out_but_the_lowest_is_in_an
     fraction, border
 ):
     hashes = np.array([2**63 + 9, 2**40, 2**41, 2**42, 2**63 + 7, 2**40], dtype=np.uint64)
-    assert _border(hashes, fraction) == border
+    assert _hash_threshold(hashes, fraction) == border
 
 
 @pytest.mark.parametrize(("fraction", "held"), [(1e-9, 1), (0.999999999, 5)])
@@ -391,9 +391,9 @@ def test_a_share_near_nothing_is_one_row_and_one_near_all_leaves_one(fraction, h
 def test_a_label_is_the_name_of_a_file_that_is_there_and_is_the_only_one_of_its_name(tmp_path):
     path = str(tmp_path / "rows.jsonl")
     (tmp_path / "rows.jsonl").touch()
-    assert _label(Source(path=path), Counter(["rows.jsonl", "other"])) == "rows.jsonl"
-    assert _label(Source(path=path), Counter(["rows.jsonl", "rows.jsonl"])) == path
-    assert _label(Source(path="an-owner/a-dataset"), Counter(["a-dataset"])) == "an-owner/a-dataset"
+    assert _source_label(Source(path=path), Counter(["rows.jsonl", "other"])) == "rows.jsonl"
+    assert _source_label(Source(path=path), Counter(["rows.jsonl", "rows.jsonl"])) == path
+    assert _source_label(Source(path="an-owner/a-dataset"), Counter(["a-dataset"])) == "an-owner/a-dataset"
 
 
 def test_the_template_for_tools_is_that_of_the_tokenizer_beside_the_plain_one(tmp_path):
@@ -401,10 +401,10 @@ def test_the_template_for_tools_is_that_of_the_tokenizer_beside_the_plain_one(tm
     tokenizer.chat_template = {"default": families.CHATML, "tool_use": families.QWEN25}
     rules = SharedData(tokenizer, tmp_path, 99).rules(DataSpec(rows=ROWS))
     assert (rules.template.source, rules.tool_template.source) == (families.CHATML, families.QWEN25)
-    assert (rules.longest, rules.context) == (99, 99)
+    assert (rules.max_tokens, rules.context) == (99, 99)
     tokenizer.chat_template = None
     rules = SharedData(Encoder(tokenizer), tmp_path).rules(DataSpec(rows=ROWS, max_length=7))
-    assert (rules.template, rules.tool_template, rules.longest, rules.context) == (None, None, 7, None)
+    assert (rules.template, rules.tool_template, rules.max_tokens, rules.context) == (None, None, 7, None)
 
 
 def test_whether_rows_are_prepared_is_not_asked_of_a_spec_that_cannot_be(gpt2, tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weftune.data.row import BadRow, CommonBadRow, bad_row, is_deep, is_deep_json
+from weftune.data.row import BadRow, CommonBadRow, bad_row_from_json, is_deep, is_deep_json
 
 
 def nest(levels: int, kind: str = "list") -> Any:
@@ -35,10 +35,10 @@ def test_a_text_with_few_brackets_need_not_be_looked_into():
 
 
 def test_why_a_row_is_bad_is_the_same_in_another_process():
-    plain = bad_row(json.loads(json.dumps(BadRow("torn").plain())))
+    plain = bad_row_from_json(json.loads(json.dumps(BadRow("torn").plain())))
     assert (type(plain), str(plain)) == (BadRow, "torn")
     common = CommonBadRow("too long", kind="length", remedy="cut it", needed_tokens=7)
-    read = bad_row(json.loads(json.dumps(common.plain())))
+    read = bad_row_from_json(json.loads(json.dumps(common.plain())))
     assert isinstance(read, CommonBadRow)
     assert (str(read), read.kind, read.remedy, read.needed_tokens) == ("too long", "length", "cut it", 7)
     assert CommonBadRow("a", kind="b", remedy="c").needed_tokens == 0

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weftune.data.cache import SampleStore, Tally
-from weftune.data.row import as_row, canonical, kind_name, row_hash
+from weftune.data.row import as_row, canonical, json_type_name, row_hash
 from weftune.data.samples import SampleOrder, Samples, Share
 
 
@@ -68,7 +68,7 @@ def test_what_is_no_row_says_what_it_is():
     assert as_row("f:1", {1: 2}).problem == "the names of the columns must be text"
     values = [None, True, 1, 1.5, "a", {}, (), b""]
     kinds = ["null", "true or false", "a number", "a number", "text", "an object", "a list", "a bytes"]
-    assert [kind_name(value) for value in values] == kinds
+    assert [json_type_name(value) for value in values] == kinds
 
 
 def test_only_what_happened_is_told():

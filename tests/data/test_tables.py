@@ -13,11 +13,11 @@ import pytest
 from huggingface_hub import constants
 
 from weftune.data import tables
-from weftune.data.json_rows import PIECE, read_json, read_lines
+from weftune.data.json_rows import CHUNK_SIZE, read_json, read_lines
 from weftune.data.prepare import prepare
 from weftune.data.row import Row
 from weftune.data.spec import DataSpec
-from weftune.data.tables import open_path, open_rows, read_csv, read_given, read_parquet
+from weftune.data.tables import open_path, open_rows, read_csv, read_parquet, read_python_rows
 from weftune.errors import DataError
 
 ROWS = [{"prompt": f"Question {n}:", "completion": f" answer, {n}\n“é”"} for n in range(5)]
@@ -94,7 +94,7 @@ def test_a_csv_row_with_a_field_too_many_is_bad(tmp_path):
 
 def test_a_json_array_larger_than_the_window_is_read_piece_by_piece(tmp_path):
     path = tmp_path / "rows.json"
-    rows = [{"text": "x" * n, "n": n} for n in (10, PIECE // 2, 3 * PIECE, 5, PIECE - 11, 7)]
+    rows = [{"text": "x" * n, "n": n} for n in (10, CHUNK_SIZE // 2, 3 * CHUNK_SIZE, 5, CHUNK_SIZE - 11, 7)]
     path.write_text(json.dumps(rows))
     assert [dict(row.value) for row in read_json(path, "rows")] == rows
 
@@ -162,7 +162,7 @@ def test_a_hub_id_that_cannot_be_had_is_a_sentence(monkeypatch, tmp_path):
 
 
 def test_a_row_longer_than_the_limit_is_bad_and_the_next_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("weftune.data.json_rows.LONGEST_ROW", 100)
+    monkeypatch.setattr("weftune.data.json_rows.MAX_ROW_SIZE", 100)
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"text": "x" * 1000}) + '\n{"text": "a"}\n')
     first, second = open_path(str(path), None, "rows").rows()
@@ -214,11 +214,11 @@ def test_a_broken_line_is_told_with_the_column_where_it_breaks(line, end, tmp_pa
             "rows:2: not valid JSON: expected ',', found 'the end of the file' at column 16",
         ),
         (
-            '[{"text": "' + "x" * PIECE + '" 1}]',
-            f"rows:1: not valid JSON: expecting ',' delimiter at column {PIECE + 14}",
+            '[{"text": "' + "x" * CHUNK_SIZE + '" 1}]',
+            f"rows:1: not valid JSON: expecting ',' delimiter at column {CHUNK_SIZE + 14}",
         ),
         (
-            '[{"text": "' + "x" * PIECE + '"},\n {"a": 1,\n"b" 1}]',
+            '[{"text": "' + "x" * CHUNK_SIZE + '"},\n {"a": 1,\n"b" 1}]',
             "rows:3: not valid JSON: expecting ':' delimiter at column 5",
         ),
         ('[{"text": "a"}] 1', "rows:1: something stands after the end of the array"),
@@ -281,7 +281,7 @@ def test_an_array_may_be_empty_spaced_and_begin_with_a_byte_order_mark(tmp_path)
 def test_a_number_at_the_end_of_a_piece_goes_on_in_the_next(tmp_path):
     path = tmp_path / "rows.json"
     for less in range(4):
-        head = '[{"text": "' + "x" * (PIECE - 15 - less) + '"}, '
+        head = '[{"text": "' + "x" * (CHUNK_SIZE - 15 - less) + '"}, '
         path.write_text(head + "1234]")
         problems = [row.problem for row in read_json(path, "rows")]
         assert problems == [None, "a row must be an object with named columns, not a number"]
@@ -367,7 +367,7 @@ def test_a_torn_line_is_a_bad_row_and_those_behind_it_are_read(tmp_path):
 
 
 def test_a_line_is_as_long_as_it_may_be_and_one_longer_is_passed_over_to_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "LONGEST_LINE", 10)
+    monkeypatch.setattr(tables, "MAX_LINE_LENGTH", 10)
     text = "text\n" + "x" * 9 + "\n" + "y" * 10 + "\n" + "z" * 35 + "\n\nb\n" + "c" * 9
     rows = rows_of(tmp_path, text)
     assert [row.value.get("text") for row in rows] == ["x" * 9, None, None, "b", "c" * 9]
@@ -395,7 +395,7 @@ def test_a_parquet_file_that_breaks_while_it_is_read_is_a_sentence(tmp_path, mon
     def torn(_: Path) -> None:
         raise OSError("torn\nat 5")
 
-    monkeypatch.setattr(tables, "refuse_swelling", lambda *_: None)
+    monkeypatch.setattr(tables, "refuse_expansion", lambda *_: None)
     monkeypatch.setattr(tables, "batches", torn)
     with pytest.raises(DataError, match=r"^rows: not a Parquet file that can be read: torn$"):
         list(read_parquet(tmp_path / "rows.parquet", "rows"))
@@ -405,7 +405,7 @@ def test_given_rows_that_are_too_deep_or_no_rows_are_bad_by_their_number():
     deep: list = []
     for _ in range(80):
         deep = [deep]
-    good, bad, none = read_given([{"a": 1, "b": None}, {"a": deep}, 5], "rows")
+    good, bad, none = read_python_rows([{"a": 1, "b": None}, {"a": deep}, 5], "rows")
     assert (good.location, good.value) == ("rows:1", {"a": 1})
     assert (bad.location, bad.problem) == ("rows:2", "the row is nested more than 64 levels deep")
     assert (none.location, none.problem) == (
@@ -418,4 +418,4 @@ def test_a_dataset_is_read_through_all_of_its_batches():
     from datasets import Dataset
 
     rows = [{"n": n, "text": str(n)} for n in range(600)]
-    assert [dict(row.value) for row in read_given(Dataset.from_list(rows), "rows")] == rows
+    assert [dict(row.value) for row in read_python_rows(Dataset.from_list(rows), "rows")] == rows

@@ -20,7 +20,7 @@ from weftune.data.spec import DataSpec
 from weftune.data.template import (
     SandboxedTemplate,
     Template,
-    compiled,
+    compile_template,
     facts,
     print_check,
     render_one,
@@ -113,7 +113,7 @@ def test_a_template_is_looked_at_once_whether_it_can_be_compiled_or_not(monkeypa
 
 
 def test_no_rows_ask_nothing_of_a_template():
-    assert Template("{{ messages }}", {}).renderings([], None) == []
+    assert Template("{{ messages }}", {}).render_chats([], None) == []
 
 
 def test_named_templates_give_their_default():
@@ -195,7 +195,7 @@ def _no_limit() -> Iterator[None]:
 @pytest.fixture
 def shortest(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred characters are the most that may be printed."""
-    monkeypatch.setattr(templates, "LONGEST_PRINT", 100)
+    monkeypatch.setattr(templates, "MAX_PRINTED_CHARACTERS", 100)
 
 
 def render(source: str, messages: Any = MESSAGES, tools: Any = None, **special: Any) -> str:
@@ -309,8 +309,8 @@ def test_every_render_has_its_time_for_itself():
 
 def test_a_template_is_compiled_once_and_remembers_the_shapes_that_it_prints():
     source = "{{ messages }}"
-    assert compiled(source, "{}") is compiled(source, "{}")
-    assert compiled(source, "{}") is not compiled(source, '{"a": "b"}')
+    assert compile_template(source, "{}") is compile_template(source, "{}")
+    assert compile_template(source, "{}") is not compile_template(source, '{"a": "b"}')
     assert print_check(source, "{}") is print_check(source, "{}")
 
 

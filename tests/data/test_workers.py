@@ -22,9 +22,9 @@ def many(monkeypatch):
     """Two workers, who are there when two chunks of four rows have been made."""
     asked = count()
     monkeypatch.setattr(building, "ROWS_AT_ONCE", 4)
-    monkeypatch.setattr(building, "CHUNKS_HERE", 1)
+    monkeypatch.setattr(building, "CHUNKS_BEFORE_WORKERS", 1)
     monkeypatch.setattr(building, "worker_count", lambda: 2)
-    monkeypatch.setattr(building, "workers_answer", lambda: next(asked) >= 2)
+    monkeypatch.setattr(building, "have_workers_answered", lambda: next(asked) >= 2)
     yield
     end_workers()
 
@@ -63,8 +63,8 @@ def test_mistakes_are_told_in_the_same_words(tmp_path, many, monkeypatch):
     rows = [*chats(9), *({"input_ids": [5, 6], "labels": [-100, -100]} for _ in range(2)), *chats(2)]
     data = spec(tmp_path / "rows.jsonl", [{"input_ids": [5, 6], "labels": [5, 6]}] * 9 + rows[9:11])
     told = []
-    for workers_here in (2, 0):
-        monkeypatch.setattr(building, "worker_count", lambda count=workers_here: count)
+    for get_workers in (2, 0):
+        monkeypatch.setattr(building, "worker_count", lambda count=get_workers: count)
         with pytest.raises(DataError) as refusal:
             prepare(data, None, bench.tokenizer(), tmp_path / "cache")
         told.append(str(refusal.value))
@@ -75,13 +75,13 @@ def test_mistakes_are_told_in_the_same_words(tmp_path, many, monkeypatch):
 def test_started_ahead_workers_are_there_without_having_made_anything():
     pool = Workers(1)
     try:
-        assert not pool.answers
+        assert not pool.has_answered
         pool.start(doubled, os.getpid())
         until = time.monotonic() + 60
-        while not pool.answers and time.monotonic() < until:
+        while not pool.has_answered and time.monotonic() < until:
             time.sleep(0.01)
-        assert pool.answers
-        assert [made for _, made in pool.each(doubled, os.getpid(), [3])] == [6]
+        assert pool.has_answered
+        assert [made for _, made in pool.map_items(doubled, os.getpid(), [3])] == [6]
     finally:
         pool.end()
 
@@ -89,7 +89,7 @@ def test_started_ahead_workers_are_there_without_having_made_anything():
 def test_what_a_lost_worker_was_at_is_made_here_and_the_others_go_on():
     pool = Workers(2)
     try:
-        found = list(pool.each(doubled, os.getpid(), [1, 2, "lost", 3, 4, "lost", 5]))
+        found = list(pool.map_items(doubled, os.getpid(), [1, 2, "lost", 3, 4, "lost", 5]))
     finally:
         pool.end()
     assert [made for _, made in found] == [2, 4, "here", 6, 8, "here", 10]
@@ -99,9 +99,9 @@ def test_an_error_is_raised_here_and_an_item_that_cannot_be_sent_is_made_here():
     pool = Workers(1)
     try:
         with pytest.raises(ValueError, match="bad"):
-            list(pool.each(doubled, 0, [1, "bad", 2]))
+            list(pool.map_items(doubled, 0, [1, "bad", 2]))
         unsendable = lambda: None  # noqa: E731
-        ((_, made),) = pool.each(lambda shared, item: "here", 0, [unsendable])
+        ((_, made),) = pool.map_items(lambda shared, item: "here", 0, [unsendable])
     finally:
         pool.end()
     assert made == "here"

@@ -14,21 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weftune.data.cache import SampleStore, StoreWriter, Tally, open_store
-from weftune.data.formats import Content, Sample, detect, normalise, refuse_untrainable, renamed
-from weftune.data.row import BadRow, CommonBadRow, Row, Table, bad_row, row_hash
+from weftune.data.formats import Content, Sample, detect_format, normalise, refuse_untrainable, rename_columns
+from weftune.data.row import BadRow, CommonBadRow, Row, Table, bad_row_from_json, row_hash
 from weftune.data.spec import DataSpec, Format
 from weftune.data.tokenise import Rules, Tokeniser
-from weftune.data.workers import worker_count, workers_answer, workers_here
+from weftune.data.workers import get_workers, have_workers_answered, worker_count
 from weftune.errors import DataError, Mistake
 
 VERSION = 2
 """Cache version. Raise it when the same rows produce different samples."""
-SHOWN = 20
-LOCATIONS_SHOWN = 3
-REASONS_KEPT = 5
+MAX_SHOWN_ROWS = 20
+MAX_SHOWN_LOCATIONS = 3
+MAX_KEPT_REASONS = 5
 ROWS_AT_ONCE = 128
 CHARACTERS_AT_ONCE = 1_000_000
-CHUNKS_HERE = 4
+CHUNKS_BEFORE_WORKERS = 4
 """Number of chunks tokenised in this process before workers start; small tables need no workers."""
 
 
@@ -41,7 +41,7 @@ def store_key(table: Table, format: Format, rules: Rules) -> str:
         rules.encoder.fingerprint,
         rules.template and rules.template.source,
         rules.tool_template and rules.tool_template.source,
-        rules.longest,
+        rules.max_tokens,
         format,
         sorted(spec.columns.items()),
         spec.limit,
@@ -77,12 +77,12 @@ def find_format(table: Table, spec: DataSpec) -> Format:
         refuse_untrainable(spec.format, table.label)
         return spec.format
     seen = Row(table.label, {})
-    bad = _BadRows()
-    for row in _limited(table, spec):
+    bad = _BadRowReport()
+    for row in _rows_within_limit(table, spec):
         if row.problem is not None:
             bad.add(row.location, BadRow(row.problem))
             continue
-        format = detect(renamed(row.value, spec.columns))
+        format = detect_format(rename_columns(row.value, spec.columns))
         if format is not None:
             refuse_untrainable(format, table.label)
             return format
@@ -92,32 +92,32 @@ def find_format(table: Table, spec: DataSpec) -> Format:
         hint = "say which is which, as in `columns: {prompt: question}`"
         sentence = f"no row format has these columns: {found}; {hint}"
         raise DataError(Mistake(seen.location, sentence))
-    bad.refuse()
+    bad.raise_if_any()
     raise DataError(Mistake(table.label, "the dataset is empty"))
 
 
 def check(table: Table, format: Format, spec: DataSpec) -> None:
     """Check every row before any is tokenised. Raise DataError if there are invalid rows."""
-    bad = _BadRows()
-    for row in _limited(table, spec):
+    bad = _BadRowReport()
+    for row in _rows_within_limit(table, spec):
         try:
-            _content(row, format, spec)
+            _read_content(row, format, spec)
         except BadRow as problem:
             bad.add(row.location, problem)
-    bad.refuse()
+    bad.raise_if_any()
 
 
-def _limited(table: Table, spec: DataSpec) -> Iterator[Row]:
+def _rows_within_limit(table: Table, spec: DataSpec) -> Iterator[Row]:
     return islice(table.rows(), spec.limit)
 
 
-def _content(row: Row, format: Format, spec: DataSpec) -> Content:
+def _read_content(row: Row, format: Format, spec: DataSpec) -> Content:
     if row.problem is not None:
         raise BadRow(row.problem)
     return normalise(row.value, format, spec)
 
 
-class _Alike:
+class _SimilarRows:
     """Rows that are invalid for the same reason: the first of them, and their number."""
 
     def __init__(self, problem: BadRow) -> None:
@@ -128,12 +128,12 @@ class _Alike:
 
     def add(self, location: str, problem: BadRow) -> None:
         self.count += 1
-        if len(self._locations) < LOCATIONS_SHOWN:
+        if len(self._locations) < MAX_SHOWN_LOCATIONS:
             self._locations.append(location)
         if isinstance(problem, CommonBadRow):
             self._needed_tokens = max(self._needed_tokens, problem.needed_tokens)
 
-    def mistake(self, with_remedy: bool) -> Mistake:
+    def message(self, with_remedy: bool) -> Mistake:
         sentence = str(self._first)
         if self.count > 1:
             more = ", …" if self.count > len(self._locations) else ""
@@ -143,17 +143,17 @@ class _Alike:
         return Mistake(self._locations[0], sentence)
 
 
-class _BadRows:
+class _BadRowReport:
     """The first invalid rows, with one entry for all rows of a common reason, and the number of the rest."""
 
     def __init__(self) -> None:
-        self._found: list[_Alike] = []
-        self._common: dict[str, _Alike] = {}
+        self._found: list[_SimilarRows] = []
+        self._common: dict[str, _SimilarRows] = {}
         self.more = 0
 
     @property
     def full(self) -> bool:
-        return len(self._found) - len(self._common) == SHOWN
+        return len(self._found) - len(self._common) == MAX_SHOWN_ROWS
 
     def add(self, location: str, problem: BadRow) -> None:
         is_common = isinstance(problem, CommonBadRow)
@@ -162,49 +162,49 @@ class _BadRows:
             if not is_common and self.full:
                 self.more += 1
                 return
-            alike = _Alike(problem)
+            alike = _SimilarRows(problem)
             self._found.append(alike)
             if isinstance(problem, CommonBadRow):
                 self._common[problem.kind] = alike
         alike.add(location, problem)
 
-    def refuse(self, rest: str = "") -> None:
+    def raise_if_any(self, rest: str = "") -> None:
         """Raise DataError if there are invalid rows."""
         if not self._found:
             return
         rest = f"and {self.more} more" if self.more else rest
-        mistakes = [alike.mistake(with_remedy=True) for alike in self._found]
+        mistakes = [alike.message(with_remedy=True) for alike in self._found]
         raise DataError([*mistakes, *([Mistake("", rest)] if rest else [])])
 
     def reasons(self, count: int) -> tuple[list[str], int]:
         """Return up to `count` sentences and the number of rows that they cover."""
         first = self._found[:count]
-        return [str(alike.mistake(with_remedy=False)) for alike in first], sum(a.count for a in first)
+        return [str(alike.message(with_remedy=False)) for alike in first], sum(a.count for a in first)
 
 
 def _write(
     table: Table, format: Format, rules: Rules, folder: Path, progress: Callable[[int], None] | None
 ) -> None:
     tally = Tally()
-    bad = _BadRows()
+    bad = _BadRowReport()
     spec = rules.spec
     with StoreWriter(folder) as writer:
-        for rows, chunk in _tokenised(_chunks(_limited(table, spec)), format, rules):
+        for rows, chunk in _tokenise_chunks(_split_rows(_rows_within_limit(table, spec)), format, rules):
             for at, problem in chunk.bad:
-                bad.add(rows[at].location, bad_row(problem))
+                bad.add(rows[at].location, bad_row_from_json(problem))
             if not spec.skip_bad_rows and bad.full:
-                bad.refuse("reading stopped here; there may be more")
+                bad.raise_if_any("reading stopped here; there may be more")
             writer.extend(chunk.arrays)
             tally.add(chunk.tally)
             if progress is not None:
                 progress(tally.rows)
         if not spec.skip_bad_rows:
-            bad.refuse()
-        tally.reasons, tally.explained = bad.reasons(REASONS_KEPT)
+            bad.raise_if_any()
+        tally.reasons, tally.explained = bad.reasons(MAX_KEPT_REASONS)
         writer.commit(tally)
 
 
-def _tokenised(
+def _tokenise_chunks(
     chunks: Iterator[list[Row]], format: Format, rules: Rules
 ) -> Iterator[tuple[list[Row], TokenisedChunk]]:
     """Yield each chunk with its result, in order; workers tokenise once they have started."""
@@ -212,21 +212,21 @@ def _tokenised(
     shared = replace(rules, spec=replace(rules.spec, rows=None)), format
     count = worker_count()
     for at, rows in enumerate(chunks):
-        if count and workers_answer():
-            yield from workers_here(count).each(tokenise_chunk, shared, chain([rows], chunks))
+        if count and have_workers_answered():
+            yield from get_workers(count).map_items(tokenise_chunk, shared, chain([rows], chunks))
             return
-        if count and at == CHUNKS_HERE:
-            workers_here(count).start(tokenise_chunk, shared)
+        if count and at == CHUNKS_BEFORE_WORKERS:
+            get_workers(count).start(tokenise_chunk, shared)
         yield rows, tokenise_chunk(shared, rows)
 
 
-def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
+def _split_rows(rows: Iterator[Row]) -> Iterator[list[Row]]:
     """Yield chunks of limited rows and, roughly, characters, so that little memory is needed."""
     chunk: list[Row] = []
     size = 0
     for row in rows:
         chunk.append(row)
-        size += _size(row.value)
+        size += _character_count(row.value)
         if len(chunk) == ROWS_AT_ONCE or size > CHARACTERS_AT_ONCE:
             yield chunk
             chunk, size = [], 0
@@ -234,13 +234,13 @@ def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
         yield chunk
 
 
-def _size(value: object) -> int:
+def _character_count(value: object) -> int:
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
-        return sum(_size(inner) for inner in value.values())
+        return sum(_character_count(inner) for inner in value.values())
     if isinstance(value, list):
-        return sum(_size(inner) for inner in value)
+        return sum(_character_count(inner) for inner in value)
     return 8
 
 
@@ -262,7 +262,7 @@ def tokenise_chunk(shared: tuple[Rules, Format], rows: list[Row]) -> TokenisedCh
     bad: list[tuple[int, dict[str, Any]]] = []
     for at, row in enumerate(rows):
         try:
-            good.append((at, _content(row, format, rules.spec)))
+            good.append((at, _read_content(row, format, rules.spec)))
         except BadRow as problem:
             bad.append((at, problem.plain()))
     samples: list[Sample] = []
@@ -275,10 +275,10 @@ def tokenise_chunk(shared: tuple[Rules, Format], rows: list[Row]) -> TokenisedCh
         hashes += [row_hash(rows[at].value)] * len(outcome)
         samples += outcome
     tally.skipped = len(bad)
-    return TokenisedChunk(_arrays(samples, hashes), bad, tally)
+    return TokenisedChunk(_to_arrays(samples, hashes), bad, tally)
 
 
-def _arrays(samples: list[Sample], hashes: list[int]) -> dict[str, NDArray[Any]]:
+def _to_arrays(samples: list[Sample], hashes: list[int]) -> dict[str, NDArray[Any]]:
     nothing = np.empty(0)
     return {
         "tokens": np.concatenate([nothing.astype(np.int32), *(one.tokens for one in samples)]),

@@ -28,8 +28,8 @@ from weftune.errors import OutputError
 ARRAYS = {"tokens": "<i4", "mask": "|b1", "lengths": "<i4", "supervised": "<i4", "rows": "<u8"}
 """Maps each file to its dtype. Tokens and mask are concatenated; the others have one value per sample."""
 META = "store.json"
-PIECE = 2**20
-FORGOTTEN_AFTER = 24 * 3600
+CHUNK_BYTES = 2**20
+STALE_AFTER_SECONDS = 24 * 3600
 
 
 @dataclass(slots=True)
@@ -109,22 +109,22 @@ def open_store(folder: Path) -> SampleStore | None:
     try:
         meta = json.loads((folder / META).read_bytes())
         body = meta["body"]
-        if meta["checksum"] != zlib.crc32(_body(body)):
+        if meta["checksum"] != zlib.crc32(_encode_body(body)):
             return None
         for name in ARRAYS:
             if _checksum(folder / name) != body["checksums"][name]:
                 return None
-        arrays = {name: _map(folder / name, kind) for name, kind in ARRAYS.items()}
+        arrays = {name: _map_array(folder / name, kind) for name, kind in ARRAYS.items()}
         return SampleStore(tally=Tally(**body["tally"]), key=folder.name, **arrays)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _body(body: dict[str, Any]) -> bytes:
+def _encode_body(body: dict[str, Any]) -> bytes:
     return json.dumps(body, sort_keys=True).encode()
 
 
-def _map(path: Path, kind: str) -> NDArray[Any]:
+def _map_array(path: Path, kind: str) -> NDArray[Any]:
     if path.stat().st_size == 0:
         return np.empty(0, dtype=kind)
     return np.asarray(np.memmap(path, dtype=kind, mode="r"))
@@ -133,7 +133,7 @@ def _map(path: Path, kind: str) -> NDArray[Any]:
 def _checksum(path: Path) -> int:
     value = 0
     with path.open("rb") as file:
-        while piece := file.read(PIECE):
+        while piece := file.read(CHUNK_BYTES):
             value = zlib.crc32(piece, value)
     return value
 
@@ -143,20 +143,20 @@ class StoreWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._making = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
+        self._partial_folder = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
         self._files: dict[str, BinaryIO] = {}
         self._checksums = dict.fromkeys(ARRAYS, 0)
 
     def __enter__(self) -> StoreWriter:
-        with _disk(self._folder.parent):
-            self._making.parent.mkdir(parents=True, exist_ok=True)
+        with _wrap_disk_errors(self._folder.parent):
+            self._partial_folder.parent.mkdir(parents=True, exist_ok=True)
             for old in self._folder.parent.glob(f".{self._folder.name}.*"):
                 with contextlib.suppress(OSError):  # left behind by a builder that was killed
-                    if time.time() - old.stat().st_mtime > FORGOTTEN_AFTER:
+                    if time.time() - old.stat().st_mtime > STALE_AFTER_SECONDS:
                         shutil.rmtree(old, ignore_errors=True)
-            self._making.mkdir()
+            self._partial_folder.mkdir()
             for name in ARRAYS:
-                self._files[name] = (self._making / name).open("wb", buffering=PIECE)
+                self._files[name] = (self._partial_folder / name).open("wb", buffering=CHUNK_BYTES)
         return self
 
     def __exit__(
@@ -165,33 +165,33 @@ class StoreWriter:
         for file in self._files.values():
             with contextlib.suppress(OSError):
                 file.close()
-        shutil.rmtree(self._making, ignore_errors=True)
+        shutil.rmtree(self._partial_folder, ignore_errors=True)
 
     def extend(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Append samples. `arrays` maps each file name to the values to append."""
         for name, dtype in ARRAYS.items():
             data = np.asarray(arrays[name], dtype=dtype).tobytes()
             self._checksums[name] = zlib.crc32(data, self._checksums[name])
-            with _disk(self._folder.parent):
+            with _wrap_disk_errors(self._folder.parent):
                 self._files[name].write(data)
 
     def commit(self, tally: Tally) -> None:
         body = {"checksums": self._checksums, "tally": asdict(tally)}
-        with _disk(self._folder.parent):
+        with _wrap_disk_errors(self._folder.parent):
             for file in self._files.values():
                 _sync(file)
                 file.close()
-            with (self._making / META).open("wb") as file:
-                file.write(json.dumps({"body": body, "checksum": zlib.crc32(_body(body))}).encode())
+            with (self._partial_folder / META).open("wb") as file:
+                file.write(json.dumps({"body": body, "checksum": zlib.crc32(_encode_body(body))}).encode())
                 _sync(file)
-            sync_folder(self._making)
+            sync_folder(self._partial_folder)
             self._publish()
             sync_folder(self._folder.parent)
 
     def _publish(self) -> None:
         for _ in range(3):
             try:
-                os.rename(self._making, self._folder)
+                os.rename(self._partial_folder, self._folder)
                 return
             except OSError:
                 if open_store(self._folder) is not None:
@@ -201,7 +201,7 @@ class StoreWriter:
                 with contextlib.suppress(FileNotFoundError):
                     os.rename(self._folder, aside)
                 shutil.rmtree(aside, ignore_errors=True)
-        os.rename(self._making, self._folder)
+        os.rename(self._partial_folder, self._folder)
 
 
 def _sync(file: BinaryIO) -> None:
@@ -210,7 +210,7 @@ def _sync(file: BinaryIO) -> None:
 
 
 @contextlib.contextmanager
-def _disk(folder: Path) -> Iterator[None]:
+def _wrap_disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:

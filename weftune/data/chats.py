@@ -23,7 +23,7 @@ from weftune.data.row import BadRow, CommonBadRow
 PROBE = "zq"
 """Text that is inserted into a part to change it; any letters would do."""
 THINKING_END = "</think>"
-MOST_SHAPES = 10_000
+MAX_SHAPES = 10_000
 REMEDY = (
     "name a template that does with `data.chat_template` (a Jinja file, or `chatml`, which prints all "
     "of them), or leave such rows out with `data.skip_bad_rows: true`"
@@ -68,7 +68,7 @@ def render_turns(chat: Chat, template: Renderer, ends: Collection[str]) -> tuple
     if chat.turns[-1] + 1 < len(chat.messages):
         texts = [template.render(chat.messages, chat.tools, prompt=False), *texts]
     for text in texts:
-        spans = [_span_within(text, turn, ends) for turn in turns]
+        spans = [_find_turn(text, turn, ends) for turn in turns]
         found = tuple(span for span in spans if span is not None)
         if len(found) == len(turns):
             parted, endless = any(turn.parted for turn in turns), any(turn.endless for turn in turns)
@@ -96,7 +96,7 @@ def _render_turn(chat: Chat, at: int, template: Renderer, ends: Collection[str])
     return Rendered(text, ((start, len(bare) if ended else len(text)),), parted, not ended)
 
 
-def _span_within(text: str, turn: Rendered, ends: Collection[str]) -> tuple[int, int] | None:
+def _find_turn(text: str, turn: Rendered, ends: Collection[str]) -> tuple[int, int] | None:
     """Return the span of a turn in the text of a longer chat, or None if it is printed differently there."""
     assert turn.spans is not None
     ((start, stop),) = turn.spans
@@ -111,7 +111,7 @@ def _span_within(text: str, turn: Rendered, ends: Collection[str]) -> tuple[int,
     return None
 
 
-def forms(chat: Chat) -> Iterator[Chat]:
+def chat_forms(chat: Chat) -> Iterator[Chat]:
     """Yield equivalent forms of a chat, first the unchanged one, which is used at inference."""
     yield chat
     useful = [
@@ -159,7 +159,7 @@ class PrintCheck:
 
     def __init__(self, template: Renderer) -> None:
         self._template = template
-        self._sound: set[tuple[object, ...]] = set()
+        self._printed_shapes: set[tuple[object, ...]] = set()
         """Shapes (roles and fields) of chats whose parts are all printed."""
 
     def refuse_dropped(self, chat: Chat, text: str) -> None:
@@ -168,15 +168,17 @@ class PrintCheck:
         # Chats are tested up to each assistant message and as a whole: many templates refuse other ends.
         stops = {at + 1 for at, message in enumerate(chat.messages) if message["role"] == "assistant"}
         for stop in sorted({*stops, len(chat.messages)}):
-            shape = (bool(chat.tools), *map(_shape, chat.messages[:stop]))
+            shape = (bool(chat.tools), *map(_message_shape, chat.messages[:stop]))
             messages = chat.messages[start:stop]
-            if shape not in self._sound or not all(_found(message, text) for message in messages):
-                self._try(chat, start, stop)
-                if len(self._sound) < MOST_SHAPES:
-                    self._sound.add(shape)
+            if shape not in self._printed_shapes or not all(
+                _is_printed(message, text) for message in messages
+            ):
+                self._test_parts(chat, start, stop)
+                if len(self._printed_shapes) < MAX_SHAPES:
+                    self._printed_shapes.add(shape)
             start = stop
 
-    def _try(self, chat: Chat, start: int, stop: int) -> None:
+    def _test_parts(self, chat: Chat, start: int, stop: int) -> None:
         """Test each part of the messages from `start` to `stop`, in the chat that ends with them.
 
         Parts that a template drops once the chat continues, such as old thinking, are dropped on purpose.
@@ -186,7 +188,7 @@ class PrintCheck:
         before = before if before is not None else self._render(chat.messages, chat)
         for at in range(start, stop):
             message = chat.messages[at]
-            for part, changed in _changes(message, supervised=at in chat.turns):
+            for part, changed in _changed_messages(message, supervised=at in chat.turns):
                 messages = (*chat.messages[:at], changed, *chat.messages[at + 1 : stop])
                 if self._render(messages, chat) == before:
                     sentence = f"the chat template does not print the {part} of message {at + 1}"
@@ -200,26 +202,26 @@ class PrintCheck:
             return None
 
 
-def _shape(message: Message) -> tuple[object, ...]:
-    thinking, spoken = _thinking_and_spoken(message)
-    calls = tuple(bool(_body(call).get("arguments")) for call in message.get("tool_calls") or ())
+def _message_shape(message: Message) -> tuple[object, ...]:
+    thinking, spoken = _split_thinking(message)
+    calls = tuple(bool(_call_body(call).get("arguments")) for call in message.get("tool_calls") or ())
     return (message["role"], bool(thinking), bool(spoken), calls, *message)
 
 
-def _thinking_and_spoken(message: Message) -> tuple[str, str]:
+def _split_thinking(message: Message) -> tuple[str, str]:
     content = message.get("content") or ""
     thinking, mark, spoken = content.rpartition(THINKING_END)
     return (thinking.replace("<think>", "").strip(), spoken.strip()) if mark else ("", content.strip())
 
 
-def _found(message: Message, text: str) -> bool:
-    spoken = _thinking_and_spoken(message)[1]
+def _is_printed(message: Message, text: str) -> bool:
+    spoken = _split_thinking(message)[1]
     return spoken in text or json.dumps(spoken, ensure_ascii=False)[1:-1] in text
 
 
-def _changes(message: Message, supervised: bool) -> Iterator[tuple[str, Message]]:
+def _changed_messages(message: Message, supervised: bool) -> Iterator[tuple[str, Message]]:
     """Yield the name of each part of a message, and the message with that part changed."""
-    thinking, spoken = _thinking_and_spoken(message)
+    thinking, spoken = _split_thinking(message)
     content = message.get("content")
     if spoken:
         yield "content", {**message, "content": f"{content}{PROBE}"}
@@ -234,22 +236,22 @@ def _changes(message: Message, supervised: bool) -> Iterator[tuple[str, Message]
 
 def _changed_calls(call: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the tool call with another name and, if it has arguments, with other arguments."""
-    body = _body(call)
+    body = _call_body(call)
     changes: list[dict[str, Any]] = [{"name": f"{body.get('name')}{PROBE}"}]
     arguments = body.get("arguments")
     if arguments:
-        changes.append({"arguments": _more_of(arguments)})
+        changes.append({"arguments": _extend_arguments(arguments)})
     for change in changes:
         changed = {**body, **change}
         yield {**call, "function": changed} if body is not call else changed
 
 
-def _body(call: Mapping[str, Any]) -> Mapping[str, Any]:
+def _call_body(call: Mapping[str, Any]) -> Mapping[str, Any]:
     function = call.get("function")
     return function if isinstance(function, Mapping) else call
 
 
-def _more_of(arguments: Any) -> Any:
+def _extend_arguments(arguments: Any) -> Any:
     if isinstance(arguments, Mapping):
         return {**arguments, PROBE: PROBE}
     if isinstance(arguments, list | tuple):

@@ -37,8 +37,8 @@ def collate(parts: Sequence[Part]) -> Microbatch:
     """Concatenate the samples into one microbatch."""
     assert parts, "a microbatch holds at least one sample"
     found = [part.samples.tokens_and_mask(part.index) for part in parts]
-    tokens = [_behind(part.before, own) for part, (own, _) in zip(parts, found, strict=True)]
-    masks = [_behind(part.before, own) for part, (_, own) in zip(parts, found, strict=True)]
+    tokens = [_prepend_zeros(part.before, own) for part, (own, _) in zip(parts, found, strict=True)]
+    masks = [_prepend_zeros(part.before, own) for part, (_, own) in zip(parts, found, strict=True)]
     lengths = tuple(len(row) for row in tokens)
     stops = np.cumsum(lengths)
     tokens_T = np.concatenate(tokens).astype(np.int64)
@@ -46,19 +46,19 @@ def collate(parts: Sequence[Part]) -> Microbatch:
     return Microbatch(
         tokens_T=torch.from_numpy(tokens_T),
         positions_T=torch.from_numpy(row_T + np.repeat([part.first_position for part in parts], lengths)),
-        targets_T=torch.from_numpy(_targets(tokens_T, np.concatenate(masks), stops)),
+        targets_T=torch.from_numpy(_shift_targets(tokens_T, np.concatenate(masks), stops)),
         token_index_T=torch.from_numpy(np.repeat([part.offset for part in parts], lengths) + row_T),
         sample_lengths=lengths,
-        segments=_segments(parts, lengths),
+        segments=_job_segments(parts, lengths),
     )
 
 
-def _behind(rows: int, values: NDArray[Any]) -> NDArray[Any]:
+def _prepend_zeros(rows: int, values: NDArray[Any]) -> NDArray[Any]:
     """Return the values with `rows` zeros in front."""
     return np.pad(values, (rows, 0)) if rows else values
 
 
-def _targets(
+def _shift_targets(
     tokens_T: NDArray[np.int64], mask_T: NDArray[np.bool_], stops: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Return the targets: row t predicts token t + 1 of its own sample, and the last row predicts nothing."""
@@ -68,7 +68,7 @@ def _targets(
     return targets_T
 
 
-def _segments(parts: Sequence[Part], lengths: Sequence[int]) -> tuple[Segment, ...]:
+def _job_segments(parts: Sequence[Part], lengths: Sequence[int]) -> tuple[Segment, ...]:
     segments: list[Segment] = []
     row = 0
     for (job, step), run in groupby(

@@ -45,7 +45,7 @@ class Encoder:
         self.size = len(tokenizer)
         self.eos: int | None = tokenizer.eos_token_id
         self.bos: int | None = tokenizer.bos_token_id
-        self.lead = self._find_lead()
+        self.prefix_tokens = self._find_prefix_tokens()
         """Tokens that the tokenizer inserts before a text: usually BOS, with some tokenizers none."""
         self._prefixes = self._adds_prefix()
         added = tokenizer.added_tokens_decoder.values()
@@ -70,20 +70,25 @@ class Encoder:
         state = json.loads(self._backend.to_str())
         # Truncation and padding depend on the last call of the tokenizer and are not part of its identity.
         state["truncation"] = state["padding"] = None
-        identity = [state, sorted(map(str, self.tokenizer.special_tokens_map.items())), self.lead, self.eos]
+        identity = [
+            state,
+            sorted(map(str, self.tokenizer.special_tokens_map.items())),
+            self.prefix_tokens,
+            self.eos,
+        ]
         return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def texts(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """Return the tokens of users' texts, each tokenised from the beginning of a sample."""
         # Without offsets, which would take longer than the tokens.
-        parts = self._prepared(parse=False).encode_batch_fast(list(texts), add_special_tokens=False)
+        parts = self._reset_tokenizer(parse=False).encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(part.ids, dtype=np.int32) for part in parts]
 
     def continuations(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """Return the tokens of users' texts that continue another text, without an added leading space."""
         if not self._prefixes:
             return self.texts(texts)
-        return [part.tokens for part in self._continue(texts, parse=False)]
+        return [part.tokens for part in self._encode_continuations(texts, parse=False)]
 
     def rendered(self, texts: Sequence[str]) -> list[Encoded]:
         """Return the tokens of texts that a chat template printed."""
@@ -96,7 +101,7 @@ class Encoder:
         as the plain text of that control token.
         """
         if not text:
-            return _encoded([], [])
+            return _to_encoded([], [])
         borders = {0, len(text)}
         for at, character in enumerate(text):
             if character in stand_ins:
@@ -105,17 +110,17 @@ class Encoder:
         for start, stop in pairwise(sorted(borders)):
             piece = text[start:stop]
             if piece in stand_ins:
-                (part,) = self._continue([stand_ins[piece]], parse=False)
+                (part,) = self._encode_continuations([stand_ins[piece]], parse=False)
                 starts.append(np.full(len(part.tokens), start))
                 stops.append(np.full(len(part.tokens), stop))
             else:
-                (part,) = (self._encode if start == 0 else self._continue)([piece], parse=True)
+                (part,) = (self._encode if start == 0 else self._encode_continuations)([piece], parse=True)
                 starts.append(part.starts + start)
                 stops.append(part.stops + start)
             tokens.append(part.tokens)
         return Encoded(np.concatenate(tokens), np.concatenate(starts), np.concatenate(stops))
 
-    def begins_inside(self, encoded: Encoded, cut: int) -> bool:
+    def splits_token(self, encoded: Encoded, cut: int) -> bool:
         """Return whether a token covers characters on both sides of the position `cut`."""
         after = int(np.searchsorted(encoded.starts, cut, side="left"))
         stop_before = encoded.stops[after - 1] if after > 0 else cut
@@ -130,17 +135,17 @@ class Encoder:
     def _encode(self, texts: Sequence[str], *, parse: bool) -> list[Encoded]:
         if not texts:
             return []
-        parts = self._prepared(parse).encode_batch(list(texts), add_special_tokens=False)
-        return [_encoded(part.ids, part.offsets) for part in parts]
+        parts = self._reset_tokenizer(parse).encode_batch(list(texts), add_special_tokens=False)
+        return [_to_encoded(part.ids, part.offsets) for part in parts]
 
-    def _prepared(self, parse: bool) -> Any:
+    def _reset_tokenizer(self, parse: bool) -> Any:
         """Return the Rust tokenizer with its settings reset, since they persist between calls."""
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = not parse
         return self._backend
 
-    def _continue(self, texts: Sequence[str], *, parse: bool) -> list[Encoded]:
+    def _encode_continuations(self, texts: Sequence[str], *, parse: bool) -> list[Encoded]:
         if not self._prefixes:
             return self._encode(texts, parse=parse)
         # Neither anchor merges with the text after it: a letter before a space, a line break before anything
@@ -158,7 +163,7 @@ class Encoder:
             parts.append(Encoded(part.tokens[kept], part.starts[kept] - 1, part.stops[kept] - 1))
         return parts
 
-    def _find_lead(self) -> tuple[int, ...]:
+    def _find_prefix_tokens(self) -> tuple[int, ...]:
         bare = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         full = self.tokenizer("a")["input_ids"]
         for at in range(len(full)):
@@ -171,7 +176,7 @@ class Encoder:
         return after[len(line) :] != alone
 
 
-def _encoded(tokens: list[int], offsets: list[tuple[int, int]]) -> Encoded:
+def _to_encoded(tokens: list[int], offsets: list[tuple[int, int]]) -> Encoded:
     spans = np.array(offsets, dtype=np.int64).reshape(len(tokens), 2)
     return Encoded(np.array(tokens, dtype=np.int32), spans[:, 0], spans[:, 1])
 
@@ -205,11 +210,13 @@ def hide_control(value: Any, control: re.Pattern[str]) -> tuple[Any, dict[str, s
     return walk(value), stand_ins
 
 
-def holds_control(value: Any, control: re.Pattern[str]) -> bool:
+def contains_control(value: Any, control: re.Pattern[str]) -> bool:
     if isinstance(value, str):
         return control.search(value) is not None
     if isinstance(value, Mapping):
-        return any(holds_control(key, control) or holds_control(item, control) for key, item in value.items())
+        return any(
+            contains_control(key, control) or contains_control(item, control) for key, item in value.items()
+        )
     if isinstance(value, list | tuple):
-        return any(holds_control(item, control) for item in value)
+        return any(contains_control(item, control) for item in value)
     return False

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weftune.data.row import TOO_DEEP, BadRow, is_deep_json, kind_name
+from weftune.data.row import TOO_DEEP, BadRow, is_deep_json, json_type_name
 from weftune.data.spec import DataSpec, Format
 from weftune.errors import DataError, Mistake
 
@@ -28,7 +28,7 @@ COLUMNS: dict[Format, tuple[str, ...]] = {
     "alpaca": ("instruction", "input", "output", "system"),
     "text": ("text",),
 }
-NEEDED: dict[Format, tuple[tuple[str, ...], ...]] = {
+REQUIRED_COLUMNS: dict[Format, tuple[tuple[str, ...], ...]] = {
     "tokens": (("input_ids",),),
     "messages": (("messages",),),
     "sharegpt": (("conversations",),),
@@ -99,7 +99,7 @@ def check_columns(columns: Mapping[str, str]) -> None:
             )
 
 
-def renamed(value: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+def rename_columns(value: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
     """Return the row with its columns renamed; the old name of a renamed column is removed."""
     if not columns:
         return value
@@ -109,8 +109,8 @@ def renamed(value: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str
     return row
 
 
-def detect(row: Mapping[str, Any]) -> Format | None:
-    for format, choices in NEEDED.items():
+def detect_format(row: Mapping[str, Any]) -> Format | None:
+    for format, choices in REQUIRED_COLUMNS.items():
         if _has_any(row, choices) and (format != "kto" or isinstance(row["label"], bool)):
             return format
     return None
@@ -130,34 +130,34 @@ def refuse_untrainable(format: Format, label: str) -> None:
 
 def normalise(value: Mapping[str, Any], format: Format, spec: DataSpec) -> Content:
     """Check a row and convert it to its content. Raise BadRow if it is invalid."""
-    row = renamed(value, spec.columns)
-    choices = NEEDED[format]
+    row = rename_columns(value, spec.columns)
+    choices = REQUIRED_COLUMNS[format]
     if not _has_any(row, choices):
         missing = next(name for name in choices[0] if row.get(name) is None)
         name, found = spec.columns.get(missing, missing), ", ".join(value) or "none"
         raise BadRow(f"the row has no `{name}`, which {format} rows need (its columns: {found[:200]})")
     if format == "text":
-        return Text(_filled(row["text"], "text"))
+        return Text(_require_filled(row["text"], "text"))
     if format == "tokens":
-        return _tokens(row)
+        return _to_sample(row)
     if format == "alpaca":
-        return _alpaca(row, spec)
+        return _alpaca_to_chat(row, spec)
     if format == "prompt_completion":
-        return _prompt_completion(row, spec)
+        return _prompt_to_chat(row, spec)
     if format == "messages":
-        return _chat(clean_messages(row["messages"], "messages"), row, spec)
+        return _to_chat(clean_messages(row["messages"], "messages"), row, spec)
     assert format == "sharegpt", format
-    return _chat(clean_sharegpt(row["conversations"], "conversations"), row, spec)
+    return _to_chat(clean_sharegpt(row["conversations"], "conversations"), row, spec)
 
 
-def _filled(value: object, name: str) -> str:
-    text = text_of(value, name)
+def _require_filled(value: object, name: str) -> str:
+    text = require_text(value, name)
     if not text.strip():
         raise BadRow(f"`{name}` is empty")
     return text
 
 
-def _chat(messages: tuple[Message, ...], row: Mapping[str, Any], spec: DataSpec, first: int = 0) -> Chat:
+def _to_chat(messages: tuple[Message, ...], row: Mapping[str, Any], spec: DataSpec, first: int = 0) -> Chat:
     turns = tuple(
         at
         for at, message in enumerate(messages)
@@ -171,47 +171,51 @@ def _chat(messages: tuple[Message, ...], row: Mapping[str, Any], spec: DataSpec,
     return Chat(bare, clean_tools(row.get("tools")), turns)
 
 
-def _alpaca(row: Mapping[str, Any], spec: DataSpec) -> Chat:
-    request, given, system = _filled(row["instruction"], "instruction"), row.get("input"), row.get("system")
-    if given is not None and text_of(given, "input").strip():
+def _alpaca_to_chat(row: Mapping[str, Any], spec: DataSpec) -> Chat:
+    request, given, system = (
+        _require_filled(row["instruction"], "instruction"),
+        row.get("input"),
+        row.get("system"),
+    )
+    if given is not None and require_text(given, "input").strip():
         request = f"{request}\n\n{given}"
     messages = [{"role": "user", "content": request}]
-    messages.append({"role": "assistant", "content": _filled(row["output"], "output")})
-    if system is not None and text_of(system, "system").strip():
+    messages.append({"role": "assistant", "content": _require_filled(row["output"], "output")})
+    if system is not None and require_text(system, "system").strip():
         messages.insert(0, {"role": "system", "content": system})
-    return _chat(tuple(messages), {}, spec)
+    return _to_chat(tuple(messages), {}, spec)
 
 
-def _prompt_completion(row: Mapping[str, Any], spec: DataSpec) -> Chat | Text:
+def _prompt_to_chat(row: Mapping[str, Any], spec: DataSpec) -> Chat | Text:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
-        return Text(text_of(prompt, "prompt"), _filled(completion, "completion"))
+        return Text(require_text(prompt, "prompt"), _require_filled(completion, "completion"))
     for name, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, str | list | tuple):
-            raise BadRow(f"`{name}` must be text or a list of messages, not {kind_name(value)}")
+            raise BadRow(f"`{name}` must be text or a list of messages, not {json_type_name(value)}")
     if isinstance(prompt, str) or isinstance(completion, str):
         raise BadRow("`prompt` and `completion` must both be text or both be lists of messages")
     before = clean_messages(prompt, "prompt")
-    return _chat(before + clean_messages(completion, "completion"), row, spec, first=len(before))
+    return _to_chat(before + clean_messages(completion, "completion"), row, spec, first=len(before))
 
 
-def _integers(value: object, name: str) -> NDArray[np.int64]:
-    listed = list_of(value, name)
+def _require_integers(value: object, name: str) -> NDArray[np.int64]:
+    listed = require_list(value, name)
     if not {int}.issuperset(map(type, listed)):
         at = next(at for at, number in enumerate(listed) if type(number) is not int)
-        raise BadRow(f"`{name}[{at}]` must be a whole number, not {kind_name(listed[at])}")
+        raise BadRow(f"`{name}[{at}]` must be a whole number, not {json_type_name(listed[at])}")
     try:
         return np.array(listed, dtype=np.int64)
     except OverflowError:
         raise BadRow(f"`{name}` holds a number that is no token") from None
 
 
-def _tokens(row: Mapping[str, Any]) -> Sample:
+def _to_sample(row: Mapping[str, Any]) -> Sample:
     """Return tokens and mask. Labels are dropped: that of a supervised token is the token itself."""
-    tokens = _integers(row["input_ids"], "input_ids")
-    labels = _integers(row["labels"], "labels") if row.get("labels") is not None else tokens
+    tokens = _require_integers(row["input_ids"], "input_ids")
+    labels = _require_integers(row["labels"], "labels") if row.get("labels") is not None else tokens
     shown = row.get("attention_mask")
-    seen = np.ones_like(tokens) if shown is None else _integers(shown, "attention_mask")
+    seen = np.ones_like(tokens) if shown is None else _require_integers(shown, "attention_mask")
     if not len(tokens):
         raise BadRow("`input_ids` is empty")
     if len(labels) != len(tokens) or len(seen) != len(tokens):
@@ -226,9 +230,9 @@ def _tokens(row: Mapping[str, Any]) -> Sample:
     return Sample(tokens[kept], labels[kept] != -100)
 
 
-def text_of(value: object, name: str) -> str:
+def require_text(value: object, name: str) -> str:
     if not isinstance(value, str):
-        raise BadRow(f"`{name}` must be text, not {kind_name(value)}")
+        raise BadRow(f"`{name}` must be text, not {json_type_name(value)}")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -236,7 +240,7 @@ def text_of(value: object, name: str) -> str:
     return value
 
 
-def list_of(value: object, name: str) -> Sequence[Any]:
+def require_list(value: object, name: str) -> Sequence[Any]:
     """Return `value` as a list; in a CSV or Parquet column it may be JSON text."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         text = value
@@ -247,40 +251,43 @@ def list_of(value: object, name: str) -> Sequence[Any]:
         if is_deep_json(text, value):
             raise BadRow(f"`{name}` is {TOO_DEEP}")
     if not isinstance(value, list | tuple):
-        raise BadRow(f"`{name}` must be a list, not {kind_name(value)}")
+        raise BadRow(f"`{name}` must be a list, not {json_type_name(value)}")
     return value
 
 
-def _filled_list(value: object, name: str) -> Sequence[Any]:
-    if not (listed := list_of(value, name)):
+def _require_filled_list(value: object, name: str) -> Sequence[Any]:
+    if not (listed := require_list(value, name)):
         raise BadRow(f"`{name}` is empty")
     return listed
 
 
 def clean_messages(value: object, name: str) -> tuple[Message, ...]:
-    return tuple(_clean(message, f"{name}[{at}]") for at, message in enumerate(_filled_list(value, name)))
+    return tuple(
+        _clean_message(message, f"{name}[{at}]")
+        for at, message in enumerate(_require_filled_list(value, name))
+    )
 
 
 def clean_sharegpt(value: object, name: str) -> tuple[Message, ...]:
     messages = []
-    for at, turn in enumerate(_filled_list(value, name)):
+    for at, turn in enumerate(_require_filled_list(value, name)):
         if not isinstance(turn, Mapping) or "from" not in turn or "value" not in turn:
             raise BadRow(f"`{name}[{at}]` must be an object with `from` and `value`")
         speaker = turn["from"]
         if speaker not in SHAREGPT_ROLES:
-            raise BadRow(_unknown(f"{name}[{at}].from", speaker, tuple(SHAREGPT_ROLES)))
+            raise BadRow(_unknown_role(f"{name}[{at}].from", speaker, tuple(SHAREGPT_ROLES)))
         message = {"role": SHAREGPT_ROLES[speaker], "content": turn["value"], "weight": turn.get("weight")}
-        messages.append(_clean(message, f"{name}[{at}]", content="value"))
+        messages.append(_clean_message(message, f"{name}[{at}]", content="value"))
     return tuple(messages)
 
 
 def clean_tools(value: object) -> list[Any] | None:
     if value is None or value == "":
         return None
-    tools = list(list_of(value, "tools"))
+    tools = list(require_list(value, "tools"))
     for at, tool in enumerate(tools):
         if not isinstance(tool, Mapping):
-            raise BadRow(f"`tools[{at}]` must be an object, not {kind_name(tool)}")
+            raise BadRow(f"`tools[{at}]` must be an object, not {json_type_name(tool)}")
     check_values(tools, "tools")
     return tools or None
 
@@ -288,44 +295,44 @@ def clean_tools(value: object) -> list[Any] | None:
 def check_values(value: object, name: str) -> None:
     """Raise BadRow unless every text in `value` is valid Unicode and every number is finite."""
     if isinstance(value, str):
-        text_of(value, name)
+        require_text(value, name)
     elif isinstance(value, float) and not math.isfinite(value):
         raise BadRow(f"`{name}` holds a number that is not finite")
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            text_of(key, name)
+            require_text(key, name)
             check_values(inner, f"{name}.{key}")
     elif isinstance(value, list | tuple):
         for at, inner in enumerate(value):
             check_values(inner, f"{name}[{at}]")
 
 
-def _unknown(name: str, role: object, known: tuple[str, ...]) -> str:
-    near = _nearest(role, known) if isinstance(role, str) and len(role) < 30 else None
+def _unknown_role(name: str, role: object, known: tuple[str, ...]) -> str:
+    near = _nearest_role(role, known) if isinstance(role, str) and len(role) < 30 else None
     hint = f"did you mean {near!r}?" if near else f"known are {', '.join(known)}"
     return f"`{name}` is {repr(role)[:80]}, which is not a role; {hint}"
 
 
 @lru_cache(maxsize=1024)  # the same mistake usually occurs in every row of a file
-def _nearest(role: str, known: tuple[str, ...]) -> str | None:
+def _nearest_role(role: str, known: tuple[str, ...]) -> str | None:
     return next(iter(difflib.get_close_matches(role.lower(), known)), None)
 
 
-def _clean(message: object, name: str, content: str = "content") -> Message:
+def _clean_message(message: object, name: str, content: str = "content") -> Message:
     if not isinstance(message, Mapping):
-        raise BadRow(f"`{name}` must be an object with `role` and `content`, not {kind_name(message)}")
+        raise BadRow(f"`{name}` must be an object with `role` and `content`, not {json_type_name(message)}")
     clean = {key: value for key, value in message.items() if value is not None}
     role = clean.get("role")
     if role is None:
         raise BadRow(f"`{name}` has no `role`")
     if not isinstance(role, str) or role not in ROLES:
-        raise BadRow(_unknown(f"{name}.role", role, ROLES))
+        raise BadRow(_unknown_role(f"{name}.role", role, ROLES))
     if "weight" in clean and clean["weight"] not in (0, 1):
         raise BadRow(f"`{name}.weight` must be 0 or 1")
     if "tool_calls" in clean:
         clean["tool_calls"] = [
             _clean_call(call, f"{name}.tool_calls[{at}]")
-            for at, call in enumerate(list_of(clean["tool_calls"], f"{name}.tool_calls"))
+            for at, call in enumerate(require_list(clean["tool_calls"], f"{name}.tool_calls"))
         ]
         if not clean["tool_calls"]:
             del clean["tool_calls"]
@@ -344,33 +351,33 @@ def _clean_content(message: Message, name: str) -> str | None:
     """Return the text of a message, or None if it has only tool calls."""
     content = message.get("content")
     if isinstance(content, list | tuple):
-        content = "".join(_part(part, f"{name}[{at}]") for at, part in enumerate(content))
+        content = "".join(_part_text(part, f"{name}[{at}]") for at, part in enumerate(content))
     calls = message["role"] == "assistant" and "tool_calls" in message
     if content is None:
         if calls:
             return None
         raise BadRow(f"`{name}` is missing")
-    text = text_of(content, name)
+    text = require_text(content, name)
     if message["role"] == "assistant" and not calls and not text.strip():
         raise BadRow(f"`{name}` is empty: an assistant's message must say something")
     return text
 
 
-def _part(part: object, name: str) -> str:
+def _part_text(part: object, name: str) -> str:
     if not isinstance(part, Mapping) or part.get("type") != "text":
-        shown = part.get("type") if isinstance(part, Mapping) else kind_name(part)
+        shown = part.get("type") if isinstance(part, Mapping) else json_type_name(part)
         raise BadRow(f"`{name}` is {shown!r}, but only text can be trained on")
-    return text_of(part.get("text"), f"{name}.text")
+    return require_text(part.get("text"), f"{name}.text")
 
 
 def _clean_call(call: object, name: str) -> Mapping[str, Any]:
     """Return the tool call with its arguments parsed, since chat templates expect an object."""
     if not isinstance(call, Mapping):
-        raise BadRow(f"`{name}` must be an object, not {kind_name(call)}")
+        raise BadRow(f"`{name}` must be an object, not {json_type_name(call)}")
     function = call.get("function")
     if not isinstance(function, Mapping):
         return call
-    text_of(function.get("name"), f"{name}.function.name")
+    require_text(function.get("name"), f"{name}.function.name")
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         return call

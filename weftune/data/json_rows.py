@@ -16,15 +16,15 @@ from typing import Any, NoReturn, TextIO
 from weftune.data.row import TOO_DEEP, Row, as_row, is_deep_json
 from weftune.errors import DataError, Mistake
 
-LONGEST_ROW = 16 * 2**20
+MAX_ROW_SIZE = 16 * 2**20
 """Maximum size of a row in bytes or characters, since parsing needs many times this memory."""
-PIECE = 2**20
+CHUNK_SIZE = 2**20
 SPACE = " \t\r\n"
 LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s,:\[\]{}"]+')
 """Pattern of a JSON string, or of a number or name between punctuation."""
 
 
-class _Unfit(ValueError):
+class _RefusedLiteral(ValueError):
     """Raised for a literal that `json` accepts but Weftune refuses; its position is not known."""
 
     def __init__(self, sentence: str, literal: str) -> None:
@@ -33,17 +33,17 @@ class _Unfit(ValueError):
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise _Unfit(f"{name} is not a number that JSON knows", name)
+    raise _RefusedLiteral(f"{name} is not a number that JSON knows", name)
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise _Unfit(f"{text} is too large for a number", text)
+        raise _RefusedLiteral(f"{text} is too large for a number", text)
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
@@ -52,7 +52,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 DECODER = json.JSONDecoder(
-    object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite, strict=True
+    object_pairs_hook=_refuse_duplicates,
+    parse_constant=_refuse_constant,
+    parse_float=_parse_finite,
+    strict=True,
 )
 
 
@@ -60,13 +63,13 @@ def read_lines(path: Path, label: str) -> Iterator[Row]:
     """Yield the rows of a file with one JSON object per line; blank lines are skipped but counted."""
     with path.open("rb") as file:
         number = 0
-        while line := file.readline(LONGEST_ROW):
+        while line := file.readline(MAX_ROW_SIZE):
             number += 1
             location = f"{label}:{number}"
-            if len(line) == LONGEST_ROW and not line.endswith(b"\n"):
-                while (rest := file.readline(PIECE)) and not rest.endswith(b"\n"):
+            if len(line) == MAX_ROW_SIZE and not line.endswith(b"\n"):
+                while (rest := file.readline(CHUNK_SIZE)) and not rest.endswith(b"\n"):
                     pass
-                yield Row(location, {}, f"the row is longer than {LONGEST_ROW // 2**20} MiB")
+                yield Row(location, {}, f"the row is longer than {MAX_ROW_SIZE // 2**20} MiB")
             elif line.strip():
                 yield _parse_line(line, location, first=number == 1)
 
@@ -92,7 +95,7 @@ def explain(problem: Exception, line: str = "") -> str:
         return f"not valid JSON: {_reason(problem)} at column {problem.colno}"
     if isinstance(problem, RecursionError):
         return f"not usable JSON: {TOO_DEEP}"
-    if isinstance(problem, _Unfit):
+    if isinstance(problem, _RefusedLiteral):
         # The first occurrence of the literal outside a text.
         found = (one.start() for one in LITERAL.finditer(line) if one.group() == problem.literal)
         if (position := next(found, None)) is not None:
@@ -108,7 +111,7 @@ def _reason(problem: json.JSONDecodeError) -> str:
 def read_json(path: Path, label: str) -> Iterator[Row]:
     """Yield the rows of an array of objects; a file that starts with an object is read as JSON Lines."""
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        head = file.read(PIECE).lstrip()
+        head = file.read(CHUNK_SIZE).lstrip()
     return read_array(path, label) if head.startswith("[") else read_lines(path, label)
 
 
@@ -148,17 +151,17 @@ class _TextWindow:
 
     def _fail_at(self, position: int, sentence: str) -> NoReturn:
         """Raise DataError with the line and column of `position` in the text in memory."""
-        self._move(position)
+        self._advance(position)
         self.fail(f"not valid JSON: {sentence} at column {position - self._line_start + 1}")
 
-    def _more(self) -> bool:
-        piece = self._file.read(max(PIECE, len(self._text) - self._at))
+    def _read_more(self) -> bool:
+        piece = self._file.read(max(CHUNK_SIZE, len(self._text) - self._at))
         self._text = self._text[self._at :] + piece
         self._line_start -= self._at
         self._at = 0
         return bool(piece)
 
-    def _move(self, stop: int) -> None:
+    def _advance(self, stop: int) -> None:
         breaks = self._text.count("\n", self._at, stop)
         if breaks:
             self.line += breaks
@@ -171,27 +174,27 @@ class _TextWindow:
             stop = self._at
             while stop < len(self._text) and self._text[stop] in SPACE:
                 stop += 1
-            self._move(stop)
+            self._advance(stop)
             if stop < len(self._text):
                 return self._text[stop]
-            if not self._more():
+            if not self._read_more():
                 return ""
 
     def expect(self, character: str) -> None:
         found = self.peek()
         if found != character:
             self._fail_at(self._at, f"expected {character!r}, found {found or 'the end of the file'!r}")
-        self._move(self._at + 1)
+        self._advance(self._at + 1)
 
     def value(self) -> Any:
         while True:
             try:
                 value, stop = DECODER.raw_decode(self._text, self._at)
                 # A number at the very end of the window may continue in the next piece.
-                if stop < len(self._text) or not self._more():
+                if stop < len(self._text) or not self._read_more():
                     if is_deep_json(self._text[self._at : stop], value):
                         self.fail(f"not usable JSON: {TOO_DEEP}")
-                    self._move(stop)
+                    self._advance(stop)
                     return value
             except json.JSONDecodeError as problem:
                 self._grow_or_fail(problem)
@@ -199,9 +202,9 @@ class _TextWindow:
                 self.fail(explain(problem))
 
     def _grow_or_fail(self, problem: json.JSONDecodeError) -> None:
-        into_row = problem.pos - self._at  # `_more` moves the text in memory
+        into_row = problem.pos - self._at  # `_read_more` moves the text in memory
         cut_short = problem.msg.startswith("Unterminated") or problem.pos >= len(self._text) - 16
-        if len(self._text) - self._at > LONGEST_ROW:
-            self.fail(f"the row is longer than {LONGEST_ROW // 2**20} MiB")
-        if not cut_short or not self._more():
+        if len(self._text) - self._at > MAX_ROW_SIZE:
+            self.fail(f"the row is longer than {MAX_ROW_SIZE // 2**20} MiB")
+        if not cut_short or not self._read_more():
             self._fail_at(self._at + into_row, _reason(problem))

@@ -20,37 +20,37 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 256
 HARMLESS_BYTES = 64 * 2**20
-MOST_TIMES = 500
+MAX_EXPANSION = 500
 """Maximum factor of expansion: about 10 is ordinary, 100 if every row has the same prompt."""
-SECONDS = 4.0
+MAX_SECONDS = 4.0
 SECONDS_PER_BYTE = 1e-7
 VALUE_BYTES = 16
 
 
-def batches(path: Path, mapped: bool = False) -> Iterator[pyarrow.RecordBatch]:
+def batches(path: Path, memory_mapped: bool = False) -> Iterator[pyarrow.RecordBatch]:
     """Yield batches of few rows each; of fewer rows if the file states that its values can be long."""
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(path, memory_map=mapped) as file:
+    with pyarrow.parquet.ParquetFile(path, memory_map=memory_mapped) as file:
         longest = max([1, *(size for _, size in _columns(file.metadata))])
         rows = max(1, min(ROWS_AT_ONCE, HARMLESS_BYTES // longest))
         yield from file.iter_batches(batch_size=rows, use_threads=False)
 
 
-def refuse_swelling(path: Path, label: str) -> None:
+def refuse_expansion(path: Path, label: str) -> None:
     """Raise DataError for a file that expands too much or that cannot be read to its end."""
     status = path.stat()
-    _look(path, label, status.st_size, status.st_mtime_ns)
+    _check_file(path, label, status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=64)
-def _look(path: Path, label: str, size: int, _changed_ns: int) -> None:
+def _check_file(path: Path, label: str, size: int, _changed_ns: int) -> None:
     """Check a file, cached until it changes, since rows are read several times."""
     try:
-        if _bound(path) <= HARMLESS_BYTES:
+        if _upper_bound(path) <= HARMLESS_BYTES:
             return
-        seconds = SECONDS + size * SECONDS_PER_BYTE
-        run_limited(count_bytes, str(path), max(4 * HARMLESS_BYTES, MOST_TIMES * size), seconds=seconds)
+        seconds = MAX_SECONDS + size * SECONDS_PER_BYTE
+        run_limited(count_bytes, str(path), max(4 * HARMLESS_BYTES, MAX_EXPANSION * size), seconds=seconds)
     except Stopped as stopped:
         sentence = (
             f"its {size:,} bytes cannot be read: that {stopped}; write it again with smaller row groups"
@@ -66,7 +66,7 @@ def count_bytes(path: str, max_bytes: int) -> int:
 
     total = 0
     try:
-        for batch in batches(Path(path), mapped=True):
+        for batch in batches(Path(path), memory_mapped=True):
             total += batch.nbytes
             if total > max_bytes:
                 size, limit = Path(path).stat().st_size, max_bytes >> 20
@@ -82,7 +82,7 @@ def count_bytes(path: str, max_bytes: int) -> int:
     return total
 
 
-def _bound(path: Path) -> int:
+def _upper_bound(path: Path) -> int:
     """Return an upper bound on the uncompressed bytes, as if each value were as long as its whole column."""
     import pyarrow
     import pyarrow.parquet

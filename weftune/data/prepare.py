@@ -65,7 +65,7 @@ class SharedData:
         self._cache, self._context = cache, context
         self._templates: dict[str | None, tuple[Template | None, Template | None]] = {}
         """Maps `data.chat_template` to the template for plain rows and the one for rows with tools."""
-        self._known: dict[Hashable, tuple[DataSpec, Prepared | DataError]] = {}
+        self._results: dict[Hashable, tuple[DataSpec, Prepared | DataError]] = {}
         """Maps `data_identity` to the spec and its result. The spec is kept because it keeps rows from Python
         alive, which are identified by their address."""
 
@@ -74,12 +74,12 @@ class SharedData:
     ) -> Prepared:
         """Return a job's samples, and cache them on disk for later runs."""
         key = data_identity(data, evaluation)
-        if key not in self._known:
+        if key not in self._results:
             try:
-                self._known[key] = data, self._prepare(data, evaluation, progress)
+                self._results[key] = data, self._prepare(data, evaluation, progress)
             except DataError as error:
-                self._known[key] = data, error
-        found = self._known[key][1]
+                self._results[key] = data, error
+        found = self._results[key][1]
         if isinstance(found, DataError):
             raise DataError(found.mistakes)
         return found
@@ -101,18 +101,18 @@ class SharedData:
         notes = tuple(
             note
             for table, store in zip(tables, stores, strict=True)
-            for note in store.tally.notes(table.label if len(stores) > 1 else None, rules.longest)
+            for note in store.tally.notes(table.label if len(stores) > 1 else None, rules.max_tokens)
         )
         trained, held_out = stores[: len(training)], stores[len(training) :]
         weights = [table.weight for table in training]
         if evaluation is not None and evaluation.fraction is not None:
             return Prepared(*_split(trained, weights, evaluation.fraction), notes)
-        train = _everything(trained, weights)
+        train = _select_all(trained, weights)
         if not held_out:
             return Prepared(train, None, notes)
         rows = np.concatenate([store.rows for store in trained])
         evaluates_trained = all(bool(np.isin(store.rows, rows).all()) for store in held_out)
-        return Prepared(train, _everything(held_out, [1.0] * len(held_out)), notes, evaluates_trained)
+        return Prepared(train, _select_all(held_out, [1.0] * len(held_out)), notes, evaluates_trained)
 
     def rules(self, data: DataSpec) -> Rules:
         """Return the rules by which the rows of a job become samples."""
@@ -150,7 +150,7 @@ def check_rows(data: DataSpec, evaluation: EvalSpec | None, max_bytes: int) -> N
         if not path.is_file() or path.stat().st_size > max_bytes:
             continue
         try:
-            table = open_path(str(path), None, _label(Source(path=str(path)), names))
+            table = open_path(str(path), None, _source_label(Source(path=str(path)), names))
             format = find_format(table, data)
             if not data.skip_bad_rows:
                 check(table, format, data)
@@ -200,12 +200,12 @@ def _open_training(data: DataSpec) -> list[Table]:
         return [open_rows(data.rows)]
     names = Counter(Path(source.path).name for source in data.sources)
     return [
-        replace(open_path(source.path, data.split, _label(source, names)), weight=source.weight)
+        replace(open_path(source.path, data.split, _source_label(source, names)), weight=source.weight)
         for source in data.sources
     ]
 
 
-def _label(source: Source, names: Counter[str]) -> str:
+def _source_label(source: Source, names: Counter[str]) -> str:
     """Return the label of a source: its file name, or its whole path if another file has the same name."""
     path = Path(source.path)
     return path.name if path.exists() and names[path.name] == 1 else source.path
@@ -217,7 +217,7 @@ def _open_evaluation(data: DataSpec, evaluation: EvalSpec | None) -> list[Table]
     source = Source(path=evaluation.path)
     taken = [] if data.rows is not None else [Path(other.path).name for other in data.sources]
     names = Counter([*taken, Path(source.path).name])
-    return [open_path(source.path, data.split, _label(source, names))]
+    return [open_path(source.path, data.split, _source_label(source, names))]
 
 
 def _build_all(
@@ -242,7 +242,7 @@ def _fingerprint(*identity: object) -> str:
     return hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
 
 
-def _everything(stores: Sequence[SampleStore], weights: Sequence[float]) -> Samples:
+def _select_all(stores: Sequence[SampleStore], weights: Sequence[float]) -> Samples:
     shares = [
         Share(store, np.arange(len(store.lengths)), weight)
         for store, weight in zip(stores, weights, strict=True)
@@ -254,7 +254,7 @@ def _split(
     stores: Sequence[SampleStore], weights: Sequence[float], fraction: float
 ) -> tuple[Samples, Samples]:
     """Split by the hash of the row: jobs with the same file hold out the same rows, whatever the seed."""
-    border = _border(np.concatenate([store.rows for store in stores]), fraction)
+    border = _hash_threshold(np.concatenate([store.rows for store in stores]), fraction)
     identity = [[store.key for store in stores], list(weights), fraction]
 
     def side(held_out: bool, name: str) -> Samples:
@@ -267,7 +267,7 @@ def _split(
     return side(False, "train"), side(True, "evaluation")
 
 
-def _border(rows: NDArray[np.uint64], fraction: float) -> np.uint64:
+def _hash_threshold(rows: NDArray[np.uint64], fraction: float) -> np.uint64:
     """Return the largest hash of a held-out row, so that at least one row is held out but never all."""
     distinct = np.unique(rows)
     if len(distinct) < 2:

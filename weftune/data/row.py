@@ -13,7 +13,7 @@ class BadRow(Exception):
     """Raised for an unusable row. The message is a sentence for the user, without the location."""
 
     def plain(self) -> dict[str, Any]:
-        """Return the error as JSON values, from which `bad_row` restores it in another process."""
+        """Return the error as JSON values, from which `bad_row_from_json` restores it in another process."""
         return {"bad": str(self)}
 
 
@@ -33,7 +33,7 @@ class CommonBadRow(BadRow):
         return {"bad": str(self), "common": common}
 
 
-def bad_row(plain: Mapping[str, Any]) -> BadRow:
+def bad_row_from_json(plain: Mapping[str, Any]) -> BadRow:
     common = plain.get("common")
     return BadRow(plain["bad"]) if common is None else CommonBadRow(plain["bad"], **common)
 
@@ -95,13 +95,13 @@ def row_hash(value: Mapping[str, Any]) -> int:
 
 def as_row(location: str, value: object) -> Row:
     if not isinstance(value, Mapping):
-        return Row(location, {}, f"a row must be an object with named columns, not {kind_name(value)}")
+        return Row(location, {}, f"a row must be an object with named columns, not {json_type_name(value)}")
     if not all(isinstance(name, str) for name in value):
         return Row(location, {}, "the names of the columns must be text")
     return Row(location, value)
 
 
-def kind_name(value: object) -> str:
+def json_type_name(value: object) -> str:
     """Return the type of a JSON value in words for the user."""
     if value is None:
         return "null"

@@ -101,12 +101,12 @@ class SampleOrder:
         assert seed >= 0
         self._batch_size = batch_size
         self._seed = seed
-        self._circles = () if weights is None else _circles(weights, seed)
-        self._always = np.arange(samples_count)
+        self._cycles = () if weights is None else _cycles(weights, seed)
+        self._always_shown = np.arange(samples_count)
         if weights is not None:
             assert len(weights) == samples_count
-            self._always = np.repeat(np.arange(samples_count), np.floor(weights).astype(np.int64))
-        self._per_epoch = len(self._always) + sum(share for _, share in self._circles)
+            self._always_shown = np.repeat(np.arange(samples_count), np.floor(weights).astype(np.int64))
+        self._per_epoch = len(self._always_shown) + sum(share for _, share in self._cycles)
         assert self._per_epoch > 0
         self.steps_per_epoch = -(-self._per_epoch // batch_size)
         self._latest: tuple[int, NDArray[np.int64]] | None = None
@@ -116,7 +116,7 @@ class SampleOrder:
         assert step >= 1
         epoch, within = divmod(step - 1, self.steps_per_epoch)
         start = within * self._batch_size
-        return self._shown(epoch)[start : start + self._batch_size]
+        return self._samples_of_epoch(epoch)[start : start + self._batch_size]
 
     def epoch(self, step: int) -> float:
         """Return the number of epochs completed after step `step`, a fraction within an epoch."""
@@ -124,11 +124,11 @@ class SampleOrder:
         whole, within = divmod(step, self.steps_per_epoch)
         return whole + within * self._batch_size / self._per_epoch
 
-    def _shown(self, epoch: int) -> NDArray[np.int64]:
+    def _samples_of_epoch(self, epoch: int) -> NDArray[np.int64]:
         latest = self._latest  # two threads may request two epochs at once
         if latest is None or latest[0] != epoch:
-            drawn = [self._always]
-            for circle, share in self._circles:
+            drawn = [self._always_shown]
+            for circle, share in self._cycles:
                 drawn.append(circle[(epoch * share + np.arange(share)) % len(circle)])
             everything = np.concatenate(drawn)
             latest = epoch, everything[_permutation(len(everything), self._seed, 1, epoch)]
@@ -136,7 +136,7 @@ class SampleOrder:
         return latest[1]
 
 
-def _circles(weights: NDArray[np.floating], seed: int) -> tuple[tuple[NDArray[np.int64], int], ...]:
+def _cycles(weights: NDArray[np.floating], seed: int) -> tuple[tuple[NDArray[np.int64], int], ...]:
     """Return, for each fractional weight, a seeded cycle of its samples and how many are shown per epoch."""
     circles = []
     for number, weight in enumerate(np.unique(weights)):

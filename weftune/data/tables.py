@@ -14,12 +14,12 @@ from typing import Any, TextIO
 
 from weftune.core.hub import why_absent
 from weftune.data.json_rows import read_json, read_lines
-from weftune.data.parquet import batches, refuse_swelling
+from weftune.data.parquet import batches, refuse_expansion
 from weftune.data.row import TOO_DEEP, Row, Table, as_row, canonical, is_deep
 from weftune.errors import DataError, Mistake
 
 ROWS_AT_ONCE = 256
-LONGEST_LINE = 16 * 2**20
+MAX_LINE_LENGTH = 16 * 2**20
 """Maximum number of characters in a line or a field of CSV."""
 SKIPPED_AT_ONCE = 2**16
 """Number of characters read at once of a line that is too long."""
@@ -29,7 +29,7 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 def read_csv(path: Path, label: str, delimiter: str = ",") -> Iterator[Row]:
     """Yield the rows of a CSV file; the location of a row is the line on which it starts."""
     # The csv module keeps this limit for the whole process, and its default of 128 KiB is too small.
-    csv.field_size_limit(LONGEST_LINE)
+    csv.field_size_limit(MAX_LINE_LENGTH)
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         lines = _Lines(file)
         reader = csv.reader(lines, delimiter=delimiter, strict=True)
@@ -71,16 +71,16 @@ class _Lines:
         return self
 
     def __next__(self) -> str:
-        line = self._file.readline(LONGEST_LINE)
+        line = self._file.readline(MAX_LINE_LENGTH)
         if not line:
             raise StopIteration
         self.number += 1
-        if len(line) == LONGEST_LINE and not line.endswith("\n"):
+        if len(line) == MAX_LINE_LENGTH and not line.endswith("\n"):
             # The rest is skipped in short pieces: long ones would take three times a line's memory.
             del line
             while (rest := self._file.readline(SKIPPED_AT_ONCE)) and not rest.endswith("\n"):
                 pass
-            raise csv.Error(f"the line is longer than {LONGEST_LINE // 2**20} Mi characters")
+            raise csv.Error(f"the line is longer than {MAX_LINE_LENGTH // 2**20} Mi characters")
         return line
 
 
@@ -88,24 +88,26 @@ def read_parquet(path: Path, label: str) -> Iterator[Row]:
     import pyarrow
 
     number = 0
-    refuse_swelling(path, label)
+    refuse_expansion(path, label)
     try:
         for batch in batches(path):
             for value in batch.to_pylist():
                 number += 1
-                yield _present(f"{label}:{number}", value)
+                yield _drop_missing(f"{label}:{number}", value)
     except (pyarrow.ArrowException, OSError, ValueError) as problem:
         first_line = str(problem).partition("\n")[0]
         raise DataError(Mistake(label, f"not a Parquet file that can be read: {first_line}")) from problem
 
 
-def read_given(rows: Iterable[Any], label: str) -> Iterator[Row]:
-    for number, value in enumerate(_batched(rows), start=1):
+def read_python_rows(rows: Iterable[Any], label: str) -> Iterator[Row]:
+    for number, value in enumerate(_iterate(rows), start=1):
         location = f"{label}:{number}"
-        yield Row(location, {}, f"the row is {TOO_DEEP}") if is_deep(value) else _present(location, value)
+        yield (
+            Row(location, {}, f"the row is {TOO_DEEP}") if is_deep(value) else _drop_missing(location, value)
+        )
 
 
-def _batched(rows: Any) -> Iterator[Any]:
+def _iterate(rows: Any) -> Iterator[Any]:
     """Yield the rows. A `datasets.Dataset` is read in batches, which is ten times faster."""
     if not hasattr(rows, "with_format"):
         yield from rows
@@ -116,7 +118,7 @@ def _batched(rows: Any) -> Iterator[Any]:
             yield dict(zip(names, values, strict=True))
 
 
-def _present(location: str, value: object) -> Row:
+def _drop_missing(location: str, value: object) -> Row:
     """Return a row without missing values, which are null in tables and NaN in pandas."""
     if isinstance(value, Mapping):
         value = {
@@ -142,7 +144,7 @@ def open_path(path: str, split: str | None, label: str) -> Table:
     """Open a local file or folder if it exists, else a dataset on the Hub."""
     local = Path(path)
     if local.is_dir():
-        return _open_files(_files_of(local, split, label), label)
+        return _open_files(_data_files(local, split, label), label)
     if local.exists():
         return _open_files([local], label)
     if local.suffix.lower() in READERS or not HUB_ID.fullmatch(path):
@@ -155,10 +157,10 @@ def open_rows(rows: Any, label: str = "rows") -> Table:
     if isinstance(rows, str | bytes | Mapping) or not hasattr(rows, "__iter__") or once:
         raise DataError(Mistake(label, "data.rows must be a list of dicts or a datasets.Dataset"))
     digest = hashlib.blake2b(digest_size=16)
-    for row in read_given(rows, label):
+    for row in read_python_rows(rows, label):
         digest.update(row.problem.encode() if row.problem else canonical(row.value))
         digest.update(b"\n")
-    return Table(label, digest.hexdigest(), partial(read_given, rows, label))
+    return Table(label, digest.hexdigest(), partial(read_python_rows, rows, label))
 
 
 def _open_files(files: list[Path], label: str) -> Table:
@@ -180,7 +182,7 @@ def _open_files(files: list[Path], label: str) -> Table:
     return Table(label, digest.hexdigest(), lambda: chain.from_iterable(reader() for reader in readers))
 
 
-def _files_of(folder: Path, split: str | None, label: str) -> list[Path]:
+def _data_files(folder: Path, split: str | None, label: str) -> list[Path]:
     """Return the data files of a folder or, with a split, those named after it (`train-00000.parquet`)."""
     files = sorted(file for file in folder.iterdir() if file.suffix.lower() in READERS)
     if split is not None:

@@ -23,15 +23,15 @@ import jinja2.parser
 import jinja2.sandbox
 
 from weftune.core.limited import SECONDS, Stopped, allow_seconds, run_limited
-from weftune.data.chats import PrintCheck, Rendered, forms, render_everything, render_turns
+from weftune.data.chats import PrintCheck, Rendered, chat_forms, render_everything, render_turns
 from weftune.data.formats import Chat
-from weftune.data.row import BadRow, CommonBadRow, bad_row
+from weftune.data.row import BadRow, CommonBadRow, bad_row_from_json
 from weftune.errors import DataError, Mistake
 
 CHATML = "chatml"
-LONGEST_PRINT = 16_000_000
+MAX_PRINTED_CHARACTERS = 16_000_000
 """Maximum number of characters that a template may print for a row."""
-TODAY = datetime(2024, 7, 26)
+FIXED_DATE = datetime(2024, 7, 26)
 """Date that templates print, fixed so that samples are the same every day; Llama's default."""
 KEY = "data.chat_template"
 
@@ -67,45 +67,48 @@ class Template:
     def __init__(self, source: str, special: Mapping[str, Any]) -> None:
         self.source = source
         self._special = json.dumps({name: text for name, text in special.items() if isinstance(text, str)})
-        self.prints_tools: bool = _facts(source, self._special)["prints_tools"]
+        self.prints_tools: bool = _template_facts(source, self._special)["prints_tools"]
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool, now: bool = False
     ) -> str:
         """Return the messages as text, with `prompt` followed by the generation prompt. The template sees the
-        date `TODAY` or, with `now`, the current date."""
+        date `FIXED_DATE` or, with `now`, the current date."""
         reply = _run(render_one, self.source, self._special, messages, tools, prompt, now)
         if "bad" in reply:
-            raise bad_row(reply)
+            raise bad_row_from_json(reply)
         return str(reply["text"])
 
-    def renderings(
+    def render_chats(
         self, chats: Sequence[Chat], ends: Collection[str] | None
     ) -> list[tuple[Rendered, ...] | BadRow]:
         """Render each chat to its samples, or return a BadRow. Without `ends`, all text is supervised."""
         rows = _run(render_rows, self.source, self._special, list(chats), ends) if chats else []
         return [
-            bad_row(row) if isinstance(row, dict) else tuple(map(Rendered.from_json, row)) for row in rows
+            bad_row_from_json(row) if isinstance(row, dict) else tuple(map(Rendered.from_json, row))
+            for row in rows
         ]
 
 
-_STOPPED: dict[str, str] = {}
+_REFUSED_TEMPLATES: dict[str, str] = {}
 """Maps each template that exceeded a limit to the reason, so that it is not tried again."""
 
 
 @lru_cache(maxsize=8)
-def _facts(source: str, special: str) -> Any:
+def _template_facts(source: str, special: str) -> Any:
     return _run(facts, source, special)
 
 
 def _run(function: Callable[..., Any], source: str, *arguments: Any) -> Any:
     """Run one of the functions at the end of this module in the limited process."""
     try:
-        if source not in _STOPPED:
+        if source not in _REFUSED_TEMPLATES:
             return run_limited(function, source, *arguments)
     except Stopped as stopped:
-        _STOPPED[source] = str(stopped)
-    sentence = f"the chat template {_STOPPED[source]} for one row and was stopped; use another template"
+        _REFUSED_TEMPLATES[source] = str(stopped)
+    sentence = (
+        f"the chat template {_REFUSED_TEMPLATES[source]} for one row and was stopped; use another template"
+    )
     raise DataError(Mistake(KEY, sentence))
 
 
@@ -118,7 +121,7 @@ class SandboxedTemplate:
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = TODAY.strftime
+        environment.globals["strftime_now"] = FIXED_DATE.strftime
         self._special = {name: value for name, value in special.items() if isinstance(value, str)}
         del environment.globals["lipsum"]  # random words without end, useless in samples
         try:
@@ -127,18 +130,18 @@ class SandboxedTemplate:
         except MemoryError:
             raise
         except jinja2.TemplateSyntaxError as problem:
-            raise _uncompiled(f"{problem.message} (its line {problem.lineno})") from problem
+            raise _compile_error(f"{problem.message} (its line {problem.lineno})") from problem
         except RecursionError:
-            raise _uncompiled("it is nested too deeply") from None
+            raise _compile_error("it is nested too deeply") from None
         except Exception as problem:  # Jinja computes constants, and Python compiles what Jinja writes
-            raise _uncompiled(str(problem).partition(" (<")[0]) from problem
+            raise _compile_error(str(problem).partition(" (<")[0]) from problem
         self.prints_tools = "tools" in used
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool, now: bool = False
     ) -> str:
         """Return the messages as text, with `prompt` followed by the generation prompt. The template sees the
-        date `TODAY` or, with `now`, the current date."""
+        date `FIXED_DATE` or, with `now`, the current date."""
         allow_seconds(SECONDS)
         pieces: list[str] = []
         printed = 0
@@ -148,11 +151,13 @@ class SandboxedTemplate:
         try:
             for piece in self._template.generate(values, add_generation_prompt=prompt):
                 printed += len(piece)
-                if printed > LONGEST_PRINT:
+                if printed > MAX_PRINTED_CHARACTERS:
                     raise _PrintsTooMuch
                 pieces.append(piece)
         except _PrintsTooMuch:
-            sentence = f"the chat template printed more than {LONGEST_PRINT:,} characters for one row"
+            sentence = (
+                f"the chat template printed more than {MAX_PRINTED_CHARACTERS:,} characters for one row"
+            )
             raise DataError(Mistake(KEY, sentence)) from None
         except RecursionError:
             raise BadRow("the chat template nests too deeply on this row") from None
@@ -166,7 +171,7 @@ class SandboxedTemplate:
         return "".join(pieces)
 
 
-def _uncompiled(reason: str) -> DataError:
+def _compile_error(reason: str) -> DataError:
     return DataError(Mistake(KEY, f"the chat template does not compile: {reason}"))
 
 
@@ -184,9 +189,9 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             isinstance(first, str | list | tuple) or isinstance(second, str | list | tuple)
         ):
             sizes = [side if isinstance(side, int) else len(side) for side in (first, second)]
-            if sizes[0] * sizes[1] > LONGEST_PRINT:
+            if sizes[0] * sizes[1] > MAX_PRINTED_CHARACTERS:
                 raise _PrintsTooMuch
-        if operator == "+" and isinstance(first, str) and len(first) > LONGEST_PRINT:
+        if operator == "+" and isinstance(first, str) and len(first) > MAX_PRINTED_CHARACTERS:
             raise _PrintsTooMuch
         return super().call_binop(context, operator, first, second)
 
@@ -224,14 +229,14 @@ def _raise_exception(message: str) -> None:
 
 
 @lru_cache(maxsize=8)
-def compiled(source: str, special: str) -> SandboxedTemplate:
+def compile_template(source: str, special: str) -> SandboxedTemplate:
     """Return the compiled template. `special` holds the tokenizer's special tokens as JSON."""
     return SandboxedTemplate(source, json.loads(special))
 
 
 def facts(source: str, special: str) -> dict[str, bool]:
     """Return the properties of a template that are needed before rendering any row."""
-    return {"prints_tools": compiled(source, special).prints_tools}
+    return {"prints_tools": compile_template(source, special).prints_tools}
 
 
 def render_one(
@@ -239,7 +244,7 @@ def render_one(
 ) -> dict[str, Any]:
     """Return a dict with the rendered text or, on failure, with the reason under the key `bad`."""
     try:
-        return {"text": compiled(source, special).render(messages, tools, prompt=prompt, now=now)}
+        return {"text": compile_template(source, special).render(messages, tools, prompt=prompt, now=now)}
     except BadRow as problem:
         return problem.plain()
 
@@ -247,8 +252,9 @@ def render_one(
 def render_rows(
     source: str, special: str, chats: Sequence[Chat], ends: Collection[str] | None
 ) -> list[list[dict[str, Any]] | dict[str, Any]]:
-    """Return the samples of each chat, or a dict with the reason of a failure as `bad`. See `renderings`."""
-    template, check = compiled(source, special), print_check(source, special)
+    """Return the samples of each chat, or a dict with the reason of a failure as `bad`. See
+    `render_chats`."""
+    template, check = compile_template(source, special), print_check(source, special)
     replies: list[list[dict[str, Any]] | dict[str, Any]] = []
     for chat in chats:
         try:
@@ -260,7 +266,7 @@ def render_rows(
 
 @lru_cache(maxsize=8)
 def print_check(source: str, special: str) -> PrintCheck:
-    return PrintCheck(compiled(source, special))
+    return PrintCheck(compile_template(source, special))
 
 
 def _render_row(
@@ -268,7 +274,7 @@ def _render_row(
 ) -> tuple[Rendered, ...]:
     """Render the first of the chat's forms that the template prints completely."""
     problems: list[BadRow] = []
-    for form in forms(chat):
+    for form in chat_forms(chat):
         try:
             row = render_everything(form, template) if ends is None else render_turns(form, template, ends)
             check.refuse_dropped(form, row[-1].text)

@@ -10,7 +10,7 @@ import numpy as np
 
 from weftune.data.cache import Tally
 from weftune.data.chats import Rendered
-from weftune.data.encode import Encoded, Encoder, hide_control, holds_control
+from weftune.data.encode import Encoded, Encoder, contains_control, hide_control
 from weftune.data.formats import Chat, Content, Sample, Text
 from weftune.data.row import BadRow, CommonBadRow
 from weftune.data.spec import DataSpec
@@ -38,9 +38,9 @@ class Rules:
     template: Template | None
     tool_template: Template | None
     """Template for rows with tools, if the tokenizer has a separate one for them."""
-    longest: int
+    max_tokens: int
     context: int | None
-    """Maximum number of tokens that the base supports, if known; `longest` never exceeds it."""
+    """Maximum number of tokens that the base supports, if known; `max_tokens` never exceeds it."""
 
 
 class Tokeniser:
@@ -50,28 +50,28 @@ class Tokeniser:
 
     def outcomes(self, contents: Sequence[Content]) -> Iterator[Outcome]:
         """Yield the outcome of each row, in order."""
-        chats = iter(self._chats([content for content in contents if isinstance(content, Chat)]))
-        texts = self._texts([content for content in contents if isinstance(content, Text)])
+        chats = iter(self._encode_chats([content for content in contents if isinstance(content, Chat)]))
+        texts = self._encode_texts([content for content in contents if isinstance(content, Text)])
         for content in contents:
             if isinstance(content, Chat):
-                yield self._shortened(next(chats))
+                yield self._truncate(next(chats))
             elif isinstance(content, Sample):
-                yield self._shortened(self._given(content))
+                yield self._truncate(self._given_sample(content))
             else:
-                yield self._shortened((next(texts),))
+                yield self._truncate((next(texts),))
 
-    def _shortened(self, samples: Outcome) -> Outcome:
+    def _truncate(self, samples: Outcome) -> Outcome:
         if isinstance(samples, BadRow):
             return samples
-        longest = self._rules.longest
-        cut = [Sample(sample.tokens[:longest], sample.mask[:longest]) for sample in samples]
+        max_tokens = self._rules.max_tokens
+        cut = [Sample(sample.tokens[:max_tokens], sample.mask[:max_tokens]) for sample in samples]
         kept = tuple(sample for sample in cut if sample.mask[1:].any())
         if not kept:
-            return self._unsupervised(samples)
-        self._tally.truncated += any(len(sample.tokens) > longest for sample in samples)
+            return self._no_supervision_error(samples)
+        self._tally.truncated += any(len(sample.tokens) > max_tokens for sample in samples)
         return kept
 
-    def _unsupervised(self, samples: Sequence[Sample]) -> BadRow:
+    def _no_supervision_error(self, samples: Sequence[Sample]) -> BadRow:
         """Return why a row has nothing to train on: it was truncated too early, or no token is supervised."""
         reached = [int(sample.mask[1:].argmax()) + 2 for sample in samples if sample.mask[1:].any()]
         if not reached:
@@ -81,13 +81,13 @@ class Tokeniser:
             whole = sentence.format(self._rules.context) + ", which is all that the base reads"
             return CommonBadRow(whole, kind="longer than the context", remedy=SHORTEN_OR_SKIP)
         return CommonBadRow(
-            sentence.format(self._rules.longest),
+            sentence.format(self._rules.max_tokens),
             kind="longer than max_length",
             remedy=RAISE_OR_SKIP,
             needed_tokens=min(reached),
         )
 
-    def _given(self, content: Sample) -> Outcome:
+    def _given_sample(self, content: Sample) -> Outcome:
         tokens = content.tokens
         outside = np.flatnonzero((tokens < 0) | (tokens >= self._encoder.size))
         if len(outside):
@@ -97,7 +97,7 @@ class Tokeniser:
             )
         return (Sample(tokens.astype(np.int32), content.mask),)
 
-    def _texts(self, contents: Sequence[Text]) -> Iterator[Sample]:
+    def _encode_texts(self, contents: Sequence[Text]) -> Iterator[Sample]:
         """Yield the samples of texts. A prompt is tokenised separately, exactly as at inference, and its
         completion as a continuation, so that tokens never span the border between them."""
         encoder = self._encoder
@@ -109,7 +109,7 @@ class Tokeniser:
         tails = iter(
             encoder.continuations([one.completion for one in contents if one.completion is not None])
         )
-        lead = np.array(encoder.lead, dtype=np.int32)
+        lead = np.array(encoder.prefix_tokens, dtype=np.int32)
         end = np.array([encoder.eos], dtype=np.int32)
         for content, head in zip(contents, heads, strict=True):
             parts, unsupervised = [lead, head, end], len(lead)
@@ -117,16 +117,16 @@ class Tokeniser:
                 parts = [lead, head, next(tails), end]
                 unsupervised += 0 if self._supervises_all else len(head)
             tokens = np.concatenate(parts)
-            self._tally.control += holds_control([content.text, content.completion], encoder.control)
+            self._tally.control += contains_control([content.text, content.completion], encoder.control)
             yield Sample(tokens, np.arange(len(tokens)) >= unsupervised)
 
-    def _chats(self, chats: Sequence[Chat]) -> list[Outcome]:
+    def _encode_chats(self, chats: Sequence[Chat]) -> list[Outcome]:
         """Return the samples of each chat. All chats are rendered by one call to the limited process, and
         those without control tokens are tokenised in one call."""
-        hidden = [self._hidden(chat) for chat in chats]
+        hidden = [self._hide_control(chat) for chat in chats]
         shown = [chat for chat in hidden if isinstance(chat, Chat)]
-        plain = self._rendered(self._rules.template, [chat for chat in shown if chat.tools is None])
-        with_tools = self._rendered(
+        plain = self._render(self._rules.template, [chat for chat in shown if chat.tools is None])
+        with_tools = self._render(
             self._rules.tool_template, [chat for chat in shown if chat.tools is not None]
         )
         rows: list[tuple[Chat, tuple[Rendered, ...]] | BadRow] = []
@@ -139,9 +139,9 @@ class Tokeniser:
         pairs = [row for row in rows if not isinstance(row, BadRow)]
         texts = [one.text for chat, rendered in pairs if not chat.stand_ins for one in rendered]
         encoded = iter(self._encoder.rendered(texts))
-        return [row if isinstance(row, BadRow) else self._samples(*row, encoded) for row in rows]
+        return [row if isinstance(row, BadRow) else self._chat_samples(*row, encoded) for row in rows]
 
-    def _rendered(
+    def _render(
         self, template: Template | None, chats: Sequence[Chat]
     ) -> Iterator[tuple[Rendered, ...] | BadRow]:
         if not chats:
@@ -149,12 +149,12 @@ class Tokeniser:
         if template is None:
             raise DataError(NO_TEMPLATE)
         ends = None if self._supervises_all else sorted(self._encoder.added)
-        return iter(template.renderings(chats, ends))
+        return iter(template.render_chats(chats, ends))
 
-    def _hidden(self, chat: Chat) -> Chat | BadRow:
+    def _hide_control(self, chat: Chat) -> Chat | BadRow:
         """Return the chat with its control tokens replaced by stand-ins."""
         control = self._encoder.control
-        if not holds_control([chat.messages, chat.tools], control):
+        if not contains_control([chat.messages, chat.tools], control):
             return chat
         try:
             (messages, tools), stand_ins = hide_control([chat.messages, chat.tools], control)
@@ -162,7 +162,9 @@ class Tokeniser:
             return problem
         return replace(chat, messages=tuple(messages), tools=tools, stand_ins=stand_ins)
 
-    def _samples(self, chat: Chat, row: Sequence[Rendered], simple: Iterator[Encoded]) -> tuple[Sample, ...]:
+    def _chat_samples(
+        self, chat: Chat, row: Sequence[Rendered], simple: Iterator[Encoded]
+    ) -> tuple[Sample, ...]:
         """Return samples with exactly the tokens of `apply_chat_template`; BOS only if the template prints
         it. `simple` yields the tokens of texts without control tokens."""
         encoder, tally, template = self._encoder, self._tally, self._rules.tool_template
@@ -176,11 +178,11 @@ class Tokeniser:
         tally.control += bool(chat.stand_ins)
         tally.untold += chat.tools is not None and template is not None and not template.prints_tools
         tally.merged += any(
-            encoder.begins_inside(part, start) for one, part in samples for start, _ in one.spans or ()
+            encoder.splits_token(part, start) for one, part in samples for start, _ in one.spans or ()
         )
-        return tuple(self._supervised(one, part) for one, part in samples)
+        return tuple(self._supervised_mask(one, part) for one, part in samples)
 
-    def _supervised(self, rendered: Rendered, encoded: Encoded) -> Sample:
+    def _supervised_mask(self, rendered: Rendered, encoded: Encoded) -> Sample:
         mask = np.full(len(encoded.tokens), rendered.spans is None)
         for start, stop in rendered.spans or ():
             # A token that begins in the prompt and continues into the answer counts too: the answer begins
@@ -203,7 +205,7 @@ def prompt_tokens(tokenizer: Any, prompt: str, system: str | None = None) -> lis
         if system is not None:
             raise DataError("This base has no chat template, so it takes no system message.")
         (tokens,) = encoder.texts([prompt])
-        ids = [*encoder.lead, *tokens.tolist()]
+        ids = [*encoder.prefix_tokens, *tokens.tolist()]
     else:
         ids = _chat_prompt(tokenizer, encoder, source, prompt, system)
     if not ids:

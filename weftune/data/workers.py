@@ -25,9 +25,9 @@ from typing import Any
 
 from weftune.core.limited import receive_bytes, send_bytes, start_server
 
-FEWEST_CORES = 4
-MOST_WORKERS = 8
-ALONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+MIN_CORES = 4
+MAX_WORKERS = 8
+SINGLE_CORE_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 """Environment variables that limit the libraries of each worker to one core."""
 
 Work = Callable[[Any, Any], Any]
@@ -37,14 +37,14 @@ Work = Callable[[Any, Any], Any]
 def worker_count() -> int:
     """Return the number of workers for this machine's cores; 0 if workers would not be faster."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(MOST_WORKERS, cores) if cores >= FEWEST_CORES else 0
+    return min(MAX_WORKERS, cores) if cores >= MIN_CORES else 0
 
 
 class Workers:
     def __init__(self, count: int) -> None:
         """Create `count` workers. Their processes are started by `start`, or when they are needed."""
         self._count = count
-        self.answers = False
+        self.has_answered = False
         """Whether any worker has answered yet, since starting takes a moment."""
         self._is_started = False
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="tokeniser")
@@ -53,40 +53,40 @@ class Workers:
         for worker in self._all:
             self._idle.put(worker)
 
-    def start(self, work: Work, shared: Any) -> None:
+    def start(self, function: Work, shared: Any) -> None:
         """Start all workers, once, with the shared values, without waiting for them."""
         if not self._is_started:
             self._is_started = True
-            known = _pickled((work.__module__, work.__qualname__, shared))
+            known = _pickle_or_empty((function.__module__, function.__qualname__, shared))
             for _ in range(self._count):
                 # None is not a valid item for any work: the reply is empty.
-                self._threads.submit(self._ask, known, None)
+                self._threads.submit(self._request, known, None)
 
-    def each(self, work: Work, shared: Any, items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        """Yield each item with its result, in order; if a worker fails, `work` runs in this process."""
-        known = _pickled((work.__module__, work.__qualname__, shared))
+    def map_items(self, function: Work, shared: Any, items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        """Yield each item with its result, in order; if a worker fails, `function` runs in this process."""
+        known = _pickle_or_empty((function.__module__, function.__qualname__, shared))
         waiting: deque[tuple[Any, Future[Any]]] = deque()
         try:
             for item in items:
-                waiting.append((item, self._threads.submit(self._ask, known, item)))
+                waiting.append((item, self._threads.submit(self._request, known, item)))
                 # Enough to keep all workers busy without holding more rows in memory.
                 if len(waiting) > 2 * self._count:
-                    yield _result(work, shared, *waiting.popleft())
+                    yield _result(function, shared, *waiting.popleft())
             while waiting:
-                yield _result(work, shared, *waiting.popleft())
+                yield _result(function, shared, *waiting.popleft())
         finally:
             for _, reply in waiting:
                 reply.cancel()
 
-    def _ask(self, known: bytes, item: Any) -> bytes:
-        payload = _pickled(item)
+    def _request(self, known: bytes, item: Any) -> bytes:
+        payload = _pickle_or_empty(item)
         if not (known and payload):
             return b""
         worker = self._idle.get()
         try:
-            return worker.ask(known, payload)
+            return worker.request(known, payload)
         finally:
-            self.answers = True
+            self.has_answered = True
             self._idle.put(worker)
 
     def end(self) -> None:
@@ -95,7 +95,7 @@ class Workers:
             worker.end()
 
 
-def _pickled(value: Any) -> bytes:
+def _pickle_or_empty(value: Any) -> bytes:
     """Return the pickled value; empty if it cannot be pickled, as some rows from Python."""
     try:
         return pickle.dumps(value)
@@ -103,9 +103,9 @@ def _pickled(value: Any) -> bytes:
         return b""
 
 
-def _result(work: Work, shared: Any, item: Any, reply: Future[bytes]) -> tuple[Any, Any]:
+def _result(function: Work, shared: Any, item: Any, reply: Future[bytes]) -> tuple[Any, Any]:
     found = reply.result()
-    return item, pickle.loads(found) if found else work(shared, item)
+    return item, pickle.loads(found) if found else function(shared, item)
 
 
 class _Worker:
@@ -114,9 +114,9 @@ class _Worker:
         self._sent = b""
         """Digest of the shared values last sent to the process."""
 
-    def ask(self, known: bytes, payload: bytes) -> bytes:
+    def request(self, known: bytes, payload: bytes) -> bytes:
         """Return the process's pickled result for an item; empty if it failed or died."""
-        process = self._started()
+        process = self._ensure_started()
         assert process.stdin is not None
         assert process.stdout is not None
         digest = hashlib.blake2b(known).digest()
@@ -128,9 +128,9 @@ class _Worker:
         except OSError:
             return b""
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _ensure_started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
-            self._sent, self._process = b"", start_server(__name__, ALONE)
+            self._sent, self._process = b"", start_server(__name__, SINGLE_CORE_ENVIRONMENT)
         return self._process
 
     def end(self) -> None:
@@ -145,7 +145,7 @@ _WORKERS: dict[int, Workers] = {}
 """Maps a process id to its workers, so that a forked process does not use its parent's workers."""
 
 
-def workers_here(count: int) -> Workers:
+def get_workers(count: int) -> Workers:
     """Return this process's workers, created once and reused for all tables until `end_workers`."""
     with _LOCK:
         if os.getpid() not in _WORKERS:
@@ -153,10 +153,10 @@ def workers_here(count: int) -> Workers:
         return _WORKERS[os.getpid()]
 
 
-def workers_answer() -> bool:
+def have_workers_answered() -> bool:
     """Return whether workers of this process have been started and have answered."""
     workers = _WORKERS.get(os.getpid())
-    return workers is not None and workers.answers
+    return workers is not None and workers.has_answered
 
 
 def end_workers() -> None:
@@ -175,7 +175,7 @@ def serve() -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both, and the parent decides
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
-    work: Work | None = None
+    function: Work | None = None
     shared: Any = None
     while (known := receive_bytes(stdin)) is not None:
         payload = receive_bytes(stdin)
@@ -185,7 +185,7 @@ def serve() -> None:
         with suppress(Exception):
             if known:
                 module, name, shared = pickle.loads(known)
-                work = getattr(import_module(module), name)
-            if work is not None:
-                reply = pickle.dumps(work(shared, pickle.loads(payload)))
+                function = getattr(import_module(module), name)
+            if function is not None:
+                reply = pickle.dumps(function(shared, pickle.loads(payload)))
         send_bytes(stdout, reply)
