@@ -217,7 +217,7 @@ def random_filler(model: PreTrainedModel, hardware: Hardware) -> Fill:
     )
 
     def fill(name: str, out: Tensor) -> None:
-        if quantised.knows(name):
+        if quantised.has_parameter(name):
             quantised(name, out)
         else:
             fill_random(name, out, hardware)

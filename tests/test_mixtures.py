@@ -146,9 +146,9 @@ def test_who_else_is_in_the_microbatch_changes_nobodys_experts(family):
 
 def decisions(base, banks, microbatch):
     routing = Routing(base.model)
-    with routing.recorded(), torch.no_grad(), banks.bound(microbatch, Route.segmented, training=False):
+    with routing.record_decisions(), torch.no_grad(), banks.bound(microbatch, Route.segmented, training=False):
         base.hidden(microbatch)
-    return [made for (made,) in routing._made.values()]
+    return [made for (made,) in routing._decisions.values()]
 
 
 @pytest.mark.parametrize("parameters", [(), tuple(EXPERTS)], ids=["attention", "experts"])
@@ -212,14 +212,14 @@ def test_gradients_on_a_gpu_are_as_near_to_float64_as_those_on_a_cpu(family, dty
     microbatch, asked = together("abc", random_samples((9, 5, 12))), {"target_parameters": EXPERTS}
     exact = bench.base(family)
     routing = Routing(exact.model)
-    with routing.recorded():
+    with routing.record_decisions():
         wanted = gradients(exact, microbatch, None, **asked)
     errors = {}
     for place, route in (("cpu", Route.segmented), ("cuda", Route.tiled)):
         device = torch.device(place)
         base = Base.from_model(tiny(family, dtype), BaseSpec(model=f"tiny/{family}"), device)
         for router, ((_, _, chosen_Tk),) in zip(
-            Routing(base.model)._made, routing._made.values(), strict=True
+            Routing(base.model)._decisions, routing._decisions.values(), strict=True
         ):
             router.register_forward_hook(partial(sent_to, chosen_Tk.to(device)))
         got = gradients(base, microbatch.to(device), None, route, **asked)

@@ -13,7 +13,7 @@ from tests.cases import some_of
 from tests.run import aboard
 from tests.test_gpu import ready
 from weftune.adapters.kind import JobAdapter
-from weftune.base.host.pinned import host_bytes
+from weftune.base.host.pinned import allocate_host_bytes
 from weftune.base.host.source import CHUNK_BYTES, Staging
 from weftune.base.host.streamed import load_streamed
 from weftune.base.load import load_base, load_plain
@@ -313,6 +313,6 @@ def test_a_base_in_its_files_is_captured_while_a_thread_reads_it(stored):
 def test_host_memory_is_page_locked_and_comes_back():
     device = torch.device("cuda", 0)
     for _ in range(3):
-        buffer = host_bytes(64 << 20, device)
+        buffer = allocate_host_bytes(64 << 20, device)
         assert buffer.is_pinned()
         del buffer

@@ -12,7 +12,7 @@ from tests.cases import some_of
 from tests.run import aboard
 from tests.test_gpu import ready
 from tests.test_stream_gpu import LAYERS, SPEC, a_layer_each, attach, even, level, trained
-from weftune.base.host.pinned import host_bytes
+from weftune.base.host.pinned import allocate_host_bytes
 from weftune.base.host.streamed import load_streamed
 from weftune.plan.program.layout import Layout, StageLayers
 from weftune.run.assemble import streamed_executor
@@ -158,7 +158,7 @@ def test_garbage_that_holds_host_memory_does_not_end_a_capture():
     device = torch.device("cuda", 0)
     count = torch.zeros(1, device=device)
     gc.disable()
-    ring = [host_bytes(1 << 20, device)]
+    ring = [allocate_host_bytes(1 << 20, device)]
     ring.append(ring)
     del ring
     gc.enable()

@@ -13,7 +13,7 @@ from weftune.base.model import Base
 from weftune.base.quant.linear import matrix_dtype
 from weftune.base.shape import model_shape
 from weftune.base.spec import BaseSpec
-from weftune.base.stages import cut, refuse_uncut, stage_of
+from weftune.base.stages import keep_stages, refuse_unknown_family, stage_of
 from weftune.core.batch import IGNORED, Microbatch
 from weftune.core.shapes import LayerRange
 
@@ -44,7 +44,7 @@ def base_of(model: PreTrainedModel, name: str = "tiny", device: torch.device = C
 
 def cut_base(model: PreTrainedModel, spec: BaseSpec, device: torch.device, held: LayerRange) -> Base:
     """Return one stage of a model in memory; the model is taken over."""
-    refuse_uncut(model.config, spec.model)
+    refuse_unknown_family(model.config, spec.model)
     whole = model_shape(model, matrix_dtype(model))
-    cut(model, held)
+    keep_stages(model, held)
     return stage_of(model, spec, device, held, whole)

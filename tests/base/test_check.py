@@ -71,7 +71,7 @@ def test_a_token_whose_experts_are_next_to_equal_does_not_fail_the_check(
     model = tiny(family, torch.float32)
     torch.nn.Module.register_forward_pre_hook(model.model.layers[0].mlp.gate, _shaken)
     assert base_of(copy.deepcopy(model)).dtype == torch.float32
-    monkeypatch.setattr(Routing, "replayed", lambda _: nullcontext())
+    monkeypatch.setattr(Routing, "replay_decisions", lambda _: nullcontext())
     with pytest.raises(BaseModelError, match="computes something else when samples are packed together"):
         base_of(model)
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from tests.base.packs import base_of, packed, random_samples
 from tests.families import config, randomised
 from weftune.base import model as base_model
-from weftune.base.check import attention_set
+from weftune.base.check import use_attention
 from weftune.base.delta_net import equally_long
 from weftune.core.deterministic import deterministic_kernels
 from weftune.errors import BaseModelError
@@ -30,7 +30,7 @@ def with_long_context() -> PreTrainedModel:
 def test_packed_samples_give_the_logits_of_separate_ones() -> None:
     base, samples = base_of(with_long_context()), random_samples(LENGTHS)
     got = base.head().logits(base.hidden(packed(samples))).split(LENGTHS)
-    with torch.no_grad(), attention_set(base.model, "sdpa"):
+    with torch.no_grad(), use_attention(base.model, "sdpa"):
         for mine, tokens_L in zip(got, samples, strict=True):
             want = base.model(tokens_L[None], use_cache=False).logits[0]
             torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-5)
@@ -44,7 +44,7 @@ def test_gradients_of_packed_samples_are_those_of_separate_ones() -> None:
     weigh_TD = torch.randn(rows, base.shape.hidden, generator=torch.Generator().manual_seed(1))
     (base.hidden(packed(samples)) * weigh_TD).sum().backward()
     got, embedding.grad = embedding.grad, None
-    with attention_set(base.model, "sdpa"):
+    with use_attention(base.model, "sdpa"):
         for tokens_L, weigh_LD in zip(samples, weigh_TD.split(LENGTHS), strict=True):
             hidden_LD = base.model.base_model(tokens_L[None], use_cache=False).last_hidden_state[0]
             (hidden_LD * weigh_LD).sum().backward()
@@ -71,7 +71,7 @@ def gradient_and_sums(packs: bool) -> tuple[torch.Tensor, int]:
         if packs:
             base.hidden(packed(samples)).square().sum().backward()
         else:
-            with attention_set(base.model, "sdpa"):
+            with use_attention(base.model, "sdpa"):
                 base.model.base_model(samples[0][None], use_cache=False)[0].square().sum().backward()
     assert embedding.grad is not None
     return embedding.grad, sums.count

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from tests.base.packs import CPU, packed, random_samples
 from tests.families import VOCABULARY, tiny
 from weftune.base import gguf as conversion
-from weftune.base.gguf import converted, narrowed
+from weftune.base.gguf import convert_cached, to_narrowest_dtype
 from weftune.base.load import demo_folder, load_base, load_tokenizer
 from weftune.base.spec import BaseSpec
 from weftune.core.files import cache_folder
@@ -120,19 +120,19 @@ def test_a_gguf_file_is_parsed_once_and_the_reader_is_the_packages_own_again(
 
     monkeypatch.setattr(gguf, "GGUFReader", Counted)
     file = write_gguf(tmp_path / "small.gguf", tiny("llama", torch.float32))
-    converted(file)
+    convert_cached(file)
     assert parsed == [str(file)]
     assert gguf.GGUFReader is Counted
 
 
 def test_a_conversion_is_reused_until_the_file_changes(tmp_path: Path, own_cache: Path) -> None:
     file = write_gguf(tmp_path / "small.gguf", tiny("llama", torch.float32))
-    first = converted(file)
+    first = convert_cached(file)
     made = (first / "model.safetensors").stat().st_mtime_ns
-    assert converted(file) == first
+    assert convert_cached(file) == first
     assert (first / "model.safetensors").stat().st_mtime_ns == made
     write_gguf(file, tiny("llama", torch.float32, seed=1))
-    assert converted(file) != first
+    assert convert_cached(file) != first
 
 
 def test_a_conversion_that_comes_second_leaves_the_first_ones_folder(
@@ -144,11 +144,11 @@ def test_a_conversion_that_comes_second_leaves_the_first_ones_folder(
     def overtaken(source: Path, folder: Path) -> None:
         monkeypatch.setattr(conversion, "write_folder", write_folder)
         write_folder(source, folder)
-        conversion.converted_into(target, source)
+        conversion.convert_into(target, source)
         (target / "first").touch()
 
     monkeypatch.setattr(conversion, "write_folder", overtaken)
-    assert conversion.converted_into(target, file) == target
+    assert conversion.convert_into(target, file) == target
     assert list(target.parent.iterdir()) == [target]
     names = {path.name for path in target.iterdir()}
     assert {"first", "config.json", "model.safetensors", "tokenizer.json"} <= names
@@ -158,7 +158,7 @@ def test_a_flipped_bit_in_a_converted_folder_is_found_said_and_mended(
     tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write_gguf(tmp_path / "small.gguf", tiny("llama", torch.float32))
-    folder = converted(file)
+    folder = convert_cached(file)
     whole = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert {oct(path.stat().st_mode & 0o777) for path in folder.iterdir()} == {"0o644"}
     rng = random.Random(5)
@@ -167,45 +167,45 @@ def test_a_flipped_bit_in_a_converted_folder_is_found_said_and_mended(
         flipped = bytearray(whole[name])
         flipped[place] ^= bit
         (folder / name).write_bytes(flipped)
-        assert converted(file) == folder
+        assert convert_cached(file) == folder
         assert (folder / name).read_bytes() == whole[name]
         assert "is damaged; small.gguf is converted again." in capsys.readouterr().err
-    assert converted(file) == folder
+    assert convert_cached(file) == folder
     assert capsys.readouterr().err == ""
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
 def test_any_flipped_bit_of_the_weights_is_found(tmp_path: Path, own_cache: Path) -> None:
-    folder = converted(write_gguf(tmp_path / "small.gguf", tiny("llama", torch.float32)))
+    folder = convert_cached(write_gguf(tmp_path / "small.gguf", tiny("llama", torch.float32)))
     path, rng = folder / "model.safetensors", random.Random(6)
     whole = path.read_bytes()
     for _ in range(100):
         flipped = bytearray(whole)
         flipped[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
         path.write_bytes(flipped)
-        assert conversion._damaged.__wrapped__(folder, ()) == "model.safetensors"
+        assert conversion._find_damaged.__wrapped__(folder, ()) == "model.safetensors"
 
 
 def test_a_folder_from_before_checksums_is_converted_again(tmp_path: Path, own_cache: Path) -> None:
     file = write_gguf(tmp_path / "small.gguf", tiny("llama", torch.float32))
-    folder = converted(file)
+    folder = convert_cached(file)
     (folder / "checksums.json").unlink()
-    assert (converted(file) / "checksums.json").exists()
+    assert (convert_cached(file) / "checksums.json").exists()
 
 
 def test_a_failed_conversion_leaves_nothing_behind(tmp_path: Path, own_cache: Path) -> None:
     file = write_gguf(tmp_path / "small.gguf", tiny("llama", torch.float32), pre_tokenizer="unheard-of")
     with pytest.raises(BaseModelError, match="splits text by the rule 'unheard-of'"):
-        converted(file)
+        convert_cached(file)
     assert list((own_cache / "gguf").iterdir()) == []
 
 
 def test_weights_are_stored_in_the_narrowest_type_that_loses_nothing() -> None:
     exact = torch.tensor([1.0, -0.5, 2.0])
-    assert narrowed(exact).dtype == torch.bfloat16
-    assert narrowed(exact * (1 + 2.0**-10)).dtype == torch.float16
-    assert narrowed(exact * (1 + 2.0**-20)).dtype == torch.float32
-    assert narrowed(torch.tensor([1e30 * (1 + 2.0**-10)])).dtype == torch.float32
+    assert to_narrowest_dtype(exact).dtype == torch.bfloat16
+    assert to_narrowest_dtype(exact * (1 + 2.0**-10)).dtype == torch.float16
+    assert to_narrowest_dtype(exact * (1 + 2.0**-20)).dtype == torch.float32
+    assert to_narrowest_dtype(torch.tensor([1e30 * (1 + 2.0**-10)])).dtype == torch.float32
 
 
 def test_a_missing_demo_package_is_a_sentence_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from tests.base.folders import model_folder
 from tests.base.packs import CPU
 from tests.traversal import PAYLOADS
 from weftune.base.config import convert_command, read_config, weight_map
-from weftune.base.gguf import converted
+from weftune.base.gguf import convert_cached
 from weftune.base.host.streamed import weights_in_files
 from weftune.base.load import inspect, load_base, load_plain, load_tokenizer
 from weftune.base.spec import BaseSpec
@@ -176,4 +176,4 @@ def test_a_weight_file_that_is_empty_or_cut_off_is_named(tmp_path, kept, said):
 def test_an_empty_gguf_file_is_told_to_be_empty(tmp_path):
     (tmp_path / "model.gguf").touch()
     with pytest.raises(BaseModelError, match=r"model\.gguf cannot be read: it is empty \(0 bytes\)"):
-        converted(tmp_path / "model.gguf")
+        convert_cached(tmp_path / "model.gguf")

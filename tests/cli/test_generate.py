@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tests.base.folders import model_folder
 from tests.trainer.test_generate import adapter_folder, spoken_by_peft
-from weftune.base.load import device_named
+from weftune.base.load import select_device
 from weftune.cli.generate import base_of, generate, side_by_side
 from weftune.errors import AdapterError, UserError
 
@@ -68,16 +68,16 @@ def test_a_folder_without_a_job_is_a_sentence(tmp_path: Path) -> None:
 
 def test_a_device_that_is_none_is_a_sentence() -> None:
     with pytest.raises(UserError, match="--device: gpu is no device"):
-        device_named("gpu")
-    assert device_named("cpu").type == "cpu"
+        select_device("gpu")
+    assert select_device("cpu").type == "cpu"
 
 
 def test_a_gpu_without_a_number_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's functions about memory refuse a device without an index."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert device_named("cuda") == device_named(None) == torch.device("cuda", 0)
-    assert device_named("cuda:1") == torch.device("cuda", 1)
+    assert select_device("cuda") == select_device(None) == torch.device("cuda", 0)
+    assert select_device("cuda:1") == torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert device_named("cuda") == device_named(None) == torch.device("cuda", 3)
+    assert select_device("cuda") == select_device(None) == torch.device("cuda", 3)

@@ -8,7 +8,7 @@ from tests.base.packs import packed, random_samples
 from tests.base.quant.bases import quantised_base
 from tests.families import tiny
 from weftune.base.quant.formats import Fp8, Int8, Nf4
-from weftune.base.quant.linear import QuantLinear, plainly
+from weftune.base.quant.linear import QuantLinear, dequantise_plain
 from weftune.core.weights import CODED_PARAMETERS, multiply_codes, side_by_side
 from weftune.ops.dequantise import KERNELS
 from weftune.ops.fp8 import multiply
@@ -64,7 +64,7 @@ def test_on_the_tiled_route_weights_are_dequantised_by_kernels_and_plainly_after
     assert len(asked) == len(linears)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     adapted.restore_base()
-    assert all(module.dequantise is plainly for module in linears)
+    assert all(module.dequantise is dequantise_plain for module in linears)
 
 
 def test_on_the_tiled_route_codes_are_multiplied_by_kernels_and_plainly_afterwards(device):

@@ -26,13 +26,13 @@ LENGTHS = st.lists(
 
 
 def made(jobs: list[list[list[int]]]) -> list[JobOutline]:
-    outlined = []
+    outline_model = []
     for number, batches in enumerate(jobs):
         job = outline(f"job{number}", 10)
         lengths = tuple(map(tuple, batches))
         longest = max(map(max, lengths))
-        outlined.append(replace(job, batches=lengths, shape=replace(job.shape, longest=longest)))
-    return outlined
+        outline_model.append(replace(job, batches=lengths, shape=replace(job.shape, longest=longest)))
+    return outline_model
 
 
 def trains(program: Program, jobs: list[JobOutline]) -> None:

@@ -256,7 +256,7 @@ def test_gradients_leave_stage_by_stage_and_at_a_step_only_the_first_ones_are_le
     take = transfers.copy_all_gradients_out
 
     def noted(due):
-        left.append({stage for job, stage in transfers._made})
+        left.append({stage for job, stage in transfers._device_gradients})
         take(due)
 
     monkeypatch.setattr(transfers, "copy_all_gradients_out", noted)

@@ -28,35 +28,35 @@ KNOWN = frozenset({*DECODERS, *MIXTURES, "opt", "gpt2", "qwen3_5_text"})
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 EXPERT_MODULES = re.compile(r"Experts|MoE|Moe")
-TRAINED = (
+SUPPORTED_MODELS = (
     "Weftune trains dense text-only causal language models, and of mixtures of experts "
     f"{' and '.join(MIXTURES)}."
 )
-SEPARATED = frozenset({"qwen3_5_text"})
+RESET_PER_SAMPLE = frozenset({"qwen3_5_text"})
 """Model types whose recurrent layers are reset at the start of every sample (base/delta_net.py)."""
 LAYER_KINDS = ("layer_types", "layers_block_type")
 """Config keys whose value is a list with the type of each layer."""
 RECURRENT = frozenset(
     {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding"}
 )
-OTHER_SENSES = {"vision_config": "vision", "audio_config": "audio"}
+OTHER_MODALITIES = {"vision_config": "vision", "audio_config": "audio"}
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 """Maps a dtype to the tolerance relative to the logits' spread. Rows that attend to another sample, or have a
 wrong position, exceed it by far; rounding errors, also of eager attention, stay far below it."""
 
 CHEAP_WINDOW = 64
 """Largest sliding window of a known family that the check at load covers; the tests cover longer ones."""
-LONGEST_WINDOW = 8192
+MAX_WINDOW = 8192
 
 
 def refuse_config(config: PretrainedConfig, name: str) -> None:
     """Raise if a model's config alone shows that it cannot be a base."""
-    kind = kind_refused(config)
+    kind = find_unsupported_kind(config)
     if kind is not None:
-        raise BaseModelError(f"{name} is {kind}; {TRAINED}")
+        raise BaseModelError(f"{name} is {kind}; {SUPPORTED_MODELS}")
     if getattr(config, "quantization_config", None) is not None:
         raise BaseModelError(f"{name} has quantised weights; name the unquantised model as the base instead.")
-    if config.model_type not in SEPARATED and (layers := recurrent_layers(config)):
+    if config.model_type not in RESET_PER_SAMPLE and (layers := recurrent_layers(config)):
         raise BaseModelError(
             f"{name} ({config.model_type}) has {layers} layers, whose state would flow from one sample of a "
             "pack into the next one, so Weftune cannot train on it."
@@ -77,11 +77,11 @@ def refuse_modules(model: PreTrainedModel, name: str) -> None:
     if model.config.model_type in MIXTURES:
         return
     if any(EXPERT_MODULES.search(type(module).__name__) for module in model.modules()):
-        raise BaseModelError(f"{name} is a mixture of experts; {TRAINED}")
+        raise BaseModelError(f"{name} is a mixture of experts; {SUPPORTED_MODELS}")
 
 
-def kind_refused(config: PretrainedConfig) -> str | None:
-    for key, sense in OTHER_SENSES.items():
+def find_unsupported_kind(config: PretrainedConfig) -> str | None:
+    for key, sense in OTHER_MODALITIES.items():
         if getattr(config, key, None) is not None:
             return f"a {sense} model ({config.model_type})"
     if getattr(config, "is_encoder_decoder", False):
@@ -99,12 +99,12 @@ def kind_refused(config: PretrainedConfig) -> str | None:
 def check_packing(base: Base, plain: str) -> None:
     """Raise if a packed forward differs from forwards of each sample under the attention `plain`."""
     name, known = base.spec.model, base.model.config.model_type in KNOWN
-    samples = [sample(length, base) for length in sample_lengths(base, known)]
+    samples = [sample_tokens(length, base) for length in sample_lengths(base, known)]
     routing = Routing(base.model)
     try:
-        with attention_set(base.model, plain), routing.recorded():
+        with use_attention(base.model, plain), routing.record_decisions():
             separate = [base.model(tokens_L[None], use_cache=False).logits[0] for tokens_L in samples]
-        with routing.replayed():
+        with routing.replay_decisions():
             packed_TV = base.head().logits(base.hidden(microbatch_of(samples)))
     except UserError as refusal:
         raise BaseModelError(f"{name} cannot be a base: {refusal}") from refusal
@@ -120,7 +120,7 @@ def check_packing(base: Base, plain: str) -> None:
         )
     packed = packed_TV.split([len(tokens_L) for tokens_L in samples])
     # A tensor's maximum is NaN if any of its values is NaN, unlike Python's `max`.
-    worst = torch.tensor([distance(*pair) for pair in zip(packed, separate, strict=True)]).max().item()
+    worst = torch.tensor([logit_distance(*pair) for pair in zip(packed, separate, strict=True)]).max().item()
     if not worst <= TOLERANCE[base.dtype]:
         raise BaseModelError(
             f"{name} ({base.model.config.model_type}) computes something else when samples are packed "
@@ -134,7 +134,7 @@ def sample_lengths(base: Base, known: bool) -> tuple[int, ...]:
     window = getattr(config, "sliding_window", None)
     longest = 12
     if window is not None and window < context and (window <= CHEAP_WINDOW or not known):
-        if window > LONGEST_WINDOW:
+        if window > MAX_WINDOW:
             raise BaseModelError(
                 f"{base.spec.model} ({config.model_type}) is no family that Weftune knows, and its sliding "
                 f"window of {window} rows is too long to be checked at load."
@@ -143,7 +143,7 @@ def sample_lengths(base: Base, known: bool) -> tuple[int, ...]:
     return 7, min(longest, context), 3
 
 
-def sample(length: int, base: Base) -> Tensor:
+def sample_tokens(length: int, base: Base) -> Tensor:
     """Return deterministic tokens that are spread over the vocabulary."""
     return (torch.arange(length, device=base.device) * 7919 + 13 * length) % base.shape.vocabulary
 
@@ -161,7 +161,7 @@ def microbatch_of(samples: list[Tensor]) -> Microbatch:
     )
 
 
-def distance(a_LV: Tensor, b_LV: Tensor) -> float:
+def logit_distance(a_LV: Tensor, b_LV: Tensor) -> float:
     """Return the distance of the logits relative to their spread. NaN if a value is not finite."""
     a_LV, b_LV = a_LV.double(), b_LV.double()
     spread = (b_LV - b_LV.mean(dim=-1, keepdim=True)).norm()
@@ -169,7 +169,7 @@ def distance(a_LV: Tensor, b_LV: Tensor) -> float:
 
 
 @contextmanager
-def attention_set(model: PreTrainedModel, name: str) -> Iterator[None]:
+def use_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:
@@ -190,33 +190,33 @@ class Routing:
     def __init__(self, model: PreTrainedModel) -> None:
         mixes = model.config.model_type in MIXTURES
         found = model.named_modules() if mixes else ()
-        self._made: dict[nn.Module, list[Decision]] = {
+        self._decisions: dict[nn.Module, list[Decision]] = {
             module: [] for name, module in found if name.endswith(f".{ROUTER}")
         }
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
+    def record_decisions(self) -> Iterator[None]:
         """Record the routers' decisions in all passes within the context."""
 
         def keep(router: nn.Module, _: Any, decision: Decision) -> None:
-            self._made[router].append(decision)
+            self._decisions[router].append(decision)
 
-        with self._hooked(keep):
+        with self._hook_routers(keep):
             yield
 
     @contextmanager
-    def replayed(self) -> Iterator[None]:
+    def replay_decisions(self) -> Iterator[None]:
         """Make a pass over all tokens of the recorded passes, concatenated, use the recorded decisions."""
 
         def give(router: nn.Module, _: Any, __: Decision) -> Decision:
-            return tuple(torch.cat(parts) for parts in zip(*self._made[router], strict=True))
+            return tuple(torch.cat(parts) for parts in zip(*self._decisions[router], strict=True))
 
-        with self._hooked(give):
+        with self._hook_routers(give):
             yield
 
     @contextmanager
-    def _hooked(self, hook: Callable[..., Any]) -> Iterator[None]:
+    def _hook_routers(self, hook: Callable[..., Any]) -> Iterator[None]:
         with ExitStack() as stack:
-            for router in self._made:
+            for router in self._decisions:
                 stack.enter_context(router.register_forward_hook(hook))
             yield

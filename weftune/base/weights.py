@@ -26,9 +26,9 @@ from weftune.base.quant.read import (
     QuantReader,
     is_part,
     is_stored,
-    parts_beside,
     stored_format,
     stored_matrix,
+    weights_by_part,
 )
 from weftune.base.quant.stored import Quantised
 from weftune.base.shape import linears
@@ -39,7 +39,7 @@ STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 """Maps the name of a dtype in safetensors files to the dtype."""
 HEAD = "lm_head.weight"
 
-BESIDE = (
+EXTRA_FILES = (
     "generation_config.json",
     "preprocessor_config.json",
     "processor_config.json",
@@ -61,7 +61,7 @@ class WeightFiles:
     """Maps the name of each tensor to its file."""
 
     def path(self, name: str) -> Path:
-        found = found_file(self.where, self.files[name], self.revision)
+        found = find_file(self.where, self.files[name], self.revision)
         if found is None:
             raise OSError(f"{self.files[name]} is missing, which its index names")
         return found
@@ -69,10 +69,10 @@ class WeightFiles:
 
 def weight_files(where: str, revision: str | None) -> WeightFiles | None:
     """Return the weight files, from the index if there is one. None if there are no safetensors files."""
-    index = found_file(where, SAFE_WEIGHTS_INDEX_NAME, revision)
+    index = find_file(where, SAFE_WEIGHTS_INDEX_NAME, revision)
     if index is not None:
         return WeightFiles(where, revision, weight_map(index))
-    whole = found_file(where, SAFE_WEIGHTS_NAME, revision)
+    whole = find_file(where, SAFE_WEIGHTS_NAME, revision)
     if whole is None:
         return None
     with open_safetensors(whole) as file:
@@ -88,10 +88,10 @@ def file_reader(
     if known is None:
         return None
     quantised = {path: known[f"{path}.weight"][0] for path in quant_paths(model)}
-    reader = QuantReader(model, quantised, files.files, partial(_tensor, files), device)
+    reader = QuantReader(model, quantised, files.files, partial(_open_tensor, files), device)
 
     def read(name: str, out: Tensor) -> None:
-        if reader.knows(name):
+        if reader.has_parameter(name):
             reader(name, out)
         else:
             _read(files, known, name, out)
@@ -99,7 +99,7 @@ def file_reader(
     return read
 
 
-def _tensor(files: WeightFiles, name: str) -> Tensor:
+def _open_tensor(files: WeightFiles, name: str) -> Tensor:
     if name not in files.files:
         raise OSError(f"{name} is missing from its files")
     with open_safetensors(files.path(name)) as file:
@@ -108,7 +108,7 @@ def _tensor(files: WeightFiles, name: str) -> Tensor:
 
 def _read(files: WeightFiles, known: StoredNames, name: str, out: Tensor) -> None:
     if is_stored(known[name][0], files.files):
-        value = stored_matrix(known[name][0], partial(_tensor, files), files.files)
+        value = stored_matrix(known[name][0], partial(_open_tensor, files), files.files)
         refuse_other_shape(name, value.shape, out.shape)
         out.copy_(value)
         return
@@ -133,18 +133,18 @@ def part_of(parameter: Tensor, parts: Sequence[str], part: str) -> Tensor:
 def stored_names(model: PreTrainedModel, files: WeightFiles) -> StoredNames | None:
     """Return the names in the files of all parameters of `model`. None if any parameter is missing."""
     found: dict[str, tuple[str, ...]] = {}
-    beside = parts_beside(model)
+    beside = weights_by_part(model)
     for name, _ in model.named_parameters(remove_duplicate=False):
         if name in beside:
             continue
-        parts = [_name_in(files, model, part) for part in _parts(model, name)]
+        parts = [_stored_name(files, model, part) for part in _stored_parts(model, name)]
         found[name] = tuple(part for part in parts if part is not None)
         if len(found[name]) < len(parts):
             return None
     return found
 
 
-def _parts(model: PreTrainedModel, name: str) -> list[str]:
+def _stored_parts(model: PreTrainedModel, name: str) -> list[str]:
     """Return the parts of a parameter in files, which hold every expert's linears as separate tensors."""
     facts = MIXTURES.get(model.config.model_type)
     if facts is None:
@@ -167,7 +167,7 @@ def quantised_forms(
     found = [path for path in linears(model) if layer_of(path) is not None]
     if files is None or not chosen.stored:
         return dict.fromkeys(found, FORMATS[chosen.quantize])
-    names = {path: _name_in(files, model, f"{path}.weight") for path in found}
+    names = {path: _stored_name(files, model, f"{path}.weight") for path in found}
     return {
         path: stored_format(name, files.files)
         for path, name in names.items()
@@ -192,12 +192,12 @@ def read_weights(model: PreTrainedModel, files: WeightFiles, device: torch.devic
     for path, names in by_file.items():
         with open_safetensors(path) as file:
             for name in names:
-                _put(model, shared[name], file.get_tensor(known[name][0]), device)
+                _set_parameter(model, shared[name], file.get_tensor(known[name][0]), device)
     for name in (name for name in shared if len(known[name]) > 1):
         value = torch.empty_like(model.get_parameter(name), device=device)
         _read(files, known, name, value)
-        _put(model, shared[name], value, device)
-    make_buffers(model, device)
+        _set_parameter(model, shared[name], value, device)
+    create_buffers(model, device)
     return True
 
 
@@ -208,21 +208,22 @@ def _read_each(model: PreTrainedModel, files: WeightFiles, device: torch.device)
     for name, names in shared_names(model).items():
         value = torch.empty_like(model.get_parameter(name), device=device)
         read(name, value)
-        _put(model, names, value, device)
-    make_buffers(model, device)
+        _set_parameter(model, names, value, device)
+    create_buffers(model, device)
 
 
-def lacking(model: PreTrainedModel, files: WeightFiles) -> list[str]:
+def missing_parameters(model: PreTrainedModel, files: WeightFiles) -> list[str]:
     """Return the names of the parameters of `model` that are missing in the files."""
-    beside = parts_beside(model)
+    beside = weights_by_part(model)
     return sorted(
         name
         for name in shared_names(model)
-        if name not in beside and not all(_name_in(files, model, part) for part in _parts(model, name))
+        if name not in beside
+        and not all(_stored_name(files, model, part) for part in _stored_parts(model, name))
     )
 
 
-def head_stored(files: WeightFiles) -> bool:
+def has_stored_head(files: WeightFiles) -> bool:
     """Whether a wrapper's files contain the weight of the output layer."""
     return any(name in files.files for name in (HEAD, older_name(HEAD)))
 
@@ -235,7 +236,7 @@ def shared_names(model: PreTrainedModel) -> dict[str, list[str]]:
     return {names[0]: names for names in found.values()}
 
 
-def _name_in(files: WeightFiles, model: PreTrainedModel, name: str) -> str | None:
+def _stored_name(files: WeightFiles, model: PreTrainedModel, name: str) -> str | None:
     """Return the name of a parameter in the files, or None. A tied head is stored as the embedding; some
     files omit the prefix of the inner model, or use older names."""
     tied = dict(model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
@@ -248,7 +249,7 @@ def _name_in(files: WeightFiles, model: PreTrainedModel, name: str) -> str | Non
     return None
 
 
-def _put(model: PreTrainedModel, names: Sequence[str], value: Tensor, device: torch.device) -> None:
+def _set_parameter(model: PreTrainedModel, names: Sequence[str], value: Tensor, device: torch.device) -> None:
     before = model.get_parameter(names[0])
     refuse_other_shape(names[0], value.shape, before.shape)
     parameter = nn.Parameter(value.to(device, before.dtype), requires_grad=False)
@@ -264,7 +265,7 @@ def refuse_other_shape(name: str, stored: torch.Size, shape: torch.Size) -> None
         raise ValueError(f"{name} is {list(stored)} in its file, but {list(shape)} in the model")
 
 
-def make_buffers(model: PreTrainedModel, device: torch.device) -> None:
+def create_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Create the buffers that files do not contain, such as rotary frequencies, as transformers does."""
     for module in model.modules():
         held = dict(module.named_buffers(recurse=False))
@@ -275,7 +276,7 @@ def make_buffers(model: PreTrainedModel, device: torch.device) -> None:
         model._init_weights(module)
 
 
-def found_file(where: str, name: str, revision: str | None) -> Path | None:
+def find_file(where: str, name: str, revision: str | None) -> Path | None:
     path = cached_file(where, name, revision=revision, _raise_exceptions_for_missing_entries=False)
     return None if path is None else Path(path)
 
@@ -333,7 +334,9 @@ def _write_file(model: PreTrainedModel, files: WeightFiles, file: str, target: P
     return sum(value.nbytes for value in tensors.values())
 
 
-def _in_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+def _config_with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Return the config with `dtype` set, also in nested configs, in place of the older key `torch_dtype`."""
-    inner = {key: _in_dtype(value, dtype) for key, value in config.items() if key.endswith("_config")}
+    inner = {
+        key: _config_with_dtype(value, dtype) for key, value in config.items() if key.endswith("_config")
+    }
     return {key: value for key, value in config.items() if key != "torch_dtype"} | inner | {"dtype": dtype}

@@ -78,10 +78,10 @@ def vllm_advice(rank: int) -> str:
 
 
 def _export_merged(folder: Path, base: BaseSpec, target: Path, dtype: Dtype | None, into: str | None) -> None:
-    from weftune.base.load import quantised_as
+    from weftune.base.load import base_quantisation
     from weftune.trainer.export import Into, merged_losses, write_merged
 
-    quantised = quantised_as(base)
+    quantised = base_quantisation(base)
     if quantised is None and into is not None:
         raise UserError(f"--into: {base.published_name} is not quantised, and there is nothing to choose.")
     chosen = cast(Into, into or INTO[0])

@@ -35,7 +35,7 @@ def generate(
 
     from rich.console import Console
 
-    from weftune.base.load import device_named
+    from weftune.base.load import select_device
     from weftune.data.tokenise import prompt_tokens
     from weftune.trainer.generate import BASE, answers
 
@@ -46,7 +46,7 @@ def generate(
         tokenise=prompt_tokens,
         system=system,
         max_tokens=max_tokens,
-        device=device_named(device),
+        device=select_device(device),
         with_base=against_base,
     )
     titles = {BASE: f"{BASE} ({spec.model})", "adapter": folder.resolve().name}

@@ -112,7 +112,7 @@ def outline_jobs(
 ) -> list[Outlined]:
     """Return the outlines of all jobs, or raise the mistakes of all jobs at once. Jobs in `averaged` keep a
     mean of their weights."""
-    outlined: list[Outlined] = []
+    outline_model: list[Outlined] = []
     mistakes: list[Mistake] = []
     rounds = OUTLOOK_ROUNDS if len(jobs) <= MANY_JOBS else FEW_ROUNDS
     rows = min(SAMPLED_ROWS, max(FEWEST_ROWS, ALL_ROWS // len(jobs)))
@@ -137,12 +137,12 @@ def outline_jobs(
                 ),
             )
             total = _total(job, outline, samples, scale, shape, max_steps)
-            outlined.append(Outlined(outline, planned, sampled, total))
+            outline_model.append(Outlined(outline, planned, sampled, total))
         except DataError as error:
             mistakes += [mistake.of_job(job.name) for mistake in error.mistakes]
     if mistakes:
         raise DataError(mistakes)
-    return outlined
+    return outline_model
 
 
 def _total(

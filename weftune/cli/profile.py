@@ -31,11 +31,11 @@ def make_profile(base: str, device_name: str | None, output: Path | None) -> Non
     refuse_device(device_name)
     refuse_base(BaseSpec(model=base))
 
-    from weftune.base.load import device_named, inspect
+    from weftune.base.load import inspect, select_device
     from weftune.run.measure.memory import bytes_before_base
     from weftune.run.profile import key_here
 
-    spec, device, console = BaseSpec(model=base), device_named(device_name), Console()
+    spec, device, console = BaseSpec(model=base), select_device(device_name), Console()
     shape = inspect(spec, device)
     # The memory of a training process includes its modules and the tokenizer.
     import_module("weftune.trainer.trainer")

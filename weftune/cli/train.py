@@ -157,12 +157,12 @@ def _chosen(run: RunSpec, options: Options) -> StageCount:
     """Return the number of stages or shares that the planner chooses for this machine; print the reason."""
     from rich.console import Console
 
-    from weftune.base.load import device_named, inspect
+    from weftune.base.load import inspect, select_device
     from weftune.plan.layout.choose import choose_workers
     from weftune.report.terminal import safe_output
     from weftune.trainer.machine import launcher_machine
 
-    device = device_named(options.device)
+    device = select_device(options.device)
     shape = inspect(run.base, device)
     options = replace(options, deterministic=run.deterministic)
     machine = launcher_machine(options, device, shape).shared_by(options.replicas)

@@ -20,7 +20,7 @@ import torch
 import typer
 from torch.distributed import TCPStore
 
-from weftune.base.load import device_named
+from weftune.base.load import select_device
 from weftune.core.clock import COMMAND_STARTED, current
 from weftune.errors import UserError
 from weftune.launch.supervise import Supervised, Supervisor, Team
@@ -56,7 +56,7 @@ def joined(worker: WorkerPosition, device: str | None) -> Iterator[WorkerControl
     heartbeat = Heartbeat(worker, connect_to_store(worker))
     heartbeat.start()
     try:
-        found = device_named(device)
+        found = select_device(device)
         if has_separate_gpus(worker, found):
             numbers = assign_gpus(worker.local_workers) if worker.ring else range(worker.local_workers)
             found = torch.device("cuda", numbers[worker.local_worker])

@@ -19,14 +19,14 @@ from weftune.adapters.folder import CONFIG, JOB_FILE, WEIGHTS, check_adapter_fol
 from weftune.adapters.plain import PlainKind
 from weftune.adapters.registry import kind_of_folder
 from weftune.base.load import (
+    base_quantisation,
     best_device,
+    file_dtype,
     inspect,
     is_tower,
     load_plain,
     load_tokenizer,
     model_source,
-    own_dtype,
-    quantised_as,
 )
 from weftune.base.quant.linear import dequantise_linears
 from weftune.base.shape import embedding_module, model_shape, site_modules
@@ -64,7 +64,7 @@ def write_merged(
     refuse_links_out(folder)
     with new_folder(target):
         model = merged_model(folder, base, dtype, into)
-        if is_tower(model) and quantised_as(base, stored_only=True):
+        if is_tower(model) and base_quantisation(base, stored_only=True):
             raise BaseModelError(
                 f"{base.model} sees images too and is stored quantised, so it cannot be written as a plain "
                 "model: serve the adapter beside it."
@@ -81,9 +81,9 @@ def write_merged(
 
 def merged_model(folder: Path, base: BaseSpec, dtype: Dtype | None, into: Into) -> PreTrainedModel:
     """Return the base, unquantised, with the adapter merged in; `into` matters for a quantised base only."""
-    kept = dtype or cast(Dtype, str(own_dtype(base)).removeprefix("torch."))
+    kept = dtype or cast(Dtype, str(file_dtype(base)).removeprefix("torch."))
     original = into == "original"
-    if original and quantised_as(base, stored_only=True):
+    if original and base_quantisation(base, stored_only=True):
         raise BaseModelError(
             f"{base.model} is stored quantised, and what it was made of is not known: merge into the "
             "dequantised weights."

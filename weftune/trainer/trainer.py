@@ -12,7 +12,7 @@ from typing import Any
 
 from weftune.adapters.target import source_job
 from weftune.base.host.read_ahead import base_read_ahead
-from weftune.base.load import device_named, inspect, load_tokenizer
+from weftune.base.load import inspect, load_tokenizer, select_device
 from weftune.base.model import Base
 from weftune.base.quant.formats import refuse_without_fp8
 from weftune.base.spec import BaseSpec
@@ -177,7 +177,7 @@ class Trainer:
         return results
 
     def _run(self, callback: Callback | None) -> dict[str, Result]:
-        device = self.base.device if isinstance(self.base, Base) else device_named(self.options.device)
+        device = self.base.device if isinstance(self.base, Base) else select_device(self.options.device)
         if not isinstance(self.base, Base):
             refuse_without_fp8(self.spec, device)
         shape = self.base.shape if isinstance(self.base, Base) else inspect(self.spec, device)

@@ -88,16 +88,18 @@ def test_behind_keys_samples_have_later_positions_and_nothing_else_is_other(base
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_plan_knows_its_parameters_and_rows_as_the_run_has_them(kind, base):
     spec = job(kind, "llama")
-    (outlined,) = outline_jobs([spec], bench.tokenizer(), base.shape)
+    (outline_model,) = outline_jobs([spec], bench.tokenizer(), base.shape)
     made = virtual(base, kind, seed=spec.seed)
-    assert outlined.shape == made.shape
-    assert outlined.shape.trainable == TRAINABLE[kind]
-    assert sum(outlined.shape.by_layer) == (TRAINABLE[kind] if kind == "prefix" else 0)
+    assert outline_model.shape == made.shape
+    assert outline_model.shape.trainable == TRAINABLE[kind]
+    assert sum(outline_model.shape.by_layer) == (TRAINABLE[kind] if kind == "prefix" else 0)
     longest = max(len(tokens) for tokens, _ in samples(kind))
-    assert outlined.shape.longest == longest + (PROMPTED if kind == "prompt" else 0)
-    assert outlined.job.batches[0] == tuple(one.length for one in made.course(0, 1, True).batches[0].samples)
+    assert outline_model.shape.longest == longest + (PROMPTED if kind == "prompt" else 0)
+    assert outline_model.job.batches[0] == tuple(
+        one.length for one in made.course(0, 1, True).batches[0].samples
+    )
     # Master weights, two moments and a gradient, besides the weights that passes read.
-    assert MemoryModel(base.shape, 0).state_bytes([outlined.shape]) >= TRAINABLE[kind] * 4 * 4
+    assert MemoryModel(base.shape, 0).state_bytes([outline_model.shape]) >= TRAINABLE[kind] * 4 * 4
 
 
 @pytest.mark.parametrize(("kind", "count"), [("prompt", PROMPTED), ("prefix", PREFIXED)])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weftune.base.host.pinned import Pages, host_bytes, host_vectors
+from weftune.base.host.pinned import Pages, allocate_host_bytes, host_vectors
 from weftune.errors import BaseModelError
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc what is mapped")
@@ -26,7 +26,7 @@ def test_what_leaves_memory_is_done_while_it_is_still_mapped():
     pages = Pages(-1, 1 << 20)
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
     address, heard = buffer.data_ptr(), []
-    pages.leaving = lambda: heard.append(mapped(address))
+    pages.on_unmap = lambda: heard.append(mapped(address))
     view = buffer[10:20]
     del pages, buffer
     assert heard == []
@@ -67,4 +67,4 @@ def test_memory_that_may_not_be_locked_is_a_sentence(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "cudart", Library)
     with pytest.raises(BaseModelError, match=r"does not let Weftune lock 0\.0 GiB of host memory"):
-        host_bytes(4096, torch.device("cuda"))
+        allocate_host_bytes(4096, torch.device("cuda"))

@@ -13,7 +13,7 @@ from weftune import JobSpec, Trainer
 from weftune.base.architecture import spec_shape
 from weftune.base.config import read_config
 from weftune.base.load import inspect, load_plain
-from weftune.base.quant.formats import Fp8, multiplies_fp8, refuse_without_fp8
+from weftune.base.quant.formats import Fp8, refuse_without_fp8, supports_fp8
 from weftune.base.quant.linear import QuantLinear, unrounded
 from weftune.base.quant.stored import stored_bytes
 from weftune.base.spec import BaseSpec
@@ -107,7 +107,7 @@ def test_an_older_gpu_is_called_by_its_name_and_a_newer_one_is_not_refused(monke
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     for capability, served in (((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)):
         with pretend(class_with(capability)):
-            assert multiplies_fp8(cuda) is served
+            assert supports_fp8(cuda) is served
             if served:
                 refuse_without_fp8(spec, cuda)
             else:

@@ -24,17 +24,17 @@ that a GPU writes to."""
 
 
 class Pages(mmap.mmap):
-    """Private memory of this process. `leaving` is called before the memory is unmapped. A weak reference's
+    """Private memory of this process. `on_unmap` is called before the memory is unmapped. A weak reference's
     callback would come too late: the addresses may already be in use again."""
 
-    leaving: Callable[[], object] | None = None
+    on_unmap: Callable[[], object] | None = None
 
     def __del__(self) -> None:
-        if self.leaving is not None:
-            self.leaving()
+        if self.on_unmap is not None:
+            self.on_unmap()
 
 
-def host_bytes(size: int, device: torch.device) -> Tensor:
+def allocate_host_bytes(size: int, device: torch.device) -> Tensor:
     """Allocate `size` bytes, page-locked if `device` is a GPU. They are freed with the last view."""
     try:
         pages = Pages(-1, max(size, 1), flags=mmap.MAP_PRIVATE)
@@ -45,11 +45,11 @@ def host_bytes(size: int, device: torch.device) -> Tensor:
         ) from None
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
     if device.type == "cuda":
-        _lock(pages, buffer)
+        _lock_pages(pages, buffer)
     return buffer
 
 
-def _lock(pages: Pages, buffer: Tensor) -> None:
+def _lock_pages(pages: Pages, buffer: Tensor) -> None:
     for name in ADVICE:
         # Not every system supports each flag, and none is required.
         with suppress(OSError, AttributeError):
@@ -63,13 +63,13 @@ def _lock(pages: Pages, buffer: Tensor) -> None:
             f"The system does not let Weftune lock {len(pages) / 2**30:.1f} GiB of host memory for the GPU "
             f"({status}); raise the limit (ulimit -l, or the container's), or use a smaller base."
         )
-    pages.leaving = partial(library.cudaHostUnregister, address)
+    pages.on_unmap = partial(library.cudaHostUnregister, address)
 
 
 def host_vectors(shapes: list[tuple[int, torch.dtype]], device: torch.device) -> list[Tensor]:
-    """Allocate vectors of zeros with these sizes and dtypes in one buffer of `host_bytes`."""
+    """Allocate vectors of zeros with these sizes and dtypes in one buffer of `allocate_host_bytes`."""
     sizes = [-(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, dtype in shapes]
-    buffer = host_bytes(sum(sizes), device)
+    buffer = allocate_host_bytes(sum(sizes), device)
     starts = [0, *accumulate(sizes)]
     return [
         buffer[start : start + count * dtype.itemsize].view(dtype)

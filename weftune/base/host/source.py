@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weftune.base.config import open_safetensors
-from weftune.base.host.pinned import host_bytes
+from weftune.base.host.pinned import allocate_host_bytes
 from weftune.base.quant.linear import quant_paths
 from weftune.base.weights import WeightFiles, part_of, refuse_other_shape, stored_names
 from weftune.errors import BaseModelError, WeightsLost
@@ -82,7 +82,7 @@ class MappedFile:
         """Ask the operating system to prefetch these bytes into the page cache."""
         self._advise(start, stop, mmap.MADV_WILLNEED)
 
-    def leave_cache(self, size: int) -> None:
+    def drop_from_cache(self, size: int) -> None:
         """Drop the first `size` bytes from the page cache, as memory pressure would, where supported."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, size, os.POSIX_FADV_DONTNEED)
@@ -106,12 +106,12 @@ class MappedFile:
             return 0
         first = start - start % mmap.PAGESIZE
         address = ctypes.c_void_p(self._bytes.data_ptr() + first)
-        failed = _system().madvise(address, ctypes.c_size_t(stop - first), ctypes.c_int(advice))
+        failed = _c_library().madvise(address, ctypes.c_size_t(stop - first), ctypes.c_int(advice))
         return ctypes.get_errno() if failed else 0
 
 
 @cache
-def _system() -> ctypes.CDLL:
+def _c_library() -> ctypes.CDLL:
     """Return the C library, since Python's own `madvise` holds the GIL while it waits for the disk."""
     return ctypes.CDLL(None, use_errno=True)
 
@@ -134,10 +134,12 @@ def map_weights(
     """Return a dict from each parameter of `model` to its tensors in files, several if it is stored in parts.
     Raise BaseModelError if the tensors cannot be used as stored. `base` is the name for messages."""
     if quant_paths(model):
-        raise _not_as_they_are(base, "quantised weights are made when they are loaded, and kept in memory")
+        raise _unusable_files_error(
+            base, "quantised weights are made when they are loaded, and kept in memory"
+        )
     names = None if files is None else stored_names(model, files)
     if files is None or names is None:
-        raise _not_as_they_are(base, "they are in no safetensors files that name them as the model does")
+        raise _unusable_files_error(base, "they are in no safetensors files that name them as the model does")
     mapped: dict[str, dict[str, MappedTensor]] = {}
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -150,7 +152,7 @@ def map_weights(
             stored = mapped[within][part]
             refuse_other_shape(name, torch.Size(stored.shape), part_of(parameter, names[name], part).shape)
             if stored.dtype != computed_in:
-                raise _not_as_they_are(
+                raise _unusable_files_error(
                     base,
                     f"{name} is stored as {stored.dtype} and the run computes in {computed_in}; set the "
                     "base's dtype to that of its files",
@@ -160,7 +162,7 @@ def map_weights(
     return found
 
 
-def _not_as_they_are(base: str, reason: str) -> BaseModelError:
+def _unusable_files_error(base: str, reason: str) -> BaseModelError:
     return BaseModelError(f"The weights of {base} cannot be read from their files in every step: {reason}.")
 
 
@@ -197,11 +199,11 @@ class Staging:
         # Blocking: a thread that waits for the event sleeps, and other threads can use its core.
         self._buffers = [
             (buffer, torch.cuda.Event(blocking=True) if on_gpu else None)
-            for buffer in host_bytes(2 * chunk, device).split(chunk)
+            for buffer in allocate_host_bytes(2 * chunk, device).split(chunk)
         ]
         """Pairs of a buffer and, on a GPU, an event that is done when the buffer's last copy has finished."""
 
-    def bring(self, fill: Callable[[Tensor], None], target: Tensor) -> None:
+    def copy_chunk(self, fill: Callable[[Tensor], None], target: Tensor) -> None:
         """Fill a buffer by calling `fill`, and copy it to `target`, which is at most one chunk."""
         buffer, sent = self._buffers[0]
         if sent is not None:
@@ -264,7 +266,7 @@ class MappedStage:
             if self.staging is None:
                 fill(here[start:stop])
             else:
-                self.staging.bring(fill, here[start:stop])
+                self.staging.copy_chunk(fill, here[start:stop])
 
     def read(self, start: int, stop: int) -> Tensor:
         out = torch.zeros(stop - start, dtype=torch.uint8)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from weftune.base.check import refuse_modules
-from weftune.base.host.pinned import host_bytes
+from weftune.base.host.pinned import allocate_host_bytes
 from weftune.base.host.source import (
     HostStage,
     MappedFile,
@@ -30,14 +30,21 @@ from weftune.base.host.source import (
     Staging,
     map_weights,
 )
-from weftune.base.load import explained, load_plain
-from weftune.base.model import Base, own_config, take_packs
+from weftune.base.load import load_plain, wrap_load_errors
+from weftune.base.model import Base, isolate_samples, own_config
 from weftune.base.quant.linear import matrix_dtype
-from weftune.base.quant.read import parts_beside
+from weftune.base.quant.read import weights_by_part
 from weftune.base.shape import model_shape
 from weftune.base.spec import BaseSpec
-from weftune.base.stages import ENDS, cut, decoder_of, outlined, refuse_uncut, shape_here
-from weftune.base.weights import file_reader, make_buffers
+from weftune.base.stages import (
+    ENDS,
+    decoder_of,
+    keep_stages,
+    local_shape,
+    outline_model,
+    refuse_unknown_family,
+)
+from weftune.base.weights import create_buffers, file_reader
 from weftune.core.shapes import LayerRange, ModelShape
 from weftune.plan.program.layout import Layout, OnWorker
 
@@ -100,9 +107,9 @@ def load_streamed(
 ) -> StreamedBase:
     """Load a worker's stages from the base's files. Each tensor is read directly to its final location: the
     device, or host memory if streamed. With `mapped`, streamed tensors stay in the files."""
-    model, files = outlined(spec, device)
-    with explained(spec):
-        whole = _keep_own(model, layout.on(worker))
+    model, files = outline_model(spec, device)
+    with wrap_load_errors(spec):
+        whole = _drop_other_stages(model, layout.on(worker))
         weights = map_weights(model, files, spec.model) if mapped else None
         fill = None if files is None else file_reader(model, files, device)
         if fill is None:
@@ -114,9 +121,9 @@ def load_streamed(
 def weights_in_files(spec: BaseSpec, device: torch.device) -> dict[MappedFile, set[str]]:
     """Return the files of a base that a run on `device` would read in every optimizer step, each with the
     parameters in it. Raise BaseModelError with the reason if the run cannot do that."""
-    model, files = outlined(spec, device)
+    model, files = outline_model(spec, device)
     found: dict[MappedFile, set[str]] = {}
-    with explained(spec):
+    with wrap_load_errors(spec):
         for name, parts in map_weights(model, files, spec.model).items():
             for part in parts:
                 found.setdefault(part.file, set()).add(name)
@@ -127,8 +134,8 @@ def stream_model(
     model: PreTrainedModel, spec: BaseSpec, device: torch.device, layout: Layout, worker: int = 0
 ) -> StreamedBase:
     """Build a streamed base from a worker's stages of a model in memory, which is consumed."""
-    refuse_uncut(model.config, spec.model)
-    whole = _keep_own(model, layout.on(worker))
+    refuse_unknown_family(model.config, spec.model)
+    whole = _drop_other_stages(model, layout.on(worker))
     values = dict(model.named_parameters())
 
     def fill(name: str, out: Tensor) -> None:
@@ -137,10 +144,10 @@ def stream_model(
     return streamed_base(model, whole, spec, device, layout.on(worker), fill)
 
 
-def _keep_own(model: PreTrainedModel, part: OnWorker) -> ModelShape:
+def _drop_other_stages(model: PreTrainedModel, part: OnWorker) -> ModelShape:
     """Remove the stages of other workers from a model, and return the shape of the whole model."""
     whole = model_shape(model, matrix_dtype(model))
-    cut(model, *(part.held(stage) for stage in part.own))
+    keep_stages(model, *(part.held(stage) for stage in part.own))
     return whole
 
 
@@ -159,21 +166,21 @@ def streamed_base(
     assert whole.layers == layers, f"the base has {whole.layers} layers, not {layers}"
     refuse_modules(model, spec.model)
     own = [part.held(stage) for stage in part.own]
-    shape = shape_here(model, whole, sum(one.stop - one.start for one in own))
+    shape = local_shape(model, whole, sum(one.stop - one.start for one in own))
     held = LayerRange(own[0].start, own[-1].stop, layers)
-    _take_pages(device)
+    _use_expandable_segments(device)
     pieces = {stage: _pieces(model, part.held(stage)) for stage in part.streamed}
     sizes = {stage: found[-1].stop for stage, found in pieces.items()}
     width = -(-max(sizes.values(), default=0) // ALIGNMENT) * ALIGNMENT
     arena = torch.zeros(part.slots if sizes else 0, width, dtype=torch.uint8, device=device)
     for stage, found in pieces.items():
         for piece in found:
-            _set(model, piece.name, piece.view(arena[part.slot(stage)]))
+            _set_parameter(model, piece.name, piece.view(arena[part.slot(stage)]))
     sources = _in_memory(pieces, device, fill) if mapped is None else _in_files(pieces, device, mapped)
-    _place_the_rest(model, device, {piece.name for found in pieces.values() for piece in found}, fill)
+    _load_resident(model, device, {piece.name for found in pieces.values() for piece in found}, fill)
     model.eval().requires_grad_(False)
     own_config(model)
-    take_packs(model)
+    isolate_samples(model)
     kept = {piece.name: (piece, sources[stage]) for stage, found in pieces.items() for piece in found}
 
     def stored(name: str) -> Tensor | None:
@@ -186,7 +193,7 @@ def streamed_base(
     return StreamedBase(base, part, sources, arena)
 
 
-def _take_pages(device: torch.device) -> None:
+def _use_expandable_segments(device: torch.device) -> None:
     """Make torch allocate GPU memory in expandable segments, unless the user has configured the allocator:
     fragmented free memory can then hold one large tensor, and a run can use all memory that was planned."""
     chosen = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
@@ -202,7 +209,7 @@ def _in_memory(
     for stage, found in pieces.items():
         starts[stage] = total
         total += -(-found[-1].stop // ALIGNMENT) * ALIGNMENT
-    buffer = host_bytes(total, device)
+    buffer = allocate_host_bytes(total, device)
     sources: dict[int, StageSource] = {}
     for stage, found in pieces.items():
         held = buffer[starts[stage] : starts[stage] + found[-1].stop]
@@ -233,18 +240,18 @@ def _pieces(model: PreTrainedModel, held: LayerRange) -> list[WeightPiece]:
     tensors together; matrices, with those that share their input adjacent; biases; norms."""
     found: list[WeightPiece] = []
     start = 0
-    beside = parts_beside(model)
+    beside = weights_by_part(model)
     quantised = {*beside, *beside.values()}
     for index in range(held.start, held.stop):
         prefix = f"{_layers_path(model)}.{index}."
         own = [(name, value) for name, value in model.named_parameters() if name.startswith(prefix)]
-        for name, value in sorted(own, key=lambda pair: _order(pair[0], pair[1], quantised)):
+        for name, value in sorted(own, key=lambda pair: _sort_key(pair[0], pair[1], quantised)):
             found.append(WeightPiece(name, start, value.shape, value.dtype))
             start = -(-found[-1].stop // ALIGNMENT) * ALIGNMENT
     return found
 
 
-def _order(name: str, value: Tensor, quantised: Collection[str]) -> tuple[bool, int, bool]:
+def _sort_key(name: str, value: Tensor, quantised: Collection[str]) -> tuple[bool, int, bool]:
     if name in quantised:
         return False, 0, False
     return True, -value.ndim, not name.endswith("bias")
@@ -255,7 +262,7 @@ def _layers_path(model: PreTrainedModel) -> str:
     return next(name for name, module in model.named_modules() if module is layers)
 
 
-def _place_the_rest(model: PreTrainedModel, device: torch.device, streamed: set[str], fill: Fill) -> None:
+def _load_resident(model: PreTrainedModel, device: torch.device, streamed: set[str], fill: Fill) -> None:
     """Copy all parameters that are not streamed to the device. A tied head stays tied."""
     placed: dict[int, nn.Parameter] = {}
     for name, value in list(model.named_parameters(remove_duplicate=False)):
@@ -264,15 +271,15 @@ def _place_the_rest(model: PreTrainedModel, device: torch.device, streamed: set[
         if id(value) not in placed:
             here = torch.empty_like(value, device=device)
             fill(name, here)
-            placed[id(value)] = _set(model, name, here)
+            placed[id(value)] = _set_parameter(model, name, here)
         else:
-            _set(model, name, placed[id(value)])
+            _set_parameter(model, name, placed[id(value)])
     if any(buffer.is_meta for buffer in model.buffers()):
-        make_buffers(model, device)
+        create_buffers(model, device)
     nn.Module.to(model, device)
 
 
-def _set(model: PreTrainedModel, name: str, value: Tensor) -> nn.Parameter:
+def _set_parameter(model: PreTrainedModel, name: str, value: Tensor) -> nn.Parameter:
     path, _, last = name.rpartition(".")
     parameter = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
     # Transformers' own mark: `_init_weights` does not change such a parameter.
@@ -283,18 +290,18 @@ def _set(model: PreTrainedModel, name: str, value: Tensor) -> nn.Parameter:
 
 def stage_view(base: Base, held: LayerRange) -> Base:
     """Return one stage of a base over the same modules, without the modules of other stages."""
-    model = cast(PreTrainedModel, _twin(base.model))
+    model = cast(PreTrainedModel, _shallow_copy(base.model))
     parent: nn.Module = model
     for name in _layers_path(base.model).split("."):
-        child = _twin(getattr(parent, name))
+        child = _shallow_copy(getattr(parent, name))
         setattr(parent, name, child)
         parent = child
-    cut(model, held)
-    shape = shape_here(model, base.shape, held.stop - held.start)
+    keep_stages(model, held)
+    shape = local_shape(model, base.shape, held.stop - held.start)
     return Base(model, base.spec, shape, base.device, base.dtype, held, base.shape.sites, base.stored)
 
 
-def _twin(module: nn.Module) -> nn.Module:
+def _shallow_copy(module: nn.Module) -> nn.Module:
     """Return a shallow copy of a module, whose children can be replaced without changing the original."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)

@@ -41,12 +41,12 @@ READ_VALUES = 1 << 24
 PIECE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Maps a device type to the number of values that plain torch dequantises at a time: the intermediate values
 fit a CPU's caches, or keep a GPU busy, and are small compared to the matrix."""
-LEAST = 1e-38
+MIN_DIVISOR = 1e-38
 """Lower limit of a divisor, since the maximum of a block of zeros is 0."""
-LARGEST = 127
+MAX_CODE = 127
 
 
-def _without_values(dtype: torch.dtype, *shape: int) -> Tensor:
+def _meta_tensor(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -61,8 +61,8 @@ class Int8:
     def parts(self, outputs: int, inputs: int) -> dict[str, Tensor]:
         """Return the tensors of a quantised matrix by name, on the meta device. The largest is `weight`."""
         return {
-            "weight": _without_values(self.codes, outputs, inputs),
-            "scale": _without_values(torch.float32, outputs),
+            "weight": _meta_tensor(self.codes, outputs, inputs),
+            "scale": _meta_tensor(torch.float32, outputs),
         }
 
     def quantise(self, weight_NK: Tensor) -> dict[str, Tensor]:
@@ -79,9 +79,9 @@ class Int8:
 
     def _row_codes(self, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
         """Return the codes and the scales of the given rows."""
-        scale_N = weight_NK.abs().amax(dim=1) / LARGEST
+        scale_N = weight_NK.abs().amax(dim=1) / MAX_CODE
         # A row of zeros has the scale 0, and its codes do not matter.
-        codes_NK = (weight_NK / scale_N.where(scale_N != 0, 1)[:, None]).round_().clamp_(-LARGEST, LARGEST)
+        codes_NK = (weight_NK / scale_N.where(scale_N != 0, 1)[:, None]).round_().clamp_(-MAX_CODE, MAX_CODE)
         return codes_NK.to(torch.int8), scale_N
 
     def write(self, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
@@ -97,7 +97,7 @@ class Fp8(Int8):
     codes = CODES
 
     def parts(self, outputs: int, inputs: int) -> dict[str, Tensor]:
-        return {**super().parts(outputs, inputs), "turned": _without_values(self.codes, inputs, outputs)}
+        return {**super().parts(outputs, inputs), "turned": _meta_tensor(self.codes, inputs, outputs)}
 
     def quantise(self, weight_NK: Tensor) -> dict[str, Tensor]:
         found = super().quantise(weight_NK)
@@ -120,19 +120,19 @@ class Nf4:
         values = outputs * inputs
         blocks = -(-values // NF4_BLOCK)
         found = {
-            "weight": _without_values(torch.uint8, -(-values // 2), 1),
-            "absmax": _without_values(torch.uint8 if self.nested else torch.float32, blocks),
-            "code": _without_values(torch.float32, NF4_CODES),
+            "weight": _meta_tensor(torch.uint8, -(-values // 2), 1),
+            "absmax": _meta_tensor(torch.uint8 if self.nested else torch.float32, blocks),
+            "code": _meta_tensor(torch.float32, NF4_CODES),
         }
         if self.nested:
-            found["nested_absmax"] = _without_values(torch.float32, -(-blocks // NESTED_BLOCK))
-            found["nested_code"] = _without_values(torch.float32, NESTED_CODES)
-            found["offset"] = _without_values(torch.float32)
+            found["nested_absmax"] = _meta_tensor(torch.float32, -(-blocks // NESTED_BLOCK))
+            found["nested_code"] = _meta_tensor(torch.float32, NESTED_CODES)
+            found["offset"] = _meta_tensor(torch.float32)
         return found
 
     def quantise(self, weight_NK: Tensor) -> dict[str, Tensor]:
         code = torch.tensor(CODE, device=weight_NK.device)
-        absmax_B, codes = _in_blocks(weight_NK.flatten(), code, NF4_BLOCK)
+        absmax_B, codes = _quantise_blocks(weight_NK.flatten(), code, NF4_BLOCK)
         if len(codes) % 2:
             # The last byte is filled with the code of zero.
             codes = pad(codes, (0, 1), value=CODE.index(0.0))
@@ -140,7 +140,7 @@ class Nf4:
         if not self.nested:
             return {**found, "absmax": absmax_B}
         offset, nested_code = absmax_B.mean(), dynamic_code().to(weight_NK.device, copy=True)
-        nested_absmax_M, nested_B = _in_blocks(absmax_B - offset, nested_code, NESTED_BLOCK)
+        nested_absmax_M, nested_B = _quantise_blocks(absmax_B - offset, nested_code, NESTED_BLOCK)
         return {
             **found,
             "absmax": nested_B,
@@ -153,7 +153,7 @@ class Nf4:
         absmax_B = parts["absmax"]
         if self.nested:
             values_B = parts["nested_code"].index_select(0, absmax_B.int())
-            absmax_B = _scaled(values_B, parts["nested_absmax"], NESTED_BLOCK) + parts["offset"]
+            absmax_B = _scale_blocks(values_B, parts["nested_absmax"], NESTED_BLOCK) + parts["offset"]
         # Both values of a byte are looked up at once.
         pair_C2 = torch.stack(
             (parts["code"].repeat_interleave(NF4_CODES), parts["code"].repeat(NF4_CODES)), dim=1
@@ -166,31 +166,31 @@ class Nf4:
             bits = packed[start // 2 : -(-stop // 2)].int()
             values = pair_C2.index_select(0, bits).view(-1)[: stop - start]
             scale_B = absmax_B[start // NF4_BLOCK : -(-stop // NF4_BLOCK)]
-            out[start:stop].copy_(_scaled(values, scale_B, NF4_BLOCK))
+            out[start:stop].copy_(_scale_blocks(values, scale_B, NF4_BLOCK))
 
 
 WeightFormat = Int8 | Nf4
 """Any quantisation format. Fp8 is a subclass of Int8."""
 
 
-def _in_blocks(values: Tensor, code: Tensor, block: int) -> tuple[Tensor, Tensor]:
+def _quantise_blocks(values: Tensor, code: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Return the largest absolute value of each block, and the nearest code of each value as uint8. Values
     are processed in pieces to limit the memory for intermediate results."""
-    pieces = [_piece_in_blocks(piece, code, block) for piece in values.split(READ_VALUES)]
+    pieces = [_quantise_piece(piece, code, block) for piece in values.split(READ_VALUES)]
     return torch.cat([absmax for absmax, _ in pieces]), torch.cat([codes for _, codes in pieces])
 
 
-def _piece_in_blocks(values: Tensor, code: Tensor, block: int) -> tuple[Tensor, Tensor]:
+def _quantise_piece(values: Tensor, code: Tensor, block: int) -> tuple[Tensor, Tensor]:
     values = values.float()
     blocks = -(-len(values) // block)
     whole = pad(values, (0, blocks * block - len(values))).view(blocks, block)
     absmax = whole.abs().amax(dim=1)
-    scaled = (whole * (1 / absmax.clamp(min=LEAST))[:, None]).clamp_(-1, 1).view(-1)[: len(values)]
+    scaled = (whole * (1 / absmax.clamp(min=MIN_DIVISOR))[:, None]).clamp_(-1, 1).view(-1)[: len(values)]
     nearest = torch.bucketize(scaled, (code[:-1] + code[1:]) / 2, out_int32=True)
     return absmax, nearest.to(torch.uint8)
 
 
-def _scaled(values: Tensor, scale: Tensor, block: int) -> Tensor:
+def _scale_blocks(values: Tensor, scale: Tensor, block: int) -> Tensor:
     """Multiply every block of the values by its scale. The last block may be incomplete."""
     rest = len(values) % block
     if not rest:
@@ -214,7 +214,7 @@ def dynamic_code() -> Tensor:
 def refuse_without_fp8(spec: BaseSpec, device: torch.device) -> None:
     """Raise BaseModelError if `spec` requests fp8 but the device has no fp8 tensor cores: emulation would be
     slower than any other format."""
-    if spec.quantize != "fp8" or multiplies_fp8(device):
+    if spec.quantize != "fp8" or supports_fp8(device):
         return
     gpu = device.type == "cuda"
     described = torch.cuda.get_device_name(device) if gpu else f"the {device.type.upper()}"
@@ -224,5 +224,5 @@ def refuse_without_fp8(spec: BaseSpec, device: torch.device) -> None:
     )
 
 
-def multiplies_fp8(device: torch.device) -> bool:
+def supports_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and class_of(device).has_fp8

@@ -31,7 +31,7 @@ Dequantise = Callable[[WeightFormat, Mapping[str, Tensor], Tensor], None]
 """Function (format, its tensors, out_NK) that writes the dequantised matrix into out_NK."""
 
 
-def plainly(form: WeightFormat, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
+def dequantise_plain(form: WeightFormat, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
     form.write(parts, out_NK)
 
 
@@ -53,7 +53,7 @@ class QuantLinear(nn.Linear):
         nn.Module.__init__(self)
         self.out_features, self.in_features = shape
         self.form, self.matrix_dtype, self.fan_in_fan_out = form, dtype, fan_in_fan_out
-        self.dequantise: Dequantise = plainly
+        self.dequantise: Dequantise = dequantise_plain
         self.multiply: MultiplyCodes = multiply_codes
         """Function that multiplies by codes. `compute_by` sets it, and `dequantise`, to kernels."""
         stored = form.parts(*shape)
@@ -144,10 +144,10 @@ def replace_linears(model: PreTrainedModel, forms: Mapping[str, WeightFormat]) -
     """Replace the linears at these paths by quantised linears without values."""
     dtype = model.dtype
     for path, form in forms.items():
-        model.set_submodule(path, _empty(model.get_submodule(path), form, dtype))
+        model.set_submodule(path, _empty_linear(model.get_submodule(path), form, dtype))
 
 
-def _empty(plain: nn.Module, form: WeightFormat, dtype: torch.dtype) -> QuantLinear:
+def _empty_linear(plain: nn.Module, form: WeightFormat, dtype: torch.dtype) -> QuantLinear:
     weight, bias, turned = cast(Tensor, plain.weight), plain.bias is not None, isinstance(plain, Conv1D)
     outputs, inputs = reversed(weight.shape) if turned else weight.shape
     return QuantLinear((outputs, inputs), form, bias, dtype, weight.device, turned)
@@ -159,14 +159,16 @@ def quantise_linears(model: PreTrainedModel, forms: Mapping[str, WeightFormat]) 
     for path, form in forms.items():
         plain = model.get_submodule(path)
         weight = cast(Tensor, plain.weight).detach()
-        made = _empty(plain, form, dtype)
+        made = _empty_linear(plain, form, dtype)
         made.take(form.quantise(weight.T if made.fan_in_fan_out else weight))
         made.register_parameter("bias", cast(nn.Parameter | None, plain.bias))
         model.set_submodule(path, made)
 
 
 def compute_by(
-    model: PreTrainedModel, dequantise: Dequantise = plainly, multiply: MultiplyCodes = multiply_codes
+    model: PreTrainedModel,
+    dequantise: Dequantise = dequantise_plain,
+    multiply: MultiplyCodes = multiply_codes,
 ) -> None:
     """Set the functions with which all quantised linears of `model` dequantise and multiply."""
     for module in model.modules():
@@ -192,10 +194,10 @@ def dequantise_linears(model: PreTrainedModel) -> None:
     """Replace quantised linears by plain ones, one after another."""
     for path, module in list(model.named_modules()):
         if isinstance(module, QuantLinear):
-            model.set_submodule(path, _plain(module))
+            model.set_submodule(path, _plain_linear(module))
 
 
-def _plain(module: QuantLinear) -> nn.Module:
+def _plain_linear(module: QuantLinear) -> nn.Module:
     matrix_NK, made = module.frozen_weight().matrix(), nn.Module()
     if module.fan_in_fan_out:
         made, matrix_NK = Conv1D(0, 0), matrix_NK.T.contiguous()

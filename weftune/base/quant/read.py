@@ -44,7 +44,7 @@ def is_part(name: str, stored: Collection[str]) -> bool:
     return is_stored(matrix, stored)
 
 
-def parts_beside(model: PreTrainedModel) -> dict[str, str]:
+def weights_by_part(model: PreTrainedModel) -> dict[str, str]:
     """Return a dict from each smaller tensor of a quantised weight to the `weight` tensor it belongs to."""
     return {
         f"{path}.{part}": f"{path}.weight"
@@ -73,7 +73,7 @@ class QuantReader:
         self._names, self._stored, self._read, self._device = names, stored, read, device
         self._path, self._parts = "", dict[str, Tensor]()
 
-    def knows(self, name: str) -> bool:
+    def has_parameter(self, name: str) -> bool:
         path, _, part = name.rpartition(".")
         return path in self._names and part != "bias"
 
@@ -108,7 +108,7 @@ def stored_parts(
     name: str, read: ReadTensor, form: WeightFormat, shape: tuple[int, int]
 ) -> dict[str, Tensor]:
     """Return the tensors of a matrix that bitsandbytes has quantised, after checking its metadata."""
-    state = _state(name, read(f"{name}.{STATE}"))
+    state = _read_state(name, read(f"{name}.{STATE}"))
     announced = form.parts(*shape)
     nested = "nested_absmax" in announced
     expected = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "shape": list(shape)}
@@ -131,7 +131,7 @@ def stored_parts(
 
 def stored_matrix(name: str, read: ReadTensor, stored: Collection[str]) -> Tensor:
     """Return a matrix that bitsandbytes has quantised, dequantised to float32."""
-    shape: Any = _state(name, read(f"{name}.{STATE}")).get("shape")
+    shape: Any = _read_state(name, read(f"{name}.{STATE}")).get("shape")
     if not isinstance(shape, list) or len(shape) != 2 or not all(isinstance(size, int) for size in shape):
         raise ValueError(f"{name} is stored with the shape {shape}")
     form = stored_format(name, stored)
@@ -141,7 +141,7 @@ def stored_matrix(name: str, read: ReadTensor, stored: Collection[str]) -> Tenso
     return matrix_NK
 
 
-def _state(name: str, blob: Tensor) -> dict[str, Any]:
+def _read_state(name: str, blob: Tensor) -> dict[str, Any]:
     try:
         state = json.loads(bytes(blob.tolist()))
     except (ValueError, TypeError, RecursionError):

@@ -13,7 +13,7 @@ from weftune.core.shapes import SiteShape, layer_of
 from weftune.errors import BaseModelError
 
 CONFIG_KEY = "quantization_config"
-INSTEAD = "name the unquantised model as the base, with quantize: nf4 or int8 where memory is short"
+REMEDY = "name the unquantised model as the base, with quantize: nf4 or int8 where memory is short"
 NF4_BLOCK, NESTED_BLOCK = 64, 256
 """Number of values per block, which share a maximum, and of maxima per nested block, as in bitsandbytes."""
 NF4_CODES, NESTED_CODES = 16, 256
@@ -49,7 +49,7 @@ def quantised(config: Mapping[str, Any], spec: BaseSpec) -> Quantised | None:
     if values is None:
         assert spec.quantize is not None
         return Quantised(spec.quantize)
-    stored = _stored(values if isinstance(values, Mapping) else values.to_dict(), spec.model)
+    stored = _stored_quantisation(values if isinstance(values, Mapping) else values.to_dict(), spec.model)
     if spec.quantize not in (None, stored.quantize):
         raise BaseModelError(
             f"{spec.model} is stored in {stored.quantize} and cannot be quantised to {spec.quantize}: leave "
@@ -58,18 +58,18 @@ def quantised(config: Mapping[str, Any], spec: BaseSpec) -> Quantised | None:
     return stored
 
 
-def _stored(values: Mapping[str, Any], model: str) -> Quantised:
+def _stored_quantisation(values: Mapping[str, Any], model: str) -> Quantised:
     in_4_bits = bool(values.get("load_in_4bit") or values.get("_load_in_4bit"))
     method = str(values.get("quant_method") or ("bitsandbytes" if in_4_bits else "an unknown method"))
     if method != "bitsandbytes":
         raise BaseModelError(
-            f"{model} has quantised weights ({method}), which Weftune cannot read; {INSTEAD}."
+            f"{model} has quantised weights ({method}), which Weftune cannot read; {REMEDY}."
         )
     kind = str(values.get("bnb_4bit_quant_type", "fp4")) if in_4_bits else "LLM.int8"
     if kind != "nf4":
         raise BaseModelError(
             f"{model} has quantised weights ({kind} of bitsandbytes), of which Weftune reads nf4 only; "
-            f"{INSTEAD}."
+            f"{REMEDY}."
         )
     return Quantised("nf4", stored=True, nested=bool(values.get("bnb_4bit_use_double_quant")))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weftune.base.host.pinned import host_bytes
+from weftune.base.host.pinned import allocate_host_bytes
 from weftune.base.host.source import CHUNK_BYTES, MappedFile
 from weftune.plan.layout.need import EMULATED_BANDWIDTH, EMULATED_FLOPS
 from weftune.run.measure.memory import release
@@ -59,7 +59,7 @@ def measure_file_bandwidth(files: Sequence[MappedFile]) -> float:
     left, seconds = SAMPLE_BYTES, 0.0
     for file in files:
         sample = min(len(file), left)
-        file.leave_cache(sample)
+        file.drop_from_cache(sample)
         began = time.perf_counter()
         for start in range(0, sample, CHUNK_BYTES):
             stop = min(start + CHUNK_BYTES, sample)
@@ -73,7 +73,7 @@ def measure_file_bandwidth(files: Sequence[MappedFile]) -> float:
 
 
 def _measure_bandwidth(device: torch.device) -> float:
-    host = host_bytes(SAMPLE_BYTES, device)
+    host = allocate_host_bytes(SAMPLE_BYTES, device)
     here = torch.empty(SAMPLE_BYTES, dtype=torch.uint8, device=device)
     return SAMPLE_BYTES / _fastest_seconds(device, lambda: here.copy_(host, non_blocking=True))
 
@@ -84,7 +84,7 @@ def _measure_memory_bandwidth(device: torch.device) -> float:
 
 
 def _measure_duplex_bandwidth(device: torch.device) -> float:
-    host = [host_bytes(SAMPLE_BYTES, device) for _ in range(2)]
+    host = [allocate_host_bytes(SAMPLE_BYTES, device) for _ in range(2)]
     here = torch.empty(2, SAMPLE_BYTES, dtype=torch.uint8, device=device)
     other = torch.cuda.Stream(device)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from weftune.adapters.vector import VectorLayout
-from weftune.base.host.pinned import ALIGNMENT, host_bytes
+from weftune.base.host.pinned import ALIGNMENT, allocate_host_bytes
 from weftune.errors import BaseModelError
 from weftune.run.training.state import Progress, Training
 
@@ -178,6 +178,6 @@ def _host_memory(size: int, device: torch.device) -> Tensor:
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     try:
         with on_device:
-            return host_bytes(size, device)
+            return allocate_host_bytes(size, device)
     except BaseModelError:
-        return host_bytes(size, torch.device("cpu"))
+        return allocate_host_bytes(size, torch.device("cpu"))
