@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.folder import read_lines
 from weftune.bench.table import aligned, number
-from weftune.bench.timing import Hardware, fresh
+from weftune.bench.timing import Hardware, reset_memory
 from weftune.core.clock import Phase
 from weftune.report.effort import label
 from weftune.report.read import read_wall_times
@@ -116,7 +116,7 @@ def room(hardware: Hardware, one_peak: int | None) -> int:
     """How many processes fit at once, where one by itself took `one_peak`."""
     if hardware.device.type != "cuda" or one_peak is None:
         return 2
-    fresh(hardware.device)
+    reset_memory(hardware.device)
     free, _ = torch.cuda.mem_get_info(hardware.device)
     return max(1, int(free // (one_peak * SLACK + CONTEXT_BYTES)))
 

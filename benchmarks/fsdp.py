@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from weftune.bench.baselines import BaselineWork, job_step, peft_model
 from weftune.bench.sizes import Size, random_ids
-from weftune.bench.timing import Hardware, MeasuredStep, Repeats, fresh, measure, repeated
+from weftune.bench.timing import Hardware, MeasuredStep, Repeats, measure, repeated, reset_memory
 
 
 def peft_offloaded(
@@ -28,7 +28,7 @@ def peft_offloaded(
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     sharded(model)
-    fresh(hardware.device)
+    reset_memory(hardware.device)
     step = job_step(model, random_ids(size, work.batch, work.length, hardware))
     with capped:
         one = measure(repeated(step), hardware, pace)

@@ -23,7 +23,7 @@ from weftune.adapters.lora.apply import Lora
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.bench.baselines import EXPERTS
 from weftune.bench.result import arguments, finish
-from weftune.bench.sizes import SIZES, Size, build, toy_of
+from weftune.bench.sizes import SIZES, Size, build, toy_size
 from weftune.bench.table import aligned, number
 from weftune.bench.timing import Hardware, Repeats, bench_hardware, measure, repeated
 from weftune.core.shapes import SiteShape
@@ -119,7 +119,7 @@ def main() -> None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")
     size, pace, tokens = SIZES[options.shape], Repeats(), options.tokens
     if options.toy:
-        size, pace = toy_of(size), Repeats(0, 1, 1)
+        size, pace = toy_size(size), Repeats(0, 1, 1)
     layer = layer_of(replace(size, layers=1), options.jobs, tokens, options.rank, hardware)
     steps: dict[str, Callable[[], None]] = {"transformers, frozen": layer.plain}
     if kernels_available(layer.x_TD):

@@ -32,20 +32,20 @@ from weftune.adapters.vera.spec import VeraSpec
 from weftune.base.shape import model_shape
 from weftune.bench.baselines import TARGETS, job_step
 from weftune.bench.result import arguments, finish
-from weftune.bench.sizes import SIZES, Size, build, outline, random_ids
+from weftune.bench.sizes import SIZES, Size, build, build_frozen, random_ids
 from weftune.bench.table import aligned, number, ratio
 from weftune.bench.timing import (
     Hardware,
     MeasuredStep,
     Repeats,
-    attempted,
     bench_hardware,
-    fresh,
     gemm_rate,
     measure,
     repeated,
+    reset_memory,
+    run_or_note,
 )
-from weftune.bench.weftune_side import AttachedJobs, resident
+from weftune.bench.weftune_side import AttachedJobs, resident_jobs
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import MemoryModel
 
@@ -102,7 +102,7 @@ class Row:
 
 
 def aboard(case: Case, hardware: Hardware, kinds: Sequence[str]) -> AttachedJobs:
-    together = resident(build(case.size, hardware), hardware.device)
+    together = resident_jobs(build(case.size, hardware), hardware.device)
     for at, kind in enumerate(kinds):
         together.join(f"{kind}{at}", case.spec(kind), [[case.length] * case.batch], seed=at)
     return together
@@ -117,7 +117,7 @@ def with_weftune(case: Case, hardware: Hardware, kinds: Sequence[str]) -> Measur
 
 def predicted_bytes(case: Case, hardware: Hardware, kinds: Sequence[str]) -> int:
     """The peak of a company, as a run would count it beforehand."""
-    shape = model_shape(outline(case.size, torch.device("meta"), hardware.dtype), hardware.dtype)
+    shape = model_shape(build_frozen(case.size, torch.device("meta"), hardware.dtype), hardware.dtype)
     tokens, jobs = case.batch * case.length, []
     for at, kind in enumerate(kinds):
         spec = case.spec(kind)
@@ -139,7 +139,7 @@ def with_peft(case: Case, hardware: Hardware, kinds: Sequence[str]) -> MeasuredS
     model, seconds, peak = build(case.size, hardware), 0.0, 0
     ids_BL = random_ids(case.size, case.batch, case.length, hardware)
     for kind, times in Counter(kinds).items():
-        fresh(hardware.device)
+        reset_memory(hardware.device)
         adapted = get_peft_model(model, case.peft_config(kind), autocast_adapter_dtype=False).train()
         step = measure(repeated(job_step(adapted, ids_BL)), hardware, case.pace)
         assert step.seconds is not None
@@ -156,7 +156,7 @@ def rows(case: Case, hardware: Hardware, peft: bool) -> Iterator[Row]:
     if peft:
         ways += [(f"PEFT, {name}", with_peft, kinds) for name, kinds in COMPANIES.items()]
     for name, way, kinds in ways:
-        measured = attempted(lambda way=way, kinds=kinds: way(case, hardware, kinds), hardware)  # type: ignore[misc]
+        measured = run_or_note(lambda way=way, kinds=kinds: way(case, hardware, kinds), hardware)  # type: ignore[misc]
         print(f"{name}: {number(measured.seconds, scale=1e3)} ms {measured.note}", flush=True)
         predicted = predicted_bytes(case, hardware, kinds) if way is with_weftune else None
         yield Row(name, measured, predicted)
@@ -215,11 +215,11 @@ def main() -> None:
     print(f"large product: {rate / 1e12:,.3f} TFLOP/s\n")
     print(table(made))
     print(f"\nThe bar of 8 DoRA and of the mixed company is {BAR} × 8 LoRA.")
-    fresh(hardware.device)
+    reset_memory(hardware.device)
     if options.profile:
         for name, kinds in COMPANIES.items():
             print(f"\nOne round of {name}, under the profiler:\n{drawn(profiled(case, hardware, kinds))}\n")
-            fresh(hardware.device)
+            reset_memory(hardware.device)
     counted = captures_of_joins(case, hardware)
     print(f"Graphs captured so far as kinds come, go, come again and go: {counted}")
     finish({"case": asdict(case), "rows": [asdict(row) for row in made], "captures": counted}, options.json)

@@ -40,18 +40,18 @@ from weftune.bench.gpu_step import (
     StepRow,
     attach_jobs,
     baseline_rows,
-    baselines_of,
     measured_row,
     numbers,
+    parse_baselines,
+    parse_task,
     print_rows,
     step_arguments,
-    task_of,
 )
 from weftune.bench.processes import ProcessTask
 from weftune.bench.result import finish
 from weftune.bench.sizes import build, floor_seconds
-from weftune.bench.timing import Block, MeasuredStep, fresh, gemm_rate, measure
-from weftune.bench.weftune_side import AttachedJobs, resident
+from weftune.bench.timing import Block, MeasuredStep, gemm_rate, measure, reset_memory
+from weftune.bench.weftune_side import AttachedJobs, resident_jobs
 from weftune.core.deterministic import deterministic_kernels, set_workspace
 from weftune.ops.lora.tiling import ProductPlan
 
@@ -81,7 +81,7 @@ def attached(task: ProcessTask, options: RowOptions) -> AttachedJobs:
     model = build(task.size, task.hardware)
     if options.quantize is not None:
         quantise_linears(model, quantised_forms(model, Quantised(options.quantize), None))
-    jobs = resident(model, task.hardware.device, options.offloaded)
+    jobs = resident_jobs(model, task.hardware.device, options.offloaded)
     attach_jobs(jobs, task.size, task.work)
     return jobs
 
@@ -106,7 +106,7 @@ def weftune_step(task: ProcessTask, options: RowOptions) -> MeasuredStep:
 
 def profiled(task: ProcessTask, options: RowOptions) -> Spent:
     """Profile one round, after enough others that it replays a captured graph."""
-    fresh(task.hardware.device)
+    reset_memory(task.hardware.device)
     block = started(attached(task, options), task, options)
     block(max(2, task.pace.warmup))()
     return spent(traced(lambda: block(1)(), task.hardware.device))
@@ -145,7 +145,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.deterministic:
         set_workspace()
-    baselines = baselines_of(parser, options.baselines, (*BASELINES, QLORA))
+    baselines = parse_baselines(parser, options.baselines, (*BASELINES, QLORA))
     if QLORA in baselines and find_spec("bitsandbytes") is None:
         parser.error("--baselines qlora needs bitsandbytes: pip install 'weftune[bitsandbytes]'")
     if options.ranks and options.dropouts and len(options.ranks) != len(options.dropouts):
@@ -154,7 +154,7 @@ def main() -> None:
         parser.error(
             "PEFT's rows assume jobs that are alike: with --ranks or --dropouts write --baselines none"
         )
-    task = task_of(parser, options)
+    task = parse_task(parser, options)
     if options.ranks or options.dropouts:
         task = replace(task, work=with_each(task.work, options.ranks, options.dropouts))
     own = RowOptions(options.capacity, ProductPlan(options.order) if options.order else None, options.leave)
@@ -171,8 +171,8 @@ def main() -> None:
     finish(
         {
             **numbers(task, measured, rate),
-            "ranks": task.work.each_rank,
-            "dropouts": task.work.each_dropout,
+            "ranks": task.work.job_ranks,
+            "dropouts": task.work.job_dropouts,
             "left": own.leave,
             "order": own.order,
             "where": where and asdict(where),

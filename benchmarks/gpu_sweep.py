@@ -48,7 +48,7 @@ from weftune.bench.gpu_lengths import draw_rounds
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, Size, base_bytes
 from weftune.bench.table import aligned, number, ratio
-from weftune.bench.timing import Hardware, bench_hardware, fresh
+from weftune.bench.timing import Hardware, bench_hardware, reset_memory
 from weftune.core.clock import Phase
 from weftune.data.samples import SampleOrder
 from weftune.jobs.spec.read import read_run
@@ -124,7 +124,7 @@ class Work:
 
 def write_work(folder: Path, case: Case, hardware: Hardware, caches: Path | None = None) -> Work:
     write_base(folder / "base", case.size, hardware)
-    fresh(hardware.device)
+    reset_memory(hardware.device)
     lengths = sample_lengths(case)
     rng = np.random.default_rng(0)
     for name, some in (("rows", lengths[:SAMPLES]), ("held_out", lengths[SAMPLES:])):

@@ -41,7 +41,7 @@ from weftune.base.load import demo_folder
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, build
 from weftune.bench.table import number, ratio
-from weftune.bench.timing import Hardware, bench_hardware, fresh
+from weftune.bench.timing import Hardware, bench_hardware, reset_memory
 from weftune.core.clock import Phase
 from weftune.data.samples import SampleOrder
 from weftune.data.template import template_source
@@ -153,7 +153,7 @@ def peft(name: str, work: Work, strong: bool, processes: int = 1) -> Run:
     )
 
 
-def peft_at_once(work: Work, one_peak: int | None) -> Run:
+def peft_in_processes(work: Work, one_peak: int | None) -> Run:
     """As many processes as fit, each with its share of the jobs."""
     count = min(len(work.files), room(work.hardware, one_peak))
     while True:
@@ -265,7 +265,7 @@ def _runs(options: argparse.Namespace, work: Work, words: Sequence[str]) -> list
             runs.append(extrapolated(peft(name, work, strong=key == "strong"), work))
             one_peak = one_peak or runs[-1].peak_bytes
     if "processes" in only:
-        runs.append(extrapolated(peft_at_once(work, one_peak), work))
+        runs.append(extrapolated(peft_in_processes(work, one_peak), work))
     return runs
 
 
@@ -276,7 +276,7 @@ def _real(options: argparse.Namespace, folder: Path, hardware: Hardware) -> Work
         raise SystemExit(f"the tokenizer has {len(tokenizer)} tokens, and the shape {size.vocabulary}")
     build(size, hardware).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
-    fresh(hardware.device)
+    reset_memory(hardware.device)
     rows = min(options.rows, 40) if options.toy else options.rows
     longest = min(options.longest, 64) if options.toy else options.longest
     files = cut_rows(options.data, folder / "data", tokenizer, rows, longest, options.jobs)
@@ -295,7 +295,7 @@ def _random(options: argparse.Namespace, folder: Path, hardware: Hardware) -> Wo
     size = SIZES["toy" if options.toy else options.shape]
     batch, longest = (4, 16) if options.toy else map(int, (options.batch or "2x1024").lower().split("x"))
     write_base(folder / "base", size, hardware)
-    fresh(hardware.device)
+    reset_memory(hardware.device)
     write_rows(folder / "rows.jsonl", size, Rows(samples=SAMPLES, shortest=longest // 8, longest=longest))
     work = Work(folder, hardware, options.steps or 6, batch, options.peft_steps)
     jobs = ranked_jobs([RANK] * options.jobs)

@@ -23,7 +23,7 @@ from benchmarks.folder import Rows, read_lines, write_base, write_jobs, write_ro
 from weftune.bench.result import finish
 from weftune.bench.sizes import SIZES, Size
 from weftune.bench.table import number
-from weftune.bench.timing import Hardware, bench_hardware, fresh
+from weftune.bench.timing import Hardware, bench_hardware, reset_memory
 from weftune.jobs.store.status import read_status
 
 SAMPLES, LENGTH = 1024, 32
@@ -73,7 +73,7 @@ class Side:
 def write_case(folder: Path, case: Case, hardware: Hardware, steps: int) -> None:
     """The base, the rows, and a jobs file for either number of jobs."""
     write_base(folder / "base", case.size, hardware)
-    fresh(hardware.device)
+    reset_memory(hardware.device)
     rows = Rows(samples=max(SAMPLES, case.many), shortest=LENGTH, longest=LENGTH)
     write_rows(folder / "rows.jsonl", case.size, rows)
     targets = case.targets if isinstance(case.targets, str) else list(case.targets)

@@ -22,7 +22,7 @@ from benchmarks.folder import Rows, ranked_jobs, read_lines, write_base, write_j
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, Size
 from weftune.bench.table import aligned
-from weftune.bench.timing import Hardware, bench_hardware, fresh
+from weftune.bench.timing import Hardware, bench_hardware, reset_memory
 from weftune.plan.layout.choose import MAX_TOKENS
 from weftune.trainer.options import Options
 from weftune.trainer.train import train
@@ -68,7 +68,7 @@ def compare(folder: Path, hardware: Hardware, stages: int) -> dict[str, Run]:
         began = time.perf_counter()
         train(folder / "jobs.yaml", output=folder / name, options=Options(device=device, capacity=capacity))
         found[name] = time.perf_counter() - began, losses(folder / name)
-        fresh(hardware.device)
+        reset_memory(hardware.device)
     began = time.perf_counter()
     words = ["train", str(folder / "jobs.yaml"), "--output", str(folder / "pipeline")]
     subprocess.run(

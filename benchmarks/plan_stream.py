@@ -19,7 +19,7 @@ from benchmarks.streamed_side import choose
 from weftune.base.shape import model_shape
 from weftune.bench.baselines import BaselineWork
 from weftune.bench.result import arguments, finish
-from weftune.bench.sizes import SIZES, outline
+from weftune.bench.sizes import SIZES, build_frozen
 from weftune.bench.table import aligned
 from weftune.core.shapes import ModelShape
 from weftune.errors import PlanError
@@ -73,7 +73,9 @@ def main() -> None:
     options = parser.parse_args()
     rows, found = [], []
     for case in TOY if options.toy else CASES:
-        shape = model_shape(outline(SIZES[case.shape], torch.device("meta"), torch.bfloat16), torch.bfloat16)
+        shape = model_shape(
+            build_frozen(SIZES[case.shape], torch.device("meta"), torch.bfloat16), torch.bfloat16
+        )
         began = time.perf_counter()
         chosen = foreseen(case, shape)
         seconds = time.perf_counter() - began

@@ -24,7 +24,7 @@ from weftune.base.shape import model_shape
 from weftune.base.spec import BaseSpec, Quantize
 from weftune.base.weights import quantised_forms
 from weftune.bench.baselines import BaselineWork
-from weftune.bench.sizes import Size, outline
+from weftune.bench.sizes import Size, build_frozen
 from weftune.bench.timing import Hardware
 from weftune.bench.weftune_side import AttachedJobs
 from weftune.core.shapes import JobShape, ModelShape
@@ -183,7 +183,7 @@ def random_base(size: Size, hardware: Hardware, quantize: Quantize | None = None
 
 
 def _outline(size: Size, hardware: Hardware, quantize: Quantize | None) -> PreTrainedModel:
-    model = outline(size, torch.device("meta"), hardware.dtype)
+    model = build_frozen(size, torch.device("meta"), hardware.dtype)
     if quantize is not None:
         replace_linears(model, quantised_forms(model, Quantised(quantize), None))
     return model

@@ -22,7 +22,7 @@ from benchmarks.folder import Rows, ranked_jobs, write_base, write_jobs, write_r
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES
 from weftune.bench.table import aligned
-from weftune.bench.timing import Hardware, bench_hardware, fresh
+from weftune.bench.timing import Hardware, bench_hardware, reset_memory
 
 HERE = Path(__file__).parents[1]
 STEP, STREAM, TRAIN = "benchmarks.gpu_step", "benchmarks.gpu_stream", "train"
@@ -94,7 +94,7 @@ def write_training(folder: Path, shape: str, hardware: Hardware) -> None:
     """Write a base, rows and jobs: eight jobs of six steps of two samples of 128 to 1024 tokens."""
     size, longest = SIZES[shape], 16 if shape == "toy" else 1024
     write_base(folder / "base", size, hardware)
-    fresh(hardware.device)
+    reset_memory(hardware.device)
     write_rows(folder / "rows.jsonl", size, Rows(samples=64, shortest=longest // 8, longest=longest))
     defaults = {"data": "rows.jsonl", "steps": 6, "batch_size": 2}
     write_jobs(folder / "jobs.yaml", folder / "base", hardware, ranked_jobs([16] * 8), **defaults)

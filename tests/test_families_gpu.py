@@ -13,7 +13,7 @@ from tests.test_gpu import ready, trained
 from weftune.base.attention import pack
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
-from weftune.bench.sizes import SIZES, config, toy_of
+from weftune.bench.sizes import SIZES, config, toy_size
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import Recompute
 from weftune.run.passes.adapted import AdaptedBase
@@ -35,7 +35,7 @@ LAYERS = 3
 def small_config(shape):
     size = SIZES[shape]
     small = replace(
-        toy_of(size), hidden=512, intermediate=1024, layers=LAYERS, vocabulary=512, head=size.head
+        toy_size(size), hidden=512, intermediate=1024, layers=LAYERS, vocabulary=512, head=size.head
     )
     made = config(small)
     if small.family == "gemma3_text":

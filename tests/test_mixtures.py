@@ -146,7 +146,11 @@ def test_who_else_is_in_the_microbatch_changes_nobodys_experts(family):
 
 def decisions(base, banks, microbatch):
     routing = Routing(base.model)
-    with routing.record_decisions(), torch.no_grad(), banks.bound(microbatch, Route.segmented, training=False):
+    with (
+        routing.record_decisions(),
+        torch.no_grad(),
+        banks.bound(microbatch, Route.segmented, training=False),
+    ):
         base.hidden(microbatch)
     return [made for (made,) in routing._decisions.values()]
 

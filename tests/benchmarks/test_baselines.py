@@ -7,8 +7,8 @@ import torch
 
 from tests.cases import slow_but
 from weftune.bench.baselines import BaselineWork, frozen, peft_model, peft_one_by_one, peft_padded
-from weftune.bench.liger import compile_layers, missing, packed_step
-from weftune.bench.processes import ProcessTask, alone, peft_at_once
+from weftune.bench.liger import compile_layers, find_missing_package, packed_step
+from weftune.bench.processes import ProcessTask, peft_in_processes, run_in_process
 from weftune.bench.sizes import SIZES, random_ids
 from weftune.bench.timing import Hardware, MeasuredStep, Repeats
 
@@ -41,7 +41,7 @@ def test_padded_batches_train_the_adapter() -> None:
 
 @pytest.mark.slow
 def test_two_jobs_in_processes_of_their_own_are_measured_together() -> None:
-    measured = peft_at_once(TASK, None)
+    measured = peft_in_processes(TASK, None)
     assert measured.note == ""
     assert measured.seconds is not None
     assert measured.seconds > 0
@@ -49,7 +49,7 @@ def test_two_jobs_in_processes_of_their_own_are_measured_together() -> None:
 
 @pytest.mark.slow
 def test_a_process_that_fails_is_a_row_with_its_reason() -> None:
-    measured = alone(_failing, TASK)
+    measured = run_in_process(_failing, TASK)
     assert measured == MeasuredStep(None, None, "ValueError: nothing works")
 
 
@@ -58,7 +58,7 @@ def _failing(task: ProcessTask) -> MeasuredStep:
 
 
 def test_a_machine_without_liger_says_so() -> None:
-    assert missing(CPU) in ("liger_kernel is not installed", "liger_kernel needs a GPU")
+    assert find_missing_package(CPU) in ("liger_kernel is not installed", "liger_kernel needs a GPU")
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -142,10 +142,10 @@ def test_the_strongest_is_the_fastest_way_to_train_that_is_not_weftune() -> None
         bench_step.StepRow("absent", MeasuredStep(None, None, "not here"), 1.0, adapters=True),
         bench_step.StepRow(bench_step.WEFTUNE, MeasuredStep(1.5, 0), 1.0, adapters=True),
     ]
-    best = bench_step.strongest(rows)
+    best = bench_step.fastest_baseline(rows)
     assert best is not None
     assert best.name == "fast"
-    assert bench_step.strongest([rows[0], rows[-1]]) is None
+    assert bench_step.fastest_baseline([rows[0], rows[-1]]) is None
 
 
 def test_real_lengths_are_drawn_alike_every_time_and_a_quarter_from_each_dataset() -> None:

@@ -6,7 +6,7 @@ import torch
 from weftune.bench.baselines import BaselineWork
 from weftune.bench.gpu_step import rows
 from weftune.bench.processes import ProcessTask
-from weftune.bench.sizes import SIZES, base_bytes, build, floor_seconds, outline, toy_of
+from weftune.bench.sizes import SIZES, base_bytes, build, build_frozen, floor_seconds, toy_size
 from weftune.bench.timing import Repeats, bench_hardware
 
 TOY = SIZES["toy"]
@@ -27,7 +27,7 @@ def test_the_floor_counts_the_attention_within_samples_only() -> None:
 
 @pytest.mark.parametrize("shape", ["8b", "32b", "qwen3-8b", "phi-4-mini", "gemma-3-4b"])
 def test_a_base_has_the_linears_of_its_size_and_is_frozen(shape: str) -> None:
-    hardware, toy = bench_hardware(toy=True), toy_of(SIZES[shape])
+    hardware, toy = bench_hardware(toy=True), toy_size(SIZES[shape])
     assert hardware is not None
     model = build(toy, hardware)
     assert model.config.model_type == toy.family
@@ -45,7 +45,7 @@ def test_shapes_have_the_parameters_of_the_models_that_they_are_named_after(
     shape: str, billions: float
 ) -> None:
     size = SIZES[shape]
-    model = outline(size, torch.device("meta"), torch.bfloat16)
+    model = build_frozen(size, torch.device("meta"), torch.bfloat16)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     assert parameters / 1e9 == pytest.approx(billions, abs=0.01)
     assert base_bytes(size) == pytest.approx(2 * parameters, rel=1e-3)
@@ -62,7 +62,7 @@ def test_jobs_train_on_a_toy_of_every_shape_beside_the_frozen_base_and_peft(shap
     hardware = bench_hardware(toy=True)
     assert hardware is not None
     work = BaselineWork(jobs=2, batch=1, length=16, rank=4)
-    task = ProcessTask(toy_of(SIZES[shape]), work, hardware, Repeats(1, 1, 1))
+    task = ProcessTask(toy_size(SIZES[shape]), work, hardware, Repeats(1, 1, 1))
     made = list(rows(task, ["frozen", "peft-bf16"], rate=1e12))
     assert len(made) == 3
     assert all(row.measured.seconds for row in made)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weftune.bench.table import aligned, number, ratio
-from weftune.bench.timing import Hardware, MeasuredStep, Repeats, attempted, gemm_rate, measure, repeated
+from weftune.bench.timing import Hardware, MeasuredStep, Repeats, gemm_rate, measure, repeated, run_or_note
 from weftune.errors import PlanError
 from weftune.run.events import OutOfMemory
 
@@ -26,14 +26,14 @@ def test_a_lack_of_memory_is_a_row_that_says_so(error: Exception) -> None:
     def run() -> MeasuredStep:
         raise error
 
-    assert attempted(run, CPU) == MeasuredStep(None, None, "out of memory: no room")
+    assert run_or_note(run, CPU) == MeasuredStep(None, None, "out of memory: no room")
 
 
 def test_what_cannot_be_planned_is_a_row_that_says_why() -> None:
     def run() -> MeasuredStep:
         raise PlanError("the host needs more")
 
-    assert attempted(run, CPU) == MeasuredStep(None, None, "the host needs more")
+    assert run_or_note(run, CPU) == MeasuredStep(None, None, "the host needs more")
 
 
 def test_any_other_error_is_not_swallowed() -> None:
@@ -41,7 +41,7 @@ def test_any_other_error_is_not_swallowed() -> None:
         raise ValueError
 
     with pytest.raises(ValueError):
-        attempted(run, CPU)
+        run_or_note(run, CPU)
 
 
 def test_a_large_product_has_a_rate() -> None:

@@ -5,14 +5,14 @@ import pytest
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.bench.sizes import SIZES, build
 from weftune.bench.timing import bench_hardware
-from weftune.bench.weftune_side import AttachedJobs, random_samples, resident, rows_useful
+from weftune.bench.weftune_side import AttachedJobs, random_samples, resident_jobs, useful_rows
 
 
 @pytest.fixture
 def together() -> AttachedJobs:
     hardware = bench_hardware(toy=True)
     assert hardware is not None
-    return resident(build(SIZES["toy"], hardware), hardware.device)
+    return resident_jobs(build(SIZES["toy"], hardware), hardware.device)
 
 
 def test_jobs_train_on_the_lengths_they_were_given_and_begin_again_at_the_end(
@@ -27,7 +27,7 @@ def test_jobs_train_on_the_lengths_they_were_given_and_begin_again_at_the_end(
     assert batches["a", 3].samples == batches["a", 1].samples
     assert batches["a", 1].supervised == 10
     passes = together.run(program)
-    assert rows_useful(passes) == 12 + 9 + 12 + 3 * 4
+    assert useful_rows(passes) == 12 + 9 + 12 + 3 * 4
     assert together.executor.attached["a"].progress.step == 3
     assert not together.executor.attached["a"].master.equal(before)
     assert together.plan(1, capacity=64).batches[0].step == 4

@@ -38,16 +38,16 @@ class BaselineWork:
     """Dropout of each job. Empty if no job has dropout."""
 
     @property
-    def each_rank(self) -> tuple[int, ...]:
+    def job_ranks(self) -> tuple[int, ...]:
         return self.ranks or (self.rank,) * self.jobs
 
     @property
-    def each_dropout(self) -> tuple[float, ...]:
+    def job_dropouts(self) -> tuple[float, ...]:
         return self.dropouts or (0.0,) * self.jobs
 
     @property
     def mean_rank(self) -> float:
-        return sum(self.each_rank) / self.jobs
+        return sum(self.job_ranks) / self.jobs
 
     @property
     def lengths(self) -> list[int]:
@@ -91,7 +91,7 @@ def peft_one_by_one(
     return MeasuredStep(one.seconds * work.jobs, one.peak_bytes, base_bytes=held)
 
 
-def in_nf4(model: PreTrainedModel) -> PreTrainedModel:
+def quantise_nf4(model: PreTrainedModel) -> PreTrainedModel:
     """Replace the linears of the layers by linears of bitsandbytes, which PEFT supports."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
@@ -122,7 +122,7 @@ def peft_model(size: Size, rank: int, hardware: Hardware, wide: bool, nf4: bool 
         target_parameters=EXPERTS if size.experts else None,
         task_type="CAUSAL_LM",
     )
-    base = in_nf4(build(size, hardware)) if nf4 else build(size, hardware)
+    base = quantise_nf4(build(size, hardware)) if nf4 else build(size, hardware)
     return get_peft_model(base, config, autocast_adapter_dtype=wide).train()
 
 

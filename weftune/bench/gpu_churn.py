@@ -22,14 +22,14 @@ from weftune.adapters.lora.spec import LoraSpec
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, build
 from weftune.bench.table import aligned, number
-from weftune.bench.timing import bench_hardware, fresh
-from weftune.bench.weftune_side import AttachedJobs, resident
+from weftune.bench.timing import bench_hardware, reset_memory
+from weftune.bench.weftune_side import AttachedJobs, resident_jobs
 
 ALLOWED_GROWTH = 0.01
-MOST_RANK = 64
+MAX_RANK = 64
 SAMPLES, TOKENS = (1, 2, 4), (16, 64, 192, 512)
 """Choices for the samples per batch and the tokens per sample of a job."""
-TOLD = 20
+PROGRESS_INTERVAL = 20
 """Number of attached or detached jobs between two lines of progress."""
 
 
@@ -54,7 +54,7 @@ class Churn:
     def fill(self) -> None:
         """Attach as many jobs as allowed, with the largest adapters, so that no bank must grow later."""
         for _ in range(self.places):
-            self._join(MOST_RANK, max(SAMPLES), max(TOKENS))
+            self._join(MAX_RANK, max(SAMPLES), max(TOKENS))
         self._round()
 
     def walk(self, changes: int, seed: int) -> None:
@@ -66,12 +66,12 @@ class Churn:
         self.came = self.left = 0
         began = time.perf_counter()
         for change in range(changes):
-            if change % TOLD == 0:
+            if change % PROGRESS_INTERVAL == 0:
                 seconds = time.perf_counter() - began
                 print(f"walk {seed}: {change} changes in {seconds:.0f} s", flush=True)
             attached = list(self.together.stocks)
             if not attached or (len(attached) < self.places and sizes.random() < 0.5):
-                self._join(ranks.randint(1, MOST_RANK), sizes.choice(SAMPLES), sizes.choice(TOKENS))
+                self._join(ranks.randint(1, MAX_RANK), sizes.choice(SAMPLES), sizes.choice(TOKENS))
             else:
                 self._leave(sizes.choice(attached))
             self._round()
@@ -80,11 +80,11 @@ class Churn:
         for job in list(self.together.stocks):
             self.together.leave(job)
         device = self.together.base.device
-        fresh(device)
+        reset_memory(device)
         captures = self.together.executor.captures
         if device.type != "cuda":
-            resident = psutil.Process().memory_info().rss
-            return ChurnState(resident, resident, captures)
+            resident_jobs = psutil.Process().memory_info().rss
+            return ChurnState(resident_jobs, resident_jobs, captures)
         return ChurnState(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), captures)
 
     def _join(self, rank: int, samples: int, tokens: int) -> None:
@@ -101,7 +101,7 @@ class Churn:
             self.together.run(self.together.plan(1, self.capacity))
 
 
-def growth(before: int, after: int) -> float:
+def growth_ratio(before: int, after: int) -> float:
     return after / before - 1
 
 
@@ -112,7 +112,7 @@ def main() -> None:
     if hardware is None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")
     size = SIZES["toy" if options.toy else options.shape]
-    together = resident(build(size, hardware), hardware.device)
+    together = resident_jobs(build(size, hardware), hardware.device)
     churn = Churn(together, 2 if options.toy else options.places, options.capacity)
     changes = 8 if options.toy else options.changes
     churn.fill()
@@ -127,7 +127,9 @@ def main() -> None:
     print(f"{size.name}: three times {made}, at most {churn.places} jobs attached\n")
     print(table(before, after))
     again = "" if after.captures is None else f", {after.captures - (before.captures or 0)} captured again"
-    grown = max(growth(before.allocated, after.allocated), growth(before.reserved, after.reserved))
+    grown = max(
+        growth_ratio(before.allocated, after.allocated), growth_ratio(before.reserved, after.reserved)
+    )
     finish(
         {
             "shape": size.name,
@@ -147,7 +149,7 @@ def main() -> None:
 
 def table(before: ChurnState, after: ChurnState) -> str:
     def memory(name: str, first: int, last: int) -> tuple[str, str, str, str]:
-        change = growth(first, last)
+        change = growth_ratio(first, last)
         verdict = "" if change <= ALLOWED_GROWTH else f"over {ALLOWED_GROWTH:.0%}"
         return name, number(first, ".3f", 1e-9), number(last, ".3f", 1e-9), f"{change:+.2%} {verdict}".strip()
 

@@ -26,12 +26,12 @@ from weftune.bench.timing import (
     Hardware,
     MeasuredStep,
     Repeats,
-    attempted,
     bench_hardware,
     gemm_rate,
     measure,
+    run_or_note,
 )
-from weftune.bench.weftune_side import resident, rows_computed, rows_useful
+from weftune.bench.weftune_side import computed_rows, resident_jobs, useful_rows
 
 Round = list[list[int]]
 """Lengths of the samples in one batch of every job."""
@@ -58,34 +58,36 @@ def draw_rounds(count: int, jobs: int, batch_size: int) -> list[Round]:
     return [[batches[at] for batches in drawn] for at in range(count)]
 
 
-def tokens_of(rounds: Sequence[Round]) -> int:
+def count_tokens(rounds: Sequence[Round]) -> int:
     return sum(sum(batch) for jobs in rounds for batch in jobs)
 
 
-def with_peft(
+def measure_peft(
     size: Size, rounds: Sequence[Round], rank: int, hardware: Hardware, pace: Repeats
 ) -> LengthsRow:
-    measured = attempted(lambda: measure(peft_padded(size, rounds, rank, hardware), hardware, pace), hardware)
+    measured = run_or_note(
+        lambda: measure(peft_padded(size, rounds, rank, hardware), hardware, pace), hardware
+    )
     padded = sum(len(batch) * max(batch) for jobs in rounds for batch in jobs)
-    return LengthsRow("PEFT bf16, one by one", measured, 1 - tokens_of(rounds) / padded)
+    return LengthsRow("PEFT bf16, one by one", measured, 1 - count_tokens(rounds) / padded)
 
 
-def with_weftune(
+def measure_weftune(
     size: Size, rounds: Sequence[Round], rank: int, hardware: Hardware, pace: Repeats, capacity: int
 ) -> LengthsRow:
     shares: list[float] = []
 
     def run() -> MeasuredStep:
-        together = resident(build(size, hardware), hardware.device)
+        together = resident_jobs(build(size, hardware), hardware.device)
         for job in range(len(rounds[0])):
             batches = [jobs[job] for jobs in rounds]
             together.join(f"job{job}", LoraSpec(rank=rank, alpha=2.0 * rank), batches, seed=job)
         measured = measure(together.block(capacity), hardware, pace)
         passes = together.run(together.plan(len(rounds), capacity))
-        shares.append(1 - rows_useful(passes) / rows_computed(passes))
+        shares.append(1 - useful_rows(passes) / computed_rows(passes))
         return measured
 
-    measured = attempted(run, hardware)
+    measured = run_or_note(run, hardware)
     return LengthsRow("Weftune, together", measured, shares[0] if shares else None)
 
 
@@ -124,10 +126,10 @@ def main() -> None:
     rounds = draw_rounds(pace.steps, jobs, options.batch_size)
     rate = gemm_rate(hardware)
     print("measuring: PEFT", flush=True)
-    rows = [with_peft(size, rounds, rank, hardware, pace)]
+    rows = [measure_peft(size, rounds, rank, hardware, pace)]
     print("measuring: Weftune", flush=True)
-    rows.append(with_weftune(size, rounds, rank, hardware, pace, options.capacity))
-    tokens = tokens_of(rounds) / len(rounds)
+    rows.append(measure_weftune(size, rounds, rank, hardware, pace, options.capacity))
+    tokens = count_tokens(rounds) / len(rounds)
     every = [length for batches in rounds for batch in batches for length in batch]
     floor = floor_seconds(size, rate, every, rank) / len(rounds)
     print(f"\n{size.name}: {jobs} jobs, rank {rank}, batches of {options.batch_size}, real lengths\n")

@@ -91,7 +91,7 @@ def write_start(folder: Path, model: PreTrainedModel, case: QualityCase, seed: i
     return folder / f"start-{case.name}"
 
 
-def job_of(case: QualityCase, folder: Path, start: Path, steps: int, seed: int) -> JobSpec:
+def quality_job(case: QualityCase, folder: Path, start: Path, steps: int, seed: int) -> JobSpec:
     return JobSpec(
         name=case.name,
         data=str(folder / f"{case.texts}.jsonl"),
@@ -110,7 +110,7 @@ def job_of(case: QualityCase, folder: Path, start: Path, steps: int, seed: int) 
     )
 
 
-def with_weftune(
+def train_with_weftune(
     base: BaseSpec, jobs: Iterable[JobSpec], device: torch.device, folder: Path
 ) -> dict[str, float]:
     """Train all jobs together and return the final validation loss of each."""
@@ -122,7 +122,7 @@ def with_weftune(
     return {name: result.metrics["eval_loss"] for name, result in results.items()}
 
 
-def with_peft(model: PreTrainedModel, job: PreparedJob) -> float:
+def train_with_peft(model: PreTrainedModel, job: PreparedJob) -> float:
     """Train a job alone with Weftune's batches and learning rates, and return its final validation loss."""
     start = job.spec.adapter.init_from
     assert isinstance(start, str)
@@ -185,13 +185,13 @@ def compare(model: Path, dtype: Dtype, device: torch.device, steps: int, toy: bo
         for texts in {case.texts for case in CASES}:
             write_texts(folder, texts, toy)
         jobs = [
-            job_of(case, folder, write_start(folder, plain, case, seed), steps, seed)
+            quality_job(case, folder, write_start(folder, plain, case, seed), steps, seed)
             for seed, case in enumerate(CASES)
         ]
         tokenizer, shape = load_tokenizer(base), inspect(base, device)
         ready = [make_ready(job, 0, tokenizer, shape, folder / "tokens") for job in jobs]
-        alone = {job.name: with_peft(plain, job) for job in ready}
-        return Losses(alone, with_weftune(base, jobs, device, folder))
+        alone = {job.name: train_with_peft(plain, job) for job in ready}
+        return Losses(alone, train_with_weftune(base, jobs, device, folder))
 
 
 def main() -> None:

@@ -16,12 +16,12 @@ from functools import partial
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.bench.baselines import EXPERTS, BaselineWork, frozen, peft_one_by_one
 from weftune.bench.liger import peft_with_liger
-from weftune.bench.processes import ProcessTask, peft_at_once
+from weftune.bench.processes import ProcessTask, peft_in_processes
 from weftune.bench.result import arguments, finish
-from weftune.bench.sizes import SIZES, Size, build, floor_seconds, toy_of
+from weftune.bench.sizes import SIZES, Size, build, floor_seconds, toy_size
 from weftune.bench.table import aligned, number, ratio
-from weftune.bench.timing import MeasuredStep, Repeats, attempted, bench_hardware, gemm_rate, measure
-from weftune.bench.weftune_side import AttachedJobs, resident
+from weftune.bench.timing import MeasuredStep, Repeats, bench_hardware, gemm_rate, measure, run_or_note
+from weftune.bench.weftune_side import AttachedJobs, resident_jobs
 
 WEFTUNE, FROZEN = "Weftune, together", "frozen base"
 BASELINES = ("frozen", "peft", "peft-bf16", "processes", "liger")
@@ -43,13 +43,13 @@ class StepRow:
 def attach_jobs(together: AttachedJobs, size: Size, work: BaselineWork) -> None:
     """Attach every job to one executor."""
     experts = tuple(EXPERTS) if size.experts else ()
-    for at, (rank, dropout) in enumerate(zip(work.each_rank, work.each_dropout, strict=True)):
+    for at, (rank, dropout) in enumerate(zip(work.job_ranks, work.job_dropouts, strict=True)):
         adapter = LoraSpec(rank=rank, alpha=2.0 * rank, dropout=dropout, target_parameters=experts)
         together.join(f"job{at}", adapter, [[work.length] * work.batch], seed=at)
 
 
 def weftune_step(task: ProcessTask) -> MeasuredStep:
-    jobs = resident(build(task.size, task.hardware), task.hardware.device)
+    jobs = resident_jobs(build(task.size, task.hardware), task.hardware.device)
     attach_jobs(jobs, task.size, task.work)
     block = jobs.block(max(CAPACITY, task.work.length))
     base_bytes = sum(value.nbytes for value in jobs.base.model.parameters())
@@ -59,7 +59,7 @@ def weftune_step(task: ProcessTask) -> MeasuredStep:
 def measured_row(name: str, task: ProcessTask, floor: float, run: Callable[[], MeasuredStep]) -> StepRow:
     """Measure one row of the table and print its time."""
     print(f"{name} …", end=" ", flush=True)
-    measured = attempted(run, task.hardware)
+    measured = run_or_note(run, task.hardware)
     print(f"{number(measured.seconds, scale=1e3)} ms {measured.note}", flush=True)
     return StepRow(name, measured, floor)
 
@@ -85,13 +85,13 @@ def baseline_rows(task: ProcessTask, baselines: Sequence[str], rate: float) -> I
         narrow = measured_row("PEFT bf16, one by one", task, floor, partial(one_by_one, wide=False))
         yield narrow
     if "processes" in baselines:
-        run = partial(peft_at_once, task, narrow.measured.peak_bytes)
+        run = partial(peft_in_processes, task, narrow.measured.peak_bytes)
         yield measured_row("PEFT bf16, processes", task, floor, run)
     if "liger" in baselines:
         yield measured_row("PEFT bf16 + Liger + compile", task, floor, partial(peft_with_liger, task))
 
 
-def strongest(rows: Sequence[StepRow]) -> StepRow | None:
+def fastest_baseline(rows: Sequence[StepRow]) -> StepRow | None:
     """Return the fastest row that trains adapters without Weftune."""
     others = [
         row
@@ -126,7 +126,7 @@ def table(rows: Sequence[StepRow], tokens: int) -> str:
 def main() -> None:
     parser = step_arguments(__doc__ or "")
     options = parser.parse_args()
-    task, baselines = task_of(parser, options), baselines_of(parser, options.baselines)
+    task, baselines = parse_task(parser, options), parse_baselines(parser, options.baselines)
     rate = gemm_rate(task.hardware)
     measured = list(rows(task, baselines, rate))
     print_rows(task, measured, rate)
@@ -143,7 +143,7 @@ def print_rows(task: ProcessTask, rows: Sequence[StepRow], rate: float) -> None:
 
 
 def numbers(task: ProcessTask, rows: Sequence[StepRow], rate: float) -> dict[str, object]:
-    best = strongest(rows)
+    best = fastest_baseline(rows)
     return {
         "shape": task.size.name,
         "layers": task.size.layers,
@@ -181,21 +181,23 @@ def step_arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def baselines_of(parser: argparse.ArgumentParser, names: str, known: Sequence[str] = BASELINES) -> list[str]:
+def parse_baselines(
+    parser: argparse.ArgumentParser, names: str, known: Sequence[str] = BASELINES
+) -> list[str]:
     baselines = [] if names in ("none", "") else names.split(",")
     if unknown := set(baselines) - {*known}:
         parser.error(f"--baselines: {min(unknown)} is none of {', '.join(known)}; write none for no baseline")
     return baselines
 
 
-def task_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> ProcessTask:
+def parse_task(parser: argparse.ArgumentParser, options: argparse.Namespace) -> ProcessTask:
     hardware = bench_hardware(options.toy)
     if hardware is None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")
     size = SIZES[options.shape]
     if options.toy:
         work = BaselineWork(jobs=2, batch=2, length=16, rank=4)
-        return ProcessTask(toy_of(size), work, hardware, Repeats(1, 2, 1))
+        return ProcessTask(toy_size(size), work, hardware, Repeats(1, 2, 1))
     batch, length = (int(word) for word in options.batch.lower().split("x"))
     work = BaselineWork(jobs=options.jobs, batch=batch, length=length, rank=options.rank)
     size = replace(size, layers=min(options.layers or size.layers, size.layers))

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from weftune.bench.baselines import BaselineWork, adamw, peft_model
-from weftune.bench.processes import ProcessTask, alone, first_line
+from weftune.bench.processes import ProcessTask, first_line, run_in_process
 from weftune.bench.sizes import random_ids
-from weftune.bench.timing import Hardware, MeasuredStep, fresh, measure, repeated
+from weftune.bench.timing import Hardware, MeasuredStep, measure, repeated, reset_memory
 
 
 def peft_with_liger(task: ProcessTask) -> MeasuredStep:
@@ -25,12 +25,12 @@ def peft_with_liger(task: ProcessTask) -> MeasuredStep:
 
     Called in a separate process, since Liger modifies the classes of transformers.
     """
-    if lacking := missing(task.hardware):
+    if lacking := find_missing_package(task.hardware):
         return MeasuredStep(None, None, lacking)
-    return alone(_measured, task)
+    return run_in_process(_measure_liger, task)
 
 
-def missing(hardware: Hardware) -> str:
+def find_missing_package(hardware: Hardware) -> str:
     """Return why Liger cannot run on this machine; empty if it can."""
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger_kernel is not installed"
@@ -41,22 +41,22 @@ def missing(hardware: Hardware) -> str:
     return ""
 
 
-def _measured(task: ProcessTask) -> MeasuredStep:
+def _measure_liger(task: ProcessTask) -> MeasuredStep:
     import liger_kernel.transformers
 
     getattr(liger_kernel.transformers, f"apply_liger_kernel_to_{task.size.family}")()
     try:
-        return padding_free(task, compiled=True)
+        return measure_padding_free(task, compiled=True)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         note = f"without torch.compile, which failed: {first_line(error)}"
     torch.compiler.reset()
-    fresh(task.hardware.device)
-    return replace(padding_free(task, compiled=False), note=note)
+    reset_memory(task.hardware.device)
+    return replace(measure_padding_free(task, compiled=False), note=note)
 
 
-def padding_free(task: ProcessTask, compiled: bool) -> MeasuredStep:
+def measure_padding_free(task: ProcessTask, compiled: bool) -> MeasuredStep:
     model = peft_model(task.size, task.work.rank, task.hardware, wide=False)
     if compiled:
         compile_layers(model)

@@ -19,14 +19,14 @@ import torch
 
 from weftune.bench.baselines import BaselineWork, job_step, peft_model
 from weftune.bench.sizes import Size, random_ids
-from weftune.bench.timing import Hardware, MeasuredStep, Repeats, fresh, peak_bytes, wait
+from weftune.bench.timing import Hardware, MeasuredStep, Repeats, peak_bytes, reset_memory, wait
 
-PATIENCE = 150.0
+WAIT_SECONDS = 150.0
 """Seconds that processes wait for one another before the measurement is abandoned."""
 CONTEXT_BYTES = 700 << 20
 SLACK = 1.12
 """Memory of a process besides its tensors: bytes of the CUDA context, and the factor of slack."""
-SHORT, WAITED = "out of memory", "another process did not come"
+OUT_OF_MEMORY, PEER_TIMEOUT = "out of memory", "another process did not come"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +46,19 @@ class Answer:
     problem: str = ""
 
 
-def peft_at_once(task: ProcessTask, one_peak: int | None) -> MeasuredStep:
+def peft_in_processes(task: ProcessTask, one_peak: int | None) -> MeasuredStep:
     """Measure every job in a separate process, all at once; if memory is short, as many at a time as fit.
 
     `one_peak` is the peak in bytes of a single job. Every process has its own copy of the weights.
     """
     jobs = task.work.jobs
-    for count in range(min(jobs, _room(task.hardware, one_peak)), 0, -1):
-        answers = _in_children(_Stepping(task), count)
+    for count in range(min(jobs, _count_that_fit(task.hardware, one_peak)), 0, -1):
+        answers = _run_children(_ConcurrentJob(task), count)
         problems = [answer.problem for answer in answers if answer.problem]
         if not problems:
             break
-        if SHORT not in problems:
-            told = next((problem for problem in problems if problem != WAITED), WAITED)
+        if OUT_OF_MEMORY not in problems:
+            told = next((problem for problem in problems if problem != PEER_TIMEOUT), PEER_TIMEOUT)
             return MeasuredStep(None, None, told)
     else:
         return MeasuredStep(None, None, "not even one process fits")
@@ -68,28 +68,30 @@ def peft_at_once(task: ProcessTask, one_peak: int | None) -> MeasuredStep:
     return MeasuredStep(together / steps * jobs / count, sum(a.peak for a in answers) or None, note)
 
 
-def _room(hardware: Hardware, one_peak: int | None) -> int:
+def _count_that_fit(hardware: Hardware, one_peak: int | None) -> int:
     if hardware.device.type != "cuda" or one_peak is None:
         return 1 << 30
-    fresh(hardware.device)
+    reset_memory(hardware.device)
     free, _ = torch.cuda.mem_get_info(hardware.device)
     return max(1, int(free // (one_peak * SLACK + CONTEXT_BYTES)))
 
 
-def alone(run: Callable[[ProcessTask], MeasuredStep], task: ProcessTask) -> MeasuredStep:
+def run_in_process(run: Callable[[ProcessTask], MeasuredStep], task: ProcessTask) -> MeasuredStep:
     """Call `run`, a function at the top level of a module, in a separate process and return its result."""
-    fresh(task.hardware.device)
-    (answer,) = _in_children(_Alone(run, task), 1)
+    reset_memory(task.hardware.device)
+    (answer,) = _run_children(_SingleRun(run, task), 1)
     return MeasuredStep(None, None, answer.problem) if answer.problem else answer.measured
 
 
-def _in_children(act: Callable[[Any], Answer], count: int) -> list[Answer]:
+def _run_children(function: Callable[[Any], Answer], count: int) -> list[Answer]:
     spawn = multiprocessing.get_context("spawn")
     barrier, answers = spawn.Barrier(count), spawn.Queue()
-    children = [spawn.Process(target=_child, args=(act, barrier, answers), daemon=True) for _ in range(count)]
+    children = [
+        spawn.Process(target=_child, args=(function, barrier, answers), daemon=True) for _ in range(count)
+    ]
     for child in children:
         child.start()
-    heard = _hear(answers, count)
+    heard = _collect_answers(answers, count)
     for child in children:
         child.join(10)
         if child.is_alive():
@@ -98,8 +100,8 @@ def _in_children(act: Callable[[Any], Answer], count: int) -> list[Answer]:
     return heard
 
 
-def _hear(answers: Any, count: int) -> list[Answer]:
-    deadline = time.monotonic() + 2 * PATIENCE
+def _collect_answers(answers: Any, count: int) -> list[Answer]:
+    deadline = time.monotonic() + 2 * WAIT_SECONDS
     heard: list[Answer] = []
     while len(heard) < count:
         try:
@@ -109,19 +111,19 @@ def _hear(answers: Any, count: int) -> list[Answer]:
     return heard
 
 
-def _child(act: Callable[[Any], Answer], barrier: Any, answers: Any) -> None:
+def _child(function: Callable[[Any], Answer], barrier: Any, answers: Any) -> None:
     try:
-        answers.put(act(barrier))
+        answers.put(function(barrier))
     except threading.BrokenBarrierError:
-        answers.put(Answer(problem=WAITED))
+        answers.put(Answer(problem=PEER_TIMEOUT))
     except Exception as error:
         barrier.abort()
-        if not _is_short(error):
+        if not _is_out_of_memory(error):
             traceback.print_exc()
-        answers.put(Answer(problem=SHORT if _is_short(error) else first_line(error)))
+        answers.put(Answer(problem=OUT_OF_MEMORY if _is_out_of_memory(error) else first_line(error)))
 
 
-def _is_short(error: Exception) -> bool:
+def _is_out_of_memory(error: Exception) -> bool:
     """Return whether the error is a lack of memory, for which cuBLAS and the driver have other messages."""
     words = str(error)
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in words or "ALLOC_FAILED" in words
@@ -132,7 +134,7 @@ def first_line(error: Exception) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Alone:
+class _SingleRun:
     run: Callable[[ProcessTask], MeasuredStep]
     task: ProcessTask
 
@@ -141,7 +143,7 @@ class _Alone:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stepping:
+class _ConcurrentJob:
     """One job that runs beside others in separate processes; all begin at the same time."""
 
     task: ProcessTask
@@ -155,7 +157,7 @@ class _Stepping:
         for _ in range(pace.warmup):
             step()
         wait(hardware.device)
-        barrier.wait(PATIENCE)
+        barrier.wait(WAIT_SECONDS)
         began = time.monotonic()
         for _ in range(pace.blocks * pace.steps):
             step()

@@ -20,13 +20,13 @@ def arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """Return a description of this machine, on which the numbers were measured."""
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": _commit(),
-        "processor": _processor(),
+        "commit": _read_commit(),
+        "processor": _read_processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": device,
@@ -34,17 +34,17 @@ def machine() -> dict[str, Any]:
     }
 
 
-def finish(numbers: dict[str, Any], where: Path | None) -> None:
-    numbers = {"machine": machine(), **numbers}
+def finish(numbers: dict[str, Any], path: Path | None) -> None:
+    numbers = {"machine": describe_machine(), **numbers}
     about = numbers["machine"]
     device = about["gpu"] or f"{about['processor']}, {about['cores']} cores"
     print(f"\n{device}, torch {about['torch']}")
     print(f"{about['commit']}, {about['date']}")
-    if where is not None:
-        where.write_text(json.dumps(numbers, indent=2) + "\n")
+    if path is not None:
+        path.write_text(json.dumps(numbers, indent=2) + "\n")
 
 
-def _commit() -> str:
+def _read_commit() -> str:
     options = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(options, capture_output=True, text=True, check=True).stdout.strip()
@@ -52,7 +52,7 @@ def _commit() -> str:
         return "unknown"
 
 
-def _processor() -> str:
+def _read_processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

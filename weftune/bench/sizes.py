@@ -190,7 +190,7 @@ SIZES = {
 }
 
 
-def toy_of(size: Size) -> Size:
+def toy_size(size: Size) -> Size:
     """Return a tiny model config of the same family."""
     toy = replace(SIZES["toy"], family=size.family, head=size.head and 16, tied=size.tied)
     return replace(toy, experts=4, active=2) if size.experts else toy
@@ -199,10 +199,10 @@ def toy_of(size: Size) -> Size:
 def build(size: Size, hardware: Hardware) -> PreTrainedModel:
     """Build the model directly on its device in its dtype, so that large models are never in host memory."""
     torch.manual_seed(0)
-    return outline(size, hardware.device, hardware.dtype)
+    return build_frozen(size, hardware.device, hardware.dtype)
 
 
-def outline(size: Size, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def build_frozen(size: Size, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """Build the frozen model. On the meta device it has names and shapes but takes no memory."""
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -224,11 +224,11 @@ def config(size: Size) -> PretrainedConfig:
         tie_word_embeddings=size.tied,
         use_cache=False,
         **({} if size.head is None else {"head_dim": size.head}),
-        **_of_family(size),
+        **_family_values(size),
     )
 
 
-def _of_family(size: Size) -> dict[str, Any]:
+def _family_values(size: Size) -> dict[str, Any]:
     """Return the config values of a family besides the sizes: rotary embeddings and attention windows."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": size.rope_theta}
     match size.family:

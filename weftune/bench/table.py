@@ -26,5 +26,5 @@ def number(value: float | None, form: str = ",.1f", scale: float = 1.0) -> str:
     return ABSENT if value is None else format(value * scale, form)
 
 
-def ratio(over: float | None, under: float | None) -> float | None:
-    return None if over is None or under is None else over / under
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return None if numerator is None or denominator is None else numerator / denominator

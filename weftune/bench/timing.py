@@ -55,7 +55,7 @@ def bench_hardware(toy: bool) -> Hardware | None:
 
 
 def measure(block: Block, hardware: Hardware, pace: Repeats) -> MeasuredStep:
-    """Measure the seconds of one step, and the peak memory since the last call of `fresh`."""
+    """Measure the seconds of one step, and the peak memory since the last call of `reset_memory`."""
     block(pace.warmup)()
     taken = []
     for _ in range(pace.blocks):
@@ -79,13 +79,13 @@ def repeated(step: Callable[[], object]) -> Block:
     return block
 
 
-def attempted(run: Callable[[], MeasuredStep], hardware: Hardware) -> MeasuredStep:
+def run_or_note(run: Callable[[], MeasuredStep], hardware: Hardware) -> MeasuredStep:
     """Call `run` while nothing else uses the device, and return its result.
 
     A lack of memory, or a case that cannot be planned, becomes a note instead of an error, so that the
     remaining rows are still measured.
     """
-    fresh(hardware.device)
+    reset_memory(hardware.device)
     try:
         return run()
     except (torch.OutOfMemoryError, OutOfMemory) as error:
@@ -96,7 +96,7 @@ def attempted(run: Callable[[], MeasuredStep], hardware: Hardware) -> MeasuredSt
         return MeasuredStep(None, None, str(error).partition("\n")[0])
 
 
-def fresh(device: torch.device) -> None:
+def reset_memory(device: torch.device) -> None:
     """Free the memory of the last measurement, and reset the peak."""
     gc.collect()
     if device.type == "cuda":

@@ -35,7 +35,7 @@ RECIPE = Recipe(steps=10**9, learning_rate=1e-4, schedule="constant")
 
 
 @dataclass(slots=True)
-class Stock:
+class JobSamples:
     """A job's samples, the index of the first sample of each batch, and the last executed step."""
 
     samples: Samples
@@ -56,7 +56,7 @@ class AttachedJobs:
     def __init__(self, executor: Executor) -> None:
         self.base = executor.base
         self.executor = executor
-        self.stocks: dict[str, Stock] = {}
+        self.stocks: dict[str, JobSamples] = {}
         self.losses: dict[str, list[float]] = {}
         self.recompute = NOTHING
 
@@ -64,7 +64,7 @@ class AttachedJobs:
         lengths = [length for batch in batches for length in batch]
         firsts = np.cumsum([0, *(len(batch) for batch in batches)]).tolist()
         samples = random_samples(lengths, self.base.shape.vocabulary, seed)
-        self.stocks[job] = Stock(samples, tuple(firsts))
+        self.stocks[job] = JobSamples(samples, tuple(firsts))
         self.losses[job] = []
         base, home = self.base, self.executor.home
         training = new_training(
@@ -134,7 +134,9 @@ class AttachedJobs:
         )
 
 
-def resident(model: PreTrainedModel, device: torch.device, optimizer_offloaded: bool = False) -> AttachedJobs:
+def resident_jobs(
+    model: PreTrainedModel, device: torch.device, optimizer_offloaded: bool = False
+) -> AttachedJobs:
     """Return an executor with the whole base on the device.
 
     `optimizer_offloaded` keeps the adapters' master weights and moments in host memory.
@@ -158,10 +160,10 @@ def random_samples(lengths: Sequence[int], vocabulary: int, seed: int) -> Sample
     return Samples([Share(store, np.arange(len(lengths)))], f"random {seed}")
 
 
-def rows_computed(passes: Sequence[Passed]) -> int:
+def computed_rows(passes: Sequence[Passed]) -> int:
     """Return the number of rows that the base computed, including padding."""
     return sum(passed.microbatch.rows for passed in passes)
 
 
-def rows_useful(passes: Sequence[Passed]) -> int:
+def useful_rows(passes: Sequence[Passed]) -> int:
     return sum(passed.microbatch.tokens for passed in passes)
