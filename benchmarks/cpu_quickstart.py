@@ -148,7 +148,7 @@ def main() -> None:
         "Weftune, one after another": with_weftune(base, run, [[job] for job in jobs]),
         "Weftune, together": with_weftune(base, run, [jobs]),
     }
-    rate = gemm_rate(Hardware(CPU, torch.float32), edge=1024)
+    rate = gemm_rate(Hardware(CPU, torch.float32), matrix_side=1024)
     floor = least_operations(base, ready) / rate
     together, plain_seconds = seconds["Weftune, together"], seconds["PEFT, one after another"]
     print(f"{len(jobs)} jobs, {tokens} useful tokens, a large product: {rate / 1e9:.0f} GFLOP/s")

@@ -24,7 +24,7 @@ def peft_offloaded(
     if hardware.device.type != "cuda":
         return MeasuredStep(None, None, "needs a GPU")
     with_group()
-    model = peft_model(size, work.rank, hardware, wide=False)
+    model = peft_model(size, work.rank, hardware, float32_adapters=False)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     sharded(model)

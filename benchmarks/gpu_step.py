@@ -126,7 +126,9 @@ def rows(
     row = partial(measured_row, task=task, floor=floor)
     yield from baseline_rows(task, baselines, rate)
     if QLORA in baselines:
-        run = partial(peft_one_by_one, task.size, task.work, task.hardware, task.pace, wide=False, nf4=True)
+        run = partial(
+            peft_one_by_one, task.size, task.work, task.hardware, task.pace, float32_adapters=False, nf4=True
+        )
         yield row("PEFT QLoRA bf16, one by one", run=run)
     if deterministic:
         with deterministic_kernels():

@@ -19,7 +19,7 @@ TASK = ProcessTask(SIZES["toy"], BaselineWork(jobs=2, batch=2, length=8, rank=4)
 def test_the_frozen_base_and_peft_are_measured() -> None:
     for measured in (
         frozen(TASK.size, TASK.work, CPU, TASK.pace),
-        peft_one_by_one(TASK.size, TASK.work, CPU, TASK.pace, wide=True),
+        peft_one_by_one(TASK.size, TASK.work, CPU, TASK.pace, float32_adapters=True),
     ):
         assert measured.seconds is not None
         assert measured.seconds > 0
@@ -66,7 +66,7 @@ def test_a_machine_without_liger_says_so() -> None:
 def test_compiled_layers_compute_the_same_and_one_graph_serves_them_all(batch: int) -> None:
     torch.compiler.reset()
     task = replace(TASK, size=replace(TASK.size, layers=4), work=replace(TASK.work, batch=batch))
-    model = peft_model(task.size, 4, CPU, wide=False)
+    model = peft_model(task.size, 4, CPU, float32_adapters=False)
     ids = random_ids(task.size, 1, 16, CPU)
     with torch.no_grad():
         plain = model(input_ids=ids, use_cache=False).logits

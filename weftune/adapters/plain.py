@@ -252,9 +252,9 @@ class PlainKind:
         has phases override this."""
 
     def bank(self, sites: Sequence[SiteShape]) -> SiteBank:
-        return PlainBank(sites, self._part)
+        return PlainBank(sites, self._adapted_part)
 
-    def _part(self, at: JobAt) -> JobPart:
+    def _adapted_part(self, at: JobAt) -> JobPart:
         return self.part(at) if self.adapts(at.adapter.spec, at.site.name) else JobPart()
 
     def expert_bank(self, sites: Sequence[SiteShape]) -> ExpertBank:
@@ -311,11 +311,11 @@ class PlainKind:
             found[one.site, one.name] = value
         return found
 
-    def refuse_other_tensors(self, folder: Path, spec: Any, found: Set[str], own: Set[str]) -> None:
-        """Raise if the tensor names `found` in the folder differ from the adapter's `own` names."""
-        if not (odd := sorted(found ^ own)):
+    def refuse_other_tensors(self, folder: Path, spec: Any, stored_names: Set[str], own: Set[str]) -> None:
+        """Raise if the tensor names `stored_names` in the folder differ from the adapter's `own` names."""
+        if not (odd := sorted(stored_names ^ own)):
             return
-        where = "only in the folder" if odd[0] in found else "not in the folder"
+        where = "only in the folder" if odd[0] in stored_names else "not in the folder"
         more = f", and {len(odd) - 1} more differ" if len(odd) > 1 else ""
         if spec.init_from is None:
             raise AdapterError(

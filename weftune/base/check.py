@@ -128,12 +128,12 @@ def check_packing(base: Base, plain: str) -> None:
         )
 
 
-def sample_lengths(base: Base, known: bool) -> tuple[int, ...]:
+def sample_lengths(base: Base, is_known: bool) -> tuple[int, ...]:
     """Return three sample lengths, one beyond the sliding window if the check has to cover the window."""
     config, context = base.model.config, base.shape.context
     window = getattr(config, "sliding_window", None)
     longest = 12
-    if window is not None and window < context and (window <= CHEAP_WINDOW or not known):
+    if window is not None and window < context and (window <= CHEAP_WINDOW or not is_known):
         if window > MAX_WINDOW:
             raise BaseModelError(
                 f"{base.spec.model} ({config.model_type}) is no family that Weftune knows, and its sliding "
@@ -198,20 +198,20 @@ class Routing:
     def record_decisions(self) -> Iterator[None]:
         """Record the routers' decisions in all passes within the context."""
 
-        def keep(router: nn.Module, _: Any, decision: Decision) -> None:
+        def keep_decision(router: nn.Module, _: Any, decision: Decision) -> None:
             self._decisions[router].append(decision)
 
-        with self._hook_routers(keep):
+        with self._hook_routers(keep_decision):
             yield
 
     @contextmanager
     def replay_decisions(self) -> Iterator[None]:
         """Make a pass over all tokens of the recorded passes, concatenated, use the recorded decisions."""
 
-        def give(router: nn.Module, _: Any, __: Decision) -> Decision:
+        def replace_decision(router: nn.Module, _: Any, __: Decision) -> Decision:
             return tuple(torch.cat(parts) for parts in zip(*self._decisions[router], strict=True))
 
-        with self._hook_routers(give):
+        with self._hook_routers(replace_decision):
             yield
 
     @contextmanager

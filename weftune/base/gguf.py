@@ -119,7 +119,7 @@ def find_damaged_file(folder: Path) -> str:
 
 
 @cache
-def _find_damaged(folder: Path, seen: tuple[tuple[str, int, int], ...]) -> str:
+def _find_damaged(folder: Path, file_states: tuple[tuple[str, int, int], ...]) -> str:
     """Compute `find_damaged_file`, cached in the process until a file changes."""
     try:
         record = json.loads((folder / CHECKSUMS).read_bytes())

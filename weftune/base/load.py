@@ -219,7 +219,7 @@ def _load_tensors(
     read_weights(model, files, device)
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(
-            files.where, revision=spec.revision or "main"
+            files.location, revision=spec.revision or "main"
         )
     return model.eval()
 

@@ -107,20 +107,20 @@ class Base:
                 return torch.as_tensor(getattr(module, EMBED_SCALE, 1.0))
             if isinstance(module, QuantLinear):
                 return module.matrix_of(
-                    {name: self._stored_or(site, name, own) for name, own in module.parts.items()}
+                    {name: self._read_parameter(site, name, own) for name, own in module.parts.items()}
                 )
             if isinstance(module, HoldsWeight):
                 return module.frozen_weight().matrix()
-            weight = self._stored_or(site, "weight", cast(Tensor, module.weight))
+            weight = self._read_parameter(site, "weight", cast(Tensor, module.weight))
             embeds = module is self.model.get_input_embeddings()
             return weight.T if not embeds and site_shape(site, module).fan_in_fan_out else weight
 
         return read
 
-    def _stored_or(self, site: str, name: str, here: Tensor) -> Tensor:
-        """Return a site's parameter from the host if it is streamed, otherwise `here`."""
+    def _read_parameter(self, site: str, name: str, default: Tensor) -> Tensor:
+        """Return a site's parameter from the host if it is streamed, otherwise `default`."""
         stored = None if self.stored is None else self.stored(f"{site}.{name}")
-        return here if stored is None else stored
+        return default if stored is None else stored
 
     def hidden(
         self, microbatch: Microbatch, pack: attention.Pack | None = None, given_TD: Tensor | None = None

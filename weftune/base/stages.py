@@ -71,19 +71,19 @@ class NoPositions(nn.Module):
         return torch.zeros(())
 
 
-def load_stage(spec: BaseSpec, device: torch.device, held: LayerRange) -> Base:
-    """Load one stage: only the tensors of the layers `held` are read from the base's files."""
-    if held.first and held.last:
+def load_stage(spec: BaseSpec, device: torch.device, layer_range: LayerRange) -> Base:
+    """Load one stage: only the tensors of the layers `layer_range` are read from the base's files."""
+    if layer_range.first and layer_range.last:
         return load_base(spec, device)
     model, files = outline_model(spec, device)
     whole = model_shape(model, matrix_dtype(model))
     with wrap_load_errors(spec):
-        keep_stages(model, held)
+        keep_stages(model, layer_range)
         if files is None or not read_weights(model, files, device):
             # The names in the files differ from the model's; transformers can map them.
             model = load_plain(spec, torch.device("cpu"))
-            keep_stages(model, held)
-    return stage_of(model, spec, device, held, whole)
+            keep_stages(model, layer_range)
+    return stage_of(model, spec, device, layer_range, whole)
 
 
 def outline_model(spec: BaseSpec, device: torch.device) -> tuple[PreTrainedModel, WeightFiles | None]:
@@ -118,9 +118,9 @@ def stage_of(
     return Base(model, spec, shape, device, matrix_dtype(model), held, whole.sites)
 
 
-def local_shape(model: PreTrainedModel, whole: ModelShape, layers: int) -> ModelShape:
+def local_shape(model: PreTrainedModel, whole_shape: ModelShape, layers: int) -> ModelShape:
     """Return the shape of a base of which only `layers` layers are local."""
-    return replace(whole, layers=layers, parameters=values(model), sites=tuple(model_sites(model)))
+    return replace(whole_shape, layers=layers, parameters=values(model), sites=tuple(model_sites(model)))
 
 
 def keep_stages(model: PreTrainedModel, *held: LayerRange) -> None:

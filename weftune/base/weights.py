@@ -55,28 +55,28 @@ StoredNames = Mapping[str, tuple[str, ...]]
 class WeightFiles:
     """The tensors of a folder or a Hub repository, and the file of each."""
 
-    where: str
+    location: str
     revision: str | None
     files: Mapping[str, str]
     """Maps the name of each tensor to its file."""
 
     def path(self, name: str) -> Path:
-        found = find_file(self.where, self.files[name], self.revision)
+        found = find_file(self.location, self.files[name], self.revision)
         if found is None:
             raise OSError(f"{self.files[name]} is missing, which its index names")
         return found
 
 
-def weight_files(where: str, revision: str | None) -> WeightFiles | None:
+def weight_files(location: str, revision: str | None) -> WeightFiles | None:
     """Return the weight files, from the index if there is one. None if there are no safetensors files."""
-    index = find_file(where, SAFE_WEIGHTS_INDEX_NAME, revision)
+    index = find_file(location, SAFE_WEIGHTS_INDEX_NAME, revision)
     if index is not None:
-        return WeightFiles(where, revision, weight_map(index))
-    whole = find_file(where, SAFE_WEIGHTS_NAME, revision)
+        return WeightFiles(location, revision, weight_map(index))
+    whole = find_file(location, SAFE_WEIGHTS_NAME, revision)
     if whole is None:
         return None
     with open_safetensors(whole) as file:
-        return WeightFiles(where, revision, dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME))
+        return WeightFiles(location, revision, dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME))
 
 
 def file_reader(
@@ -276,8 +276,8 @@ def create_buffers(model: PreTrainedModel, device: torch.device) -> None:
         model._init_weights(module)
 
 
-def find_file(where: str, name: str, revision: str | None) -> Path | None:
-    path = cached_file(where, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+def find_file(location: str, name: str, revision: str | None) -> Path | None:
+    path = cached_file(location, name, revision=revision, _raise_exceptions_for_missing_entries=False)
     return None if path is None else Path(path)
 
 
@@ -302,7 +302,7 @@ def write_wrapper(model: PreTrainedModel, spec: BaseSpec, source: str, target: P
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(files.files)}
         (target / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
     dtype = str(model.dtype).removeprefix("torch.")
-    config = _in_dtype(read_config(spec), dtype)
+    config = _config_with_dtype(read_config(spec), dtype)
     if spec.rope_scaling is not None:
         text, scaled = config["text_config"], model.config
         # Transformers would prefer the older key.
@@ -311,8 +311,8 @@ def write_wrapper(model: PreTrainedModel, spec: BaseSpec, source: str, target: P
         text["rope_parameters"] = {**kept, **scaled.rope_parameters}
         text["max_position_embeddings"] = scaled.max_position_embeddings
     (target / CONFIG).write_text(json.dumps(config, indent=2))
-    for name in BESIDE:
-        path = found_file(files.where, name, spec.revision)
+    for name in EXTRA_FILES:
+        path = find_file(files.location, name, spec.revision)
         if path is not None:
             shutil.copyfile(path, target / name)
 
@@ -323,7 +323,7 @@ def _write_file(model: PreTrainedModel, files: WeightFiles, file: str, target: P
     assert names is not None, "the tower was read from these files"
     found = [(name, parts, part) for name, parts in names.items() for part in parts]
     own = {part: part_of(model.get_parameter(name), parts, part) for name, parts, part in found}
-    here = [stored for stored, where in files.files.items() if where == file]
+    here = [stored for stored, location in files.files.items() if location == file]
     tensors: dict[str, Tensor] = {}
     with open_safetensors(files.path(here[0])) as opened:
         for stored in here:

@@ -59,7 +59,7 @@ class BaselineWork:
         return sum(self.lengths)
 
 
-def frozen(size: Size, work: BaselineWork, hardware: Hardware, pace: Repeats) -> MeasuredStep:
+def frozen(size: Size, work: BaselineWork, hardware: Hardware, repeats: Repeats) -> MeasuredStep:
     """Measure forward and backward over all jobs' samples as one batch, without adapters.
 
     The input embeddings require a gradient, so that the backward reaches all layers.
@@ -72,21 +72,26 @@ def frozen(size: Size, work: BaselineWork, hardware: Hardware, pace: Repeats) ->
         x_BLD.grad = None
         model(inputs_embeds=x_BLD, labels=ids_BL, use_cache=False).loss.backward()
 
-    return measure(repeated(step), hardware, pace)
+    return measure(repeated(step), hardware, repeats)
 
 
 def peft_one_by_one(
-    size: Size, work: BaselineWork, hardware: Hardware, pace: Repeats, wide: bool, nf4: bool = False
+    size: Size,
+    work: BaselineWork,
+    hardware: Hardware,
+    repeats: Repeats,
+    float32_adapters: bool,
+    nf4: bool = False,
 ) -> MeasuredStep:
     """Measure one job's step and multiply it by the number of jobs.
 
-    With `wide`, adapters are in float32, PEFT's default; otherwise in the base's dtype. `nf4` quantises the
-    base with bitsandbytes (QLoRA). No activations are recomputed.
+    With `float32_adapters`, adapters are in float32, PEFT's default; otherwise in the base's dtype. `nf4`
+    quantises the base with bitsandbytes (QLoRA). No activations are recomputed.
     """
-    model = peft_model(size, work.rank, hardware, wide, nf4)
+    model = peft_model(size, work.rank, hardware, float32_adapters, nf4)
     held = sum(value.nbytes for name, value in model.named_parameters() if "lora_" not in name)
     step = job_step(model, random_ids(size, work.batch, work.length, hardware))
-    one = measure(repeated(step), hardware, pace)
+    one = measure(repeated(step), hardware, repeats)
     assert one.seconds is not None
     return MeasuredStep(one.seconds * work.jobs, one.peak_bytes, base_bytes=held)
 
@@ -113,7 +118,7 @@ def quantise_nf4(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def peft_model(size: Size, rank: int, hardware: Hardware, wide: bool, nf4: bool = False) -> Any:
+def peft_model(size: Size, rank: int, hardware: Hardware, float32_adapters: bool, nf4: bool = False) -> Any:
     targets = PHI3_TARGETS if size.family == "phi3" else TARGETS[:4] if size.experts else TARGETS
     config = LoraConfig(
         r=rank,
@@ -123,7 +128,7 @@ def peft_model(size: Size, rank: int, hardware: Hardware, wide: bool, nf4: bool 
         task_type="CAUSAL_LM",
     )
     base = quantise_nf4(build(size, hardware)) if nf4 else build(size, hardware)
-    return get_peft_model(base, config, autocast_adapter_dtype=wide).train()
+    return get_peft_model(base, config, autocast_adapter_dtype=float32_adapters).train()
 
 
 def job_step(model: Any, ids_BL: Tensor) -> Callable[[], None]:
@@ -150,7 +155,7 @@ def peft_padded(
     `rounds` holds the lengths of the samples. One adapter represents all jobs, since they cost the same and a
     user would load them one by one.
     """
-    model = peft_model(size, rank, hardware, wide=False)
+    model = peft_model(size, rank, hardware, float32_adapters=False)
     optimizer = adamw(model)
     batches = [[_padded(size, lengths, hardware) for lengths in jobs] for jobs in rounds]
 

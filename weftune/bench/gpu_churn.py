@@ -45,19 +45,19 @@ class ChurnState:
 class Churn:
     """An executor to which jobs are attached, and from which they are detached, at random."""
 
-    def __init__(self, together: AttachedJobs, places: int, capacity: int) -> None:
-        self.together = together
-        self.places = places
+    def __init__(self, attached_jobs: AttachedJobs, max_jobs: int, capacity: int) -> None:
+        self.attached_jobs = attached_jobs
+        self.max_jobs = max_jobs
         self.capacity = capacity
         self.came = self.left = 0
 
     def fill(self) -> None:
         """Attach as many jobs as allowed, with the largest adapters, so that no bank must grow later."""
-        for _ in range(self.places):
+        for _ in range(self.max_jobs):
             self._join(MAX_RANK, max(SAMPLES), max(TOKENS))
         self._round()
 
-    def walk(self, changes: int, seed: int) -> None:
+    def attach_and_detach(self, changes: int, seed: int) -> None:
         """Start with no job; then repeatedly attach or detach a job and make a step of all attached jobs.
 
         The batch sizes are the same in every walk with this number of changes; the ranks depend on the seed.
@@ -69,19 +69,19 @@ class Churn:
             if change % PROGRESS_INTERVAL == 0:
                 seconds = time.perf_counter() - began
                 print(f"walk {seed}: {change} changes in {seconds:.0f} s", flush=True)
-            attached = list(self.together.stocks)
-            if not attached or (len(attached) < self.places and sizes.random() < 0.5):
+            attached = list(self.attached_jobs.stocks)
+            if not attached or (len(attached) < self.max_jobs and sizes.random() < 0.5):
                 self._join(ranks.randint(1, MAX_RANK), sizes.choice(SAMPLES), sizes.choice(TOKENS))
             else:
                 self._leave(sizes.choice(attached))
             self._round()
 
     def empty(self) -> ChurnState:
-        for job in list(self.together.stocks):
-            self.together.leave(job)
-        device = self.together.base.device
+        for job in list(self.attached_jobs.stocks):
+            self.attached_jobs.leave(job)
+        device = self.attached_jobs.base.device
         reset_memory(device)
-        captures = self.together.executor.captures
+        captures = self.attached_jobs.executor.captures
         if device.type != "cuda":
             resident_jobs = psutil.Process().memory_info().rss
             return ChurnState(resident_jobs, resident_jobs, captures)
@@ -90,15 +90,15 @@ class Churn:
     def _join(self, rank: int, samples: int, tokens: int) -> None:
         self.came += 1
         adapter = LoraSpec(rank=rank, alpha=2.0 * rank)
-        self.together.join(f"job{self.came}", adapter, [[tokens] * samples], seed=self.came)
+        self.attached_jobs.join(f"job{self.came}", adapter, [[tokens] * samples], seed=self.came)
 
     def _leave(self, job: str) -> None:
         self.left += 1
-        self.together.leave(job)
+        self.attached_jobs.leave(job)
 
     def _round(self) -> None:
-        if self.together.stocks:
-            self.together.run(self.together.plan(1, self.capacity))
+        if self.attached_jobs.stocks:
+            self.attached_jobs.run(self.attached_jobs.plan(1, self.capacity))
 
 
 def growth_ratio(before: int, after: int) -> float:
@@ -117,14 +117,14 @@ def main() -> None:
     changes = 8 if options.toy else options.changes
     churn.fill()
     churn.empty()
-    churn.walk(changes, seed=1)
+    churn.attach_and_detach(changes, seed=1)
     churn.empty()
-    churn.walk(changes, seed=2)
+    churn.attach_and_detach(changes, seed=2)
     before = churn.empty()
-    churn.walk(changes, seed=3)
+    churn.attach_and_detach(changes, seed=3)
     after = churn.empty()
     made = f"{churn.came} joins and {churn.left} leaves"
-    print(f"{size.name}: three times {made}, at most {churn.places} jobs attached\n")
+    print(f"{size.name}: three times {made}, at most {churn.max_jobs} jobs attached\n")
     print(table(before, after))
     again = "" if after.captures is None else f", {after.captures - (before.captures or 0)} captured again"
     grown = max(

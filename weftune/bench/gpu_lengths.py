@@ -63,17 +63,17 @@ def count_tokens(rounds: Sequence[Round]) -> int:
 
 
 def measure_peft(
-    size: Size, rounds: Sequence[Round], rank: int, hardware: Hardware, pace: Repeats
+    size: Size, rounds: Sequence[Round], rank: int, hardware: Hardware, repeats: Repeats
 ) -> LengthsRow:
     measured = run_or_note(
-        lambda: measure(peft_padded(size, rounds, rank, hardware), hardware, pace), hardware
+        lambda: measure(peft_padded(size, rounds, rank, hardware), hardware, repeats), hardware
     )
     padded = sum(len(batch) * max(batch) for jobs in rounds for batch in jobs)
     return LengthsRow("PEFT bf16, one by one", measured, 1 - count_tokens(rounds) / padded)
 
 
 def measure_weftune(
-    size: Size, rounds: Sequence[Round], rank: int, hardware: Hardware, pace: Repeats, capacity: int
+    size: Size, rounds: Sequence[Round], rank: int, hardware: Hardware, repeats: Repeats, capacity: int
 ) -> LengthsRow:
     shares: list[float] = []
 
@@ -82,7 +82,7 @@ def measure_weftune(
         for job in range(len(rounds[0])):
             batches = [jobs[job] for jobs in rounds]
             together.join(f"job{job}", LoraSpec(rank=rank, alpha=2.0 * rank), batches, seed=job)
-        measured = measure(together.block(capacity), hardware, pace)
+        measured = measure(together.block(capacity), hardware, repeats)
         passes = together.run(together.plan(len(rounds), capacity))
         shares.append(1 - useful_rows(passes) / computed_rows(passes))
         return measured
@@ -91,7 +91,7 @@ def measure_weftune(
     return LengthsRow("Weftune, together", measured, shares[0] if shares else None)
 
 
-def table(rows: Sequence[LengthsRow], tokens: float, floor: float) -> str:
+def table(rows: Sequence[LengthsRow], tokens: float, floor_seconds: float) -> str:
     """Format the rows of the table; a round has `tokens` useful tokens, and the last row is Weftune's."""
     titles = ("", "ms per round", "× Weftune", "useful tokens/s", "padding", "peak GB", "ρ", "")
     weftune = rows[-1].measured.seconds
@@ -105,7 +105,7 @@ def table(rows: Sequence[LengthsRow], tokens: float, floor: float) -> str:
                 number(ratio(tokens, row.measured.seconds), ",.0f"),
                 number(row.padding, ".1%"),
                 number(row.measured.peak_bytes, ".1f", 1 / GB),
-                number(ratio(floor, row.measured.seconds), ".2f"),
+                number(ratio(floor_seconds, row.measured.seconds), ".2f"),
                 row.measured.note,
             )
             for row in rows

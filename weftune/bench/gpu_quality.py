@@ -52,11 +52,11 @@ class QualityCase:
 class Losses:
     """The final validation loss of every job, with PEFT and with Weftune."""
 
-    alone: dict[str, float]
-    together: dict[str, float]
+    peft: dict[str, float]
+    weftune: dict[str, float]
 
-    def apart(self, job: str) -> float:
-        return self.together[job] / self.alone[job] - 1
+    def relative_difference(self, job: str) -> float:
+        return self.weftune[job] / self.peft[job] - 1
 
 
 CASES = (
@@ -207,14 +207,14 @@ def main() -> None:
     losses = compare(options.model, dtype, hardware.device, steps, options.toy)
     print(f"{options.model.name}, {steps} steps of {BATCH} samples; allowed: {ALLOWED:.1%}\n")
     print(table(losses, dtype))
-    apart = {job: losses.apart(job) for job in losses.alone}
+    apart = {job: losses.relative_difference(job) for job in losses.peft}
     worst = max(map(abs, apart.values()))
     finish(
         {
             "steps": steps,
             "dtype": dtype,
-            "peft": losses.alone,
-            "weftune": losses.together,
+            "peft": losses.peft,
+            "weftune": losses.weftune,
             "apart": apart,
             "allowed": ALLOWED,
             "verdict": f"validation losses within {worst:.2%} of float32 PEFT",
@@ -225,13 +225,13 @@ def main() -> None:
 
 def table(losses: Losses, dtype: str) -> str:
     def row(job: str) -> tuple[str, str, str, str]:
-        apart = losses.apart(job)
+        apart = losses.relative_difference(job)
         verdict = "" if abs(apart) <= ALLOWED else "too far"
-        alone, together = number(losses.alone[job], ".4f"), number(losses.together[job], ".4f")
+        alone, together = number(losses.peft[job], ".4f"), number(losses.weftune[job], ".4f")
         return job, alone, together, f"{apart:+.3%} {verdict}".strip()
 
     titles = ("validation loss", "PEFT float32", f"Weftune {dtype}", "")
-    return aligned(titles, [row(job) for job in losses.alone])
+    return aligned(titles, [row(job) for job in losses.peft])
 
 
 def quality_arguments() -> argparse.ArgumentParser:

@@ -57,7 +57,7 @@ def _measure_liger(task: ProcessTask) -> MeasuredStep:
 
 
 def measure_padding_free(task: ProcessTask, compiled: bool) -> MeasuredStep:
-    model = peft_model(task.size, task.work.rank, task.hardware, wide=False)
+    model = peft_model(task.size, task.work.rank, task.hardware, float32_adapters=False)
     if compiled:
         compile_layers(model)
     one = measure(repeated(packed_step(model, task)), task.hardware, task.pace)

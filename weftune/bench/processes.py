@@ -39,20 +39,20 @@ class ProcessTask:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    began: float = 0.0
-    ended: float = 0.0
+    start: float = 0.0
+    stop: float = 0.0
     peak: int = 0
     measured: MeasuredStep = field(default_factory=lambda: MeasuredStep(None, None))
     problem: str = ""
 
 
-def peft_in_processes(task: ProcessTask, one_peak: int | None) -> MeasuredStep:
+def peft_in_processes(task: ProcessTask, job_peak_bytes: int | None) -> MeasuredStep:
     """Measure every job in a separate process, all at once; if memory is short, as many at a time as fit.
 
-    `one_peak` is the peak in bytes of a single job. Every process has its own copy of the weights.
+    `job_peak_bytes` is the peak in bytes of a single job. Every process has its own copy of the weights.
     """
     jobs = task.work.jobs
-    for count in range(min(jobs, _count_that_fit(task.hardware, one_peak)), 0, -1):
+    for count in range(min(jobs, _count_that_fit(task.hardware, job_peak_bytes)), 0, -1):
         answers = _run_children(_ConcurrentJob(task), count)
         problems = [answer.problem for answer in answers if answer.problem]
         if not problems:
@@ -63,17 +63,17 @@ def peft_in_processes(task: ProcessTask, one_peak: int | None) -> MeasuredStep:
     else:
         return MeasuredStep(None, None, "not even one process fits")
     steps = task.pace.blocks * task.pace.steps
-    together = max(a.ended for a in answers) - min(a.began for a in answers)
+    together = max(a.stop for a in answers) - min(a.start for a in answers)
     note = "" if count == jobs else f"{count} processes fit, so {jobs} jobs take {jobs / count:.1f} turns"
     return MeasuredStep(together / steps * jobs / count, sum(a.peak for a in answers) or None, note)
 
 
-def _count_that_fit(hardware: Hardware, one_peak: int | None) -> int:
-    if hardware.device.type != "cuda" or one_peak is None:
+def _count_that_fit(hardware: Hardware, job_peak_bytes: int | None) -> int:
+    if hardware.device.type != "cuda" or job_peak_bytes is None:
         return 1 << 30
     reset_memory(hardware.device)
     free, _ = torch.cuda.mem_get_info(hardware.device)
-    return max(1, int(free // (one_peak * SLACK + CONTEXT_BYTES)))
+    return max(1, int(free // (job_peak_bytes * SLACK + CONTEXT_BYTES)))
 
 
 def run_in_process(run: Callable[[ProcessTask], MeasuredStep], task: ProcessTask) -> MeasuredStep:
@@ -152,7 +152,7 @@ class _ConcurrentJob:
         work, hardware, pace = self.task.work, self.task.hardware, self.task.pace
         if hardware.device.type == "cpu":
             torch.set_num_threads(1)
-        model = peft_model(self.task.size, work.rank, hardware, wide=False)
+        model = peft_model(self.task.size, work.rank, hardware, float32_adapters=False)
         step = job_step(model, random_ids(self.task.size, work.batch, work.length, hardware))
         for _ in range(pace.warmup):
             step()

@@ -21,9 +21,9 @@ def aligned(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line(row) for row in (titles, *rows))
 
 
-def number(value: float | None, form: str = ",.1f", scale: float = 1.0) -> str:
+def number(value: float | None, format_spec: str = ",.1f", scale: float = 1.0) -> str:
     """Format `value` × `scale`; None becomes a dash."""
-    return ABSENT if value is None else format(value * scale, form)
+    return ABSENT if value is None else format(value * scale, format_spec)
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:

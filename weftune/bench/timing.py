@@ -54,17 +54,17 @@ def bench_hardware(toy: bool) -> Hardware | None:
     return Hardware(torch.device("cuda", 0), torch.bfloat16)
 
 
-def measure(block: Block, hardware: Hardware, pace: Repeats) -> MeasuredStep:
+def measure(block: Block, hardware: Hardware, repeats: Repeats) -> MeasuredStep:
     """Measure the seconds of one step, and the peak memory since the last call of `reset_memory`."""
-    block(pace.warmup)()
+    block(repeats.warmup)()
     taken = []
-    for _ in range(pace.blocks):
-        run = block(pace.steps)
+    for _ in range(repeats.blocks):
+        run = block(repeats.steps)
         wait(hardware.device)
         began = time.perf_counter()
         run()
         wait(hardware.device)
-        taken.append((time.perf_counter() - began) / pace.steps)
+        taken.append((time.perf_counter() - began) / repeats.steps)
     return MeasuredStep(statistics.median(taken), peak_bytes(hardware.device))
 
 
@@ -113,11 +113,11 @@ def peak_bytes(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def gemm_rate(hardware: Hardware, edge: int | None = None) -> float:
+def gemm_rate(hardware: Hardware, matrix_side: int | None = None) -> float:
     """Return the operations per second of one large matrix product, the basis of all minimum times."""
-    edge = edge or (8192 if hardware.device.type == "cuda" else 256)
-    a = torch.randn(edge, edge, device=hardware.device, dtype=hardware.dtype)
+    matrix_side = matrix_side or (8192 if hardware.device.type == "cuda" else 256)
+    a = torch.randn(matrix_side, matrix_side, device=hardware.device, dtype=hardware.dtype)
     b = torch.randn_like(a)
     measured = measure(repeated(lambda: a @ b), hardware, Repeats(warmup=5, blocks=5, steps=10))
     assert measured.seconds is not None
-    return 2 * edge**3 / measured.seconds
+    return 2 * matrix_side**3 / measured.seconds

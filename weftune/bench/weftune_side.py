@@ -39,11 +39,11 @@ class JobSamples:
     """A job's samples, the index of the first sample of each batch, and the last executed step."""
 
     samples: Samples
-    firsts: tuple[int, ...]
+    batch_starts: tuple[int, ...]
     step: int = 0
 
     def batch(self, job: str, step: int) -> GlobalBatch:
-        first, end = list(pairwise(self.firsts))[(step - 1) % (len(self.firsts) - 1)]
+        first, end = list(pairwise(self.batch_starts))[(step - 1) % (len(self.batch_starts) - 1)]
         lengths = self.samples.lengths[first:end].tolist()
         offsets = np.cumsum([0, *lengths[:-1]]).tolist()
         placed = tuple(PlacedSample(*item) for item in zip(range(first, end), lengths, offsets, strict=True))
@@ -62,9 +62,9 @@ class AttachedJobs:
 
     def join(self, job: str, adapter: AdapterSpec, batches: Lengths, seed: int) -> None:
         lengths = [length for batch in batches for length in batch]
-        firsts = np.cumsum([0, *(len(batch) for batch in batches)]).tolist()
+        batch_starts = np.cumsum([0, *(len(batch) for batch in batches)]).tolist()
         samples = random_samples(lengths, self.base.shape.vocabulary, seed)
-        self.stocks[job] = JobSamples(samples, tuple(firsts))
+        self.stocks[job] = JobSamples(samples, tuple(batch_starts))
         self.losses[job] = []
         base, home = self.base, self.executor.home
         training = new_training(

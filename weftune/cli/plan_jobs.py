@@ -187,7 +187,7 @@ class _JobReader:
         if key not in self._known:
             self._known[key] = self._prepare(data, job.eval)
         samples, sampled, scale = self._known[key]
-        return samples.behind(job.adapter.rows_before, job.adapter.keys_before), sampled, scale
+        return samples.with_prefix(job.adapter.rows_before, job.adapter.keys_before), sampled, scale
 
     def _prepare(self, data: DataSpec, evaluation: EvalSpec | None) -> tuple[Prepared, bool, float | None]:
         sampled = not self._shared.is_prepared(data, evaluation)

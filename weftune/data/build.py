@@ -168,13 +168,13 @@ class _BadRowReport:
                 self._common[problem.kind] = alike
         alike.add(location, problem)
 
-    def raise_if_any(self, rest: str = "") -> None:
+    def raise_if_any(self, remainder: str = "") -> None:
         """Raise DataError if there are invalid rows."""
         if not self._found:
             return
-        rest = f"and {self.more} more" if self.more else rest
+        remainder = f"and {self.more} more" if self.more else remainder
         mistakes = [alike.message(with_remedy=True) for alike in self._found]
-        raise DataError([*mistakes, *([Mistake("", rest)] if rest else [])])
+        raise DataError([*mistakes, *([Mistake("", remainder)] if remainder else [])])
 
     def reasons(self, count: int) -> tuple[list[str], int]:
         """Return up to `count` sentences and the number of rows that they cover."""

@@ -56,7 +56,7 @@ class Tally:
             if one.type == "int":
                 setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
-    def notes(self, label: str | None, longest: int) -> list[str]:
+    def notes(self, label: str | None, max_tokens: int) -> list[str]:
         """Return a sentence about each count above 0. `label` names the table if there are several."""
         count = f"of {self.rows} rows" + (f" of {label}" if label is not None else "")
         notes = []
@@ -64,7 +64,7 @@ class Tally:
             more = f"; and {self.skipped - self.explained} more" if self.skipped > self.explained else ""
             notes.append(f"{self.skipped} {count} were skipped: {'; '.join(self.reasons)}{more}.")
         if self.truncated:
-            notes.append(f"{self.truncated} {count} were truncated to {longest} tokens.")
+            notes.append(f"{self.truncated} {count} were truncated to {max_tokens} tokens.")
         if self.split:
             notes.append(
                 f"In {self.split} {count} each assistant turn became its own sample, because the chat "

@@ -76,19 +76,19 @@ def render_turns(chat: Chat, template: Renderer, ends: Collection[str]) -> tuple
     return tuple(turns)
 
 
-def _render_turn(chat: Chat, at: int, template: Renderer, ends: Collection[str]) -> Rendered:
-    """Render the chat up to and including message `at`, the only supervised turn."""
-    text = template.render(chat.messages[: at + 1], chat.tools, prompt=False)
-    given = template.render(chat.messages[:at], chat.tools, prompt=True)
+def _render_turn(chat: Chat, index: int, template: Renderer, ends: Collection[str]) -> Rendered:
+    """Render the chat up to and including message `index`, the only supervised turn."""
+    text = template.render(chat.messages[: index + 1], chat.tools, prompt=False)
+    given = template.render(chat.messages[:index], chat.tools, prompt=True)
     start = len(given)
     parted = not text.startswith(given)
     if parted:
         pairs = enumerate(zip(given, text, strict=False))
-        start = next((at for at, (one, other) in pairs if one != other), len(text))
-        before = template.render(chat.messages[:at], chat.tools, prompt=False)
+        start = next((index for index, (one, other) in pairs if one != other), len(text))
+        before = template.render(chat.messages[:index], chat.tools, prompt=False)
         if not text.startswith(before) or start < len(before):
             raise BadRow(
-                f"the chat template does not print message {at + 1} after what it prints for those before "
+                f"the chat template does not print message {index + 1} after what it prints for those before "
                 "it, so what the assistant says cannot be told from what it is given"
             )
     bare = text.rstrip()

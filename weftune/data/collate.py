@@ -28,7 +28,7 @@ class Part:
     index: int
     offset: int
     """Number of tokens before this sample in the job's global batch, regardless of packing."""
-    before: int = 0
+    rows_before: int = 0
     """Number of rows that the adapter inserts before the sample; the last one predicts the first token."""
     first_position: int = 0
 
@@ -37,8 +37,8 @@ def collate(parts: Sequence[Part]) -> Microbatch:
     """Concatenate the samples into one microbatch."""
     assert parts, "a microbatch holds at least one sample"
     found = [part.samples.tokens_and_mask(part.index) for part in parts]
-    tokens = [_prepend_zeros(part.before, own) for part, (own, _) in zip(parts, found, strict=True)]
-    masks = [_prepend_zeros(part.before, own) for part, (_, own) in zip(parts, found, strict=True)]
+    tokens = [_prepend_zeros(part.rows_before, own) for part, (own, _) in zip(parts, found, strict=True)]
+    masks = [_prepend_zeros(part.rows_before, own) for part, (_, own) in zip(parts, found, strict=True)]
     lengths = tuple(len(row) for row in tokens)
     stops = np.cumsum(lengths)
     tokens_T = np.concatenate(tokens).astype(np.int64)
@@ -76,7 +76,7 @@ def _job_segments(parts: Sequence[Part], lengths: Sequence[int]) -> tuple[Segmen
     ):
         own = list(run)
         start, row = row, row + sum(length for _, length in own)
-        segments.append(Segment(job, step, start, row, before=sum(part.before for part, _ in own)))
+        segments.append(Segment(job, step, start, row, before=sum(part.rows_before for part, _ in own)))
     jobs = [segment.job for segment in segments]
     assert len(set(jobs)) == len(jobs), f"the samples of a job must stand together and be of one step: {jobs}"
     return tuple(segments)

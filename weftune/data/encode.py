@@ -120,17 +120,17 @@ class Encoder:
             tokens.append(part.tokens)
         return Encoded(np.concatenate(tokens), np.concatenate(starts), np.concatenate(stops))
 
-    def splits_token(self, encoded: Encoded, cut: int) -> bool:
-        """Return whether a token covers characters on both sides of the position `cut`."""
-        after = int(np.searchsorted(encoded.starts, cut, side="left"))
-        stop_before = encoded.stops[after - 1] if after > 0 else cut
-        if stop_before > cut:
+    def splits_token(self, encoded: Encoded, border: int) -> bool:
+        """Return whether a token covers characters on both sides of the position `border`."""
+        after = int(np.searchsorted(encoded.starts, border, side="left"))
+        stop_before = encoded.stops[after - 1] if after > 0 else border
+        if stop_before > border:
             return True
-        if after == len(encoded.starts) or encoded.starts[after] != cut:
+        if after == len(encoded.starts) or encoded.starts[after] != border:
             return False
         # Some tokenizers leave a token's own leading space out of its offsets: then there is a gap before it.
         token: str = self._backend.id_to_token(int(encoded.tokens[after]))
-        return bool(stop_before < cut) and token.startswith(SPACE_MARKS)
+        return bool(stop_before < border) and token.startswith(SPACE_MARKS)
 
     def _encode(self, texts: Sequence[str], *, parse: bool) -> list[Encoded]:
         if not texts:
@@ -198,16 +198,16 @@ def hide_control(value: Any, control: re.Pattern[str]) -> tuple[Any, dict[str, s
             stand_ins[character] = found
         return chosen[found]
 
-    def walk(inner: Any) -> Any:
-        if isinstance(inner, str):
-            return control.sub(hidden, inner)
-        if isinstance(inner, Mapping):
-            return {walk(key): walk(item) for key, item in inner.items()}
-        if isinstance(inner, list | tuple):
-            return [walk(item) for item in inner]
-        return inner
+    def replace_nested(nested: Any) -> Any:
+        if isinstance(nested, str):
+            return control.sub(hidden, nested)
+        if isinstance(nested, Mapping):
+            return {replace_nested(key): replace_nested(item) for key, item in nested.items()}
+        if isinstance(nested, list | tuple):
+            return [replace_nested(item) for item in nested]
+        return nested
 
-    return walk(value), stand_ins
+    return replace_nested(value), stand_ins
 
 
 def contains_control(value: Any, control: re.Pattern[str]) -> bool:

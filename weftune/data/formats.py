@@ -307,15 +307,15 @@ def check_values(value: object, name: str) -> None:
             check_values(inner, f"{name}[{at}]")
 
 
-def _unknown_role(name: str, role: object, known: tuple[str, ...]) -> str:
-    near = _nearest_role(role, known) if isinstance(role, str) and len(role) < 30 else None
-    hint = f"did you mean {near!r}?" if near else f"known are {', '.join(known)}"
+def _unknown_role(name: str, role: object, known_roles: tuple[str, ...]) -> str:
+    near = _nearest_role(role, known_roles) if isinstance(role, str) and len(role) < 30 else None
+    hint = f"did you mean {near!r}?" if near else f"known are {', '.join(known_roles)}"
     return f"`{name}` is {repr(role)[:80]}, which is not a role; {hint}"
 
 
 @lru_cache(maxsize=1024)  # the same mistake usually occurs in every row of a file
-def _nearest_role(role: str, known: tuple[str, ...]) -> str | None:
-    return next(iter(difflib.get_close_matches(role.lower(), known)), None)
+def _nearest_role(role: str, known_roles: tuple[str, ...]) -> str | None:
+    return next(iter(difflib.get_close_matches(role.lower(), known_roles)), None)
 
 
 def _clean_message(message: object, name: str, content: str = "content") -> Message:

@@ -83,13 +83,13 @@ def _parse_line(line: bytes, location: str, first: bool) -> Row:
         # Without the line ending: otherwise missing text would be reported at column 1 of the next line.
         value = DECODER.decode(text.rstrip(SPACE))
     except (ValueError, RecursionError) as problem:
-        return Row(location, {}, explain(problem, text))
+        return Row(location, {}, explain_json_error(problem, text))
     if is_deep_json(text, value):
         return Row(location, {}, f"not usable JSON: {TOO_DEEP}")
     return Row(location, value) if type(value) is dict else as_row(location, value)
 
 
-def explain(problem: Exception, line: str = "") -> str:
+def explain_json_error(problem: Exception, line: str = "") -> str:
     """Return an error message for the user, with the column if the line is given."""
     if isinstance(problem, json.JSONDecodeError):
         return f"not valid JSON: {_reason(problem)} at column {problem.colno}"
@@ -199,7 +199,7 @@ class _TextWindow:
             except json.JSONDecodeError as problem:
                 self._grow_or_fail(problem)
             except (ValueError, RecursionError) as problem:
-                self.fail(explain(problem))
+                self.fail(explain_json_error(problem))
 
     def _grow_or_fail(self, problem: json.JSONDecodeError) -> None:
         into_row = problem.pos - self._at  # `_read_more` moves the text in memory

@@ -47,10 +47,10 @@ class Prepared:
     evaluates_trained: bool = False
     """Whether every evaluation row is also a training row."""
 
-    def behind(self, rows: int, keys: int) -> Prepared:
+    def with_prefix(self, rows: int, keys: int) -> Prepared:
         """Return the samples, each preceded by `rows` rows or `keys` keys of the adapter."""
-        held_out = None if self.evaluation is None else self.evaluation.behind(rows, keys)
-        return replace(self, train=self.train.behind(rows, keys), evaluation=held_out)
+        held_out = None if self.evaluation is None else self.evaluation.with_prefix(rows, keys)
+        return replace(self, train=self.train.with_prefix(rows, keys), evaluation=held_out)
 
 
 class SharedData:
@@ -257,14 +257,14 @@ def _split(
     border = _hash_threshold(np.concatenate([store.rows for store in stores]), fraction)
     identity = [[store.key for store in stores], list(weights), fraction]
 
-    def side(held_out: bool, name: str) -> Samples:
+    def select_side(held_out: bool, name: str) -> Samples:
         shares = []
         for store, weight in zip(stores, weights, strict=True):
             chosen = np.flatnonzero((store.rows <= border) == held_out)
             shares.append(Share(store, chosen, 1.0 if held_out else weight))
         return Samples(shares, _fingerprint(*identity, name))
 
-    return side(False, "train"), side(True, "evaluation")
+    return select_side(False, "train"), select_side(True, "evaluation")
 
 
 def _hash_threshold(rows: NDArray[np.uint64], fraction: float) -> np.uint64:

@@ -48,7 +48,7 @@ class Samples:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def behind(self, rows: int, keys: int = 0) -> Samples:
+    def with_prefix(self, rows: int, keys: int = 0) -> Samples:
         """Return the samples preceded by `rows` rows or `keys` keys of an adapter. The last of these rows
         predicts the first token, which is then supervised like the others."""
         if rows == keys == 0:

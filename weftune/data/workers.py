@@ -78,13 +78,13 @@ class Workers:
             for _, reply in waiting:
                 reply.cancel()
 
-    def _request(self, known: bytes, item: Any) -> bytes:
+    def _request(self, shared: bytes, item: Any) -> bytes:
         payload = _pickle_or_empty(item)
-        if not (known and payload):
+        if not (shared and payload):
             return b""
         worker = self._idle.get()
         try:
-            return worker.request(known, payload)
+            return worker.request(shared, payload)
         finally:
             self.has_answered = True
             self._idle.put(worker)
@@ -114,14 +114,14 @@ class _Worker:
         self._sent = b""
         """Digest of the shared values last sent to the process."""
 
-    def request(self, known: bytes, payload: bytes) -> bytes:
+    def request(self, shared: bytes, payload: bytes) -> bytes:
         """Return the process's pickled result for an item; empty if it failed or died."""
         process = self._ensure_started()
         assert process.stdin is not None
         assert process.stdout is not None
-        digest = hashlib.blake2b(known).digest()
+        digest = hashlib.blake2b(shared).digest()
         try:
-            send_bytes(process.stdin, b"" if digest == self._sent else known)
+            send_bytes(process.stdin, b"" if digest == self._sent else shared)
             send_bytes(process.stdin, payload)
             self._sent = digest
             return receive_bytes(process.stdout) or b""

@@ -90,7 +90,7 @@ def make_ready(
         prepared = shared.prepare(cut_data(spec, shape.context), spec.eval)
     except DataError as error:
         raise DataError(mistake.of_job(spec.name) for mistake in error.mistakes) from None
-    data = prepared.behind(spec.adapter.rows_before, spec.adapter.keys_before)
+    data = prepared.with_prefix(spec.adapter.rows_before, spec.adapter.keys_before)
     planned = curriculum(spec, data, max_steps)
     return PreparedJob(
         spec=spec,

@@ -38,7 +38,7 @@ from weftune.run.training.checkpoint import finish, write_slice
 from weftune.run.training.state import new_training
 from weftune.run.training.writer import Unsaved
 from weftune.run.workers.agreed import TimedAction, WorkerReport
-from weftune.run.workers.driver import open_pipeline, shares
+from weftune.run.workers.driver import microbatch_seconds, open_pipeline
 from weftune.run.workers.messages import WorkerControl
 from weftune.run.workers.worker import serve
 from weftune.trainer.job import lay_out
@@ -57,8 +57,8 @@ def test_a_microbatch_takes_the_mean_of_what_its_passes_take_on_the_workers():
     ]
     second = [TimedAction(Forward(0, stage=1), 2.0, 6.0), TimedAction(Forward(2, stage=1), 6.0, 7.0)]
     reports = [WorkerReport(times=first), WorkerReport(times=second)]
-    assert shares(reports, Forward | Evaluate) == {0: 3.0, 1: 0.5, 2: 0.5}
-    assert shares(reports, Backward) == {0: 1.5}
+    assert microbatch_seconds(reports, Forward | Evaluate) == {0: 3.0, 1: 0.5, 2: 0.5}
+    assert microbatch_seconds(reports, Backward) == {0: 1.5}
 
 
 # -- a pipeline of two workers --------------------------------------------------------------------------

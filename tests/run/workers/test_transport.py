@@ -98,7 +98,7 @@ def exchange(connections):
     time.sleep(0.3)
     inbox = Inbox(connections.incoming("activation")[0], torch.float64, bench.CPU)
     inbox.expect([(50, 1000)] * 20)
-    taken = [inbox.take() for _ in range(20)]
+    taken = [inbox.receive() for _ in range(20)]
     assert all(bool((one == one[0, 0]).all()) for one in taken)
     return [one[0, 0].item() for one in taken]
 
@@ -160,7 +160,7 @@ def settle_each_way(connections):
                 asked = time.monotonic()
                 inbox = Inbox(lanes[0], torch.float64, bench.CPU)
                 inbox.expect([(4,)])
-                assert inbox.take().tolist() == [7.0] * 4
+                assert inbox.receive().tolist() == [7.0] * 4
         found[way] = settled, asked
     transport.close()
     return found

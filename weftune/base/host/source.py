@@ -94,10 +94,10 @@ class MappedFile:
             raise self._unreadable(error.errno or 0) from None
         return status.st_size, status.st_mtime_ns
 
-    def _unreadable(self, number: int) -> WeightsLost:
+    def _unreadable(self, error_number: int) -> WeightsLost:
         return WeightsLost(
-            f"{self.path} can no longer be read ({os.strerror(number)}), and weights are read from it in "
-            "every step; repair that and resume the run"
+            f"{self.path} can no longer be read ({os.strerror(error_number)}), and weights are read from it "
+            "in every step; repair that and resume the run"
         )
 
     def _advise(self, start: int, stop: int, advice: int) -> int:
@@ -170,24 +170,24 @@ def _unusable_files_error(base: str, reason: str) -> BaseModelError:
 class HostStage:
     """A stage in contiguous host memory, page-locked if the device is a GPU."""
 
-    held: Tensor
+    buffer: Tensor
     blocks = False
     """Whether `copy_to` blocks on file reads, so that it should be called in a thread."""
 
     @property
     def size(self) -> int:
-        return len(self.held)
+        return len(self.buffer)
 
     def copy_to(self, slot: Tensor) -> None:
         """Copy all bytes of the stage to a slot, on the current stream."""
         # In chunks, between which the link can serve transfers of optimizer steps.
         for start in range(0, self.size, CHUNK_BYTES):
             stop = min(start + CHUNK_BYTES, self.size)
-            slot[start:stop].copy_(self.held[start:stop], non_blocking=True)
+            slot[start:stop].copy_(self.buffer[start:stop], non_blocking=True)
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return a range of the stage's bytes on the host, for inspection."""
-        return self.held[start:stop]
+        return self.buffer[start:stop]
 
 
 class Staging:
@@ -221,23 +221,23 @@ class SourcePart:
     """A parameter of a stage, at the offset `start` of the stage's bytes."""
 
     start: int
-    held: MappedTensor
+    tensor: MappedTensor
 
     @property
     def stop(self) -> int:
-        return self.start + self.held.stop - self.held.start
+        return self.start + self.tensor.stop - self.tensor.start
 
     def read(self, start: int, out: Tensor) -> None:
         """Read the parameter's bytes that lie in `out`, which holds the stage's bytes from `start` on."""
         first, last = max(self.start, start), min(self.stop, start + len(out))
         if first < last:
-            offset = self.held.start - self.start
-            self.held.file.read(first + offset, last + offset, out[first - start : last - start])
+            offset = self.tensor.start - self.start
+            self.tensor.file.read(first + offset, last + offset, out[first - start : last - start])
 
     def expect(self, start: int, stop: int) -> None:
         """Ask the operating system to prefetch this parameter's bytes within the given range of the stage."""
-        offset = self.held.start - self.start
-        self.held.file.expect(max(self.start, start) + offset, min(self.stop, stop) + offset)
+        offset = self.tensor.start - self.start
+        self.tensor.file.expect(max(self.start, start) + offset, min(self.stop, stop) + offset)
 
 
 @dataclass(frozen=True, slots=True)

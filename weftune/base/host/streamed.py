@@ -235,14 +235,14 @@ def _in_files(
     return sources
 
 
-def _pieces(model: PreTrainedModel, held: LayerRange) -> list[WeightPiece]:
+def _pieces(model: PreTrainedModel, layer_range: LayerRange) -> list[WeightPiece]:
     """Return the parameters of a stage's layers. The order in each layer is: quantised weights, each with its
     tensors together; matrices, with those that share their input adjacent; biases; norms."""
     found: list[WeightPiece] = []
     start = 0
     beside = weights_by_part(model)
     quantised = {*beside, *beside.values()}
-    for index in range(held.start, held.stop):
+    for index in range(layer_range.start, layer_range.stop):
         prefix = f"{_layers_path(model)}.{index}."
         own = [(name, value) for name, value in model.named_parameters() if name.startswith(prefix)]
         for name, value in sorted(own, key=lambda pair: _sort_key(pair[0], pair[1], quantised)):
@@ -288,7 +288,7 @@ def _set_parameter(model: PreTrainedModel, name: str, value: Tensor) -> nn.Param
     return parameter
 
 
-def stage_view(base: Base, held: LayerRange) -> Base:
+def stage_view(base: Base, layer_range: LayerRange) -> Base:
     """Return one stage of a base over the same modules, without the modules of other stages."""
     model = cast(PreTrainedModel, _shallow_copy(base.model))
     parent: nn.Module = model
@@ -296,9 +296,9 @@ def stage_view(base: Base, held: LayerRange) -> Base:
         child = _shallow_copy(getattr(parent, name))
         setattr(parent, name, child)
         parent = child
-    keep_stages(model, held)
-    shape = local_shape(model, base.shape, held.stop - held.start)
-    return Base(model, base.spec, shape, base.device, base.dtype, held, base.shape.sites, base.stored)
+    keep_stages(model, layer_range)
+    shape = local_shape(model, base.shape, layer_range.stop - layer_range.start)
+    return Base(model, base.spec, shape, base.device, base.dtype, layer_range, base.shape.sites, base.stored)
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:

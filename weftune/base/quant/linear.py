@@ -85,7 +85,7 @@ class QuantLinear(nn.Linear):
         self.form.write(parts, out_NK)
         return out_NK
 
-    def take(self, values: Mapping[str, Tensor]) -> None:
+    def set_parts(self, values: Mapping[str, Tensor]) -> None:
         """Set the tensors of the quantised weight."""
         for name, value in values.items():
             setattr(self, name, nn.Parameter(value, requires_grad=False))
@@ -160,7 +160,7 @@ def quantise_linears(model: PreTrainedModel, forms: Mapping[str, WeightFormat]) 
         plain = model.get_submodule(path)
         weight = cast(Tensor, plain.weight).detach()
         made = _empty_linear(plain, form, dtype)
-        made.take(form.quantise(weight.T if made.fan_in_fan_out else weight))
+        made.set_parts(form.quantise(weight.T if made.fan_in_fan_out else weight))
         made.register_parameter("bias", cast(nn.Parameter | None, plain.bias))
         model.set_submodule(path, made)
 

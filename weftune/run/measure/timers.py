@@ -120,20 +120,20 @@ class Waited:
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
     """Events on a GPU: when the device was ready for a copy, and when the copy had arrived."""
 
-    def note(self, ready: torch.cuda.Event, there: torch.cuda.Event) -> None:
+    def note(self, ready: torch.cuda.Event, arrived: torch.cuda.Event) -> None:
         """Note a future wait. Finished waits are summed, so that a long run does not accumulate marks."""
         while self.marks and all(mark.query() for mark in self.marks[0]):
             self._count(*self.marks.pop(0))
-        self.marks.append((ready, there))
+        self.marks.append((ready, arrived))
 
     def total(self) -> float:
         """Return the total seconds waited; waits for the device."""
-        for ready, there in self.marks:
-            there.synchronize()
+        for ready, arrived in self.marks:
+            arrived.synchronize()
             ready.synchronize()
-            self._count(ready, there)
+            self._count(ready, arrived)
         self.marks.clear()
         return self.seconds
 
-    def _count(self, ready: torch.cuda.Event, there: torch.cuda.Event) -> None:
-        self.seconds += max(0.0, ready.elapsed_time(there) / 1000)
+    def _count(self, ready: torch.cuda.Event, arrived: torch.cuda.Event) -> None:
+        self.seconds += max(0.0, ready.elapsed_time(arrived) / 1000)

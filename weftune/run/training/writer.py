@@ -52,15 +52,15 @@ class Writer:
         """Checkpoints that could not be written since the last call of `unsaved`. They are kept apart, since
         a scan of all pending requests after every step would be slow."""
 
-    def run(self, job: str, work: Callable[[], T]) -> Future[T]:
-        """Call `work` in a writer thread once all earlier requests of this job are done."""
+    def run(self, job: str, function: Callable[[], T]) -> Future[T]:
+        """Call `function` in a writer thread once all earlier requests of this job are done."""
         before = self._last.get(job)
 
         def in_turn() -> T:
             if before is not None:
                 # It has begun: threads take requests in order.
                 wait([before])
-            return work()
+            return function()
 
         future = self._threads.submit(in_turn)
         with self._lock:
@@ -73,9 +73,9 @@ class Writer:
             if self._last.get(job) is future:
                 del self._last[job]
 
-    def write(self, snapshot: Snapshot, work: Callable[[Snapshot], T]) -> Future[T]:
-        """Call `work` with a snapshot in a writer thread, then release the snapshot's memory."""
-        future = self.run(snapshot.job, partial(work, snapshot))
+    def write(self, snapshot: Snapshot, function: Callable[[Snapshot], T]) -> Future[T]:
+        """Call `function` with a snapshot in a writer thread, then release the snapshot's memory."""
+        future = self.run(snapshot.job, partial(function, snapshot))
         future.add_done_callback(lambda _: self.snapshots.release(snapshot))
         return future
 

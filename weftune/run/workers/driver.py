@@ -240,7 +240,9 @@ class Driver:
 
     def _pass_events(self, program: Program) -> Iterator[Passed]:
         """Yield every microbatch's pass over the base, with its share of the workers' time."""
-        forward, backward = (shares(self.reports, kinds) for kinds in (Forward | Evaluate, Backward))
+        forward, backward = (
+            microbatch_seconds(self.reports, kinds) for kinds in (Forward | Evaluate, Backward)
+        )
         met = {job: training.layout.met for job, training in self.attached.items()}
         for action, plan in program.compute():
             number = action.microbatch
@@ -377,7 +379,7 @@ def open_pipeline(
     return Driver(control, loaded, layout, checkpoints, delay)
 
 
-def shares(reports: Sequence[WorkerReport], kinds: type | UnionType) -> dict[int, float]:
+def microbatch_seconds(reports: Sequence[WorkerReport], kinds: type | UnionType) -> dict[int, float]:
     """Return a map from microbatch to the seconds of its passes of these kinds, as a mean over workers."""
     seconds: dict[int, float] = {}
     for report in reports:

@@ -45,7 +45,7 @@ class Inbox:
         self._shapes.extend(shapes)
         self._post()
 
-    def take(self) -> Tensor:
+    def receive(self) -> Tensor:
         buffer, work = self._posted.popleft()
         try:
             work.wait()

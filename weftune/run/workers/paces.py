@@ -71,17 +71,17 @@ class Paces:
             for one in report.times:
                 self._learn(one, program, here)
 
-    def _learn(self, one: TimedAction, program: Program, here: Sequence[_Stage]) -> None:
-        seconds = one.stop - one.start
-        match one.action:
+    def _learn(self, timed_action: TimedAction, program: Program, worker_stages: Sequence[_Stage]) -> None:
+        seconds = timed_action.stop - timed_action.start
+        match timed_action.action:
             case Forward(number, stage) | Evaluate(number, stage):
                 rows = program.microbatches[number].rows
-                self._stages[stage].forwards.append(MeasuredPass(rows, seconds, one.start))
+                self._stages[stage].forwards.append(MeasuredPass(rows, seconds, timed_action.start))
             case Backward(number, stage):
                 rows = program.microbatches[number].rows
-                self._stages[stage].backwards.append(MeasuredPass(rows, seconds, one.start))
+                self._stages[stage].backwards.append(MeasuredPass(rows, seconds, timed_action.start))
             case Step():
-                for stepped in here:
+                for stepped in worker_stages:
                     stepped.steps.append(seconds)
 
     def stages(self) -> tuple[StagePace, ...]:

@@ -81,7 +81,7 @@ class Transport:
     def receive(self, action: Recv) -> Tensor:
         inbox = self._activation_in if action.what == "activation" else self._gradient_in
         assert inbox is not None, f"{action}: there is no neighbour on that side"
-        return inbox.take()
+        return inbox.receive()
 
     def send(self, action: Send, tensor_TD: Tensor) -> None:
         outbox = self._activation_out if action.what == "activation" else self._gradient_out
@@ -95,7 +95,7 @@ class Transport:
     def receive_sums(self) -> Tensor:
         """Return the next sums of a batch over all stages after."""
         assert self._sums_in is not None, "the last stage, and other replicas than the first, receive no sums"
-        return self._sums_in.take()
+        return self._sums_in.receive()
 
     def send_sums(self, sums: Tensor) -> None:
         assert self._sums_out is not None, "the first stage keeps its sums"
@@ -104,7 +104,7 @@ class Transport:
     def receive_decision(self) -> Tensor:
         """Return the first worker's next decision, after passing it on."""
         assert self._decision_in is not None, "the first worker decides by itself"
-        decision = self._decision_in.take()
+        decision = self._decision_in.receive()
         self.send_decision(decision)
         return decision
 
@@ -151,10 +151,10 @@ class _Replica:
     def has_message(self, key: StepKey) -> bool:
         return key in self._received or key in self._expected
 
-    def take(self, key: StepKey) -> Tensor:
+    def receive(self, key: StepKey) -> Tensor:
         """Return the message of a job's batch; messages of other jobs that came earlier are kept."""
         while key not in self._received:
-            self._received[self._expected.popleft()] = self._inbox.take()
+            self._received[self._expected.popleft()] = self._inbox.receive()
         return self._received.pop(key)
 
 
@@ -185,7 +185,7 @@ class Exchange:
 
     def sum(self, key: StepKey, worker: int) -> Tensor:
         """Return the sum over all replicas in their order; waits for the last of them."""
-        parts_N = {other.worker: other.take(key) for other in self._others if other.has_message(key)}
+        parts_N = {other.worker: other.receive(key) for other in self._others if other.has_message(key)}
         if key in self._own:
             parts_N[worker] = self._own.pop(key)
         first, *others = (parts_N[one] for one in sorted(parts_N))
