@@ -25,9 +25,9 @@ from functools import partial
 from weftune.bench.baselines import BaselineWork, job_step, peft_model
 from weftune.bench.gpu_step import attach_jobs
 from weftune.bench.result import arguments, finish
-from weftune.bench.sizes import SIZES, Size, build, random_ids, toy_of
-from weftune.bench.timing import Hardware, MeasuredStep, attempted, bench_hardware, peak_bytes, wait
-from weftune.bench.weftune_side import AttachedJobs, resident
+from weftune.bench.sizes import SIZES, Size, build, random_ids, toy_size
+from weftune.bench.timing import Hardware, MeasuredStep, bench_hardware, peak_bytes, run_or_note, wait
+from weftune.bench.weftune_side import AttachedJobs, resident_jobs
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.memory_fit import window_need
@@ -83,7 +83,7 @@ class WeftuneCase:
     def __init__(self, size: Size, work: BaselineWork, hardware: Hardware, memory: float | None) -> None:
         self._work, self._hardware = work, hardware
         self._budget = budget_bytes(hardware.device) if memory is None else int(memory * GIB)
-        self.attached: AttachedJobs = resident(build(size, hardware), hardware.device)
+        self.attached: AttachedJobs = resident_jobs(build(size, hardware), hardware.device)
         attach_jobs(self.attached, size, work)
         executor = self.attached.executor
         self._jobs = [
@@ -105,7 +105,7 @@ class WeftuneCase:
             attached.recompute = recompute_of(mode, attached.base.shape.layers)
         program = attached.plan(1, self._capacity)
         predicted = window_need(memory, self._jobs, program).total(memory.fit)
-        found = attempted(partial(timed, self._step, self._hardware, steps), self._hardware)
+        found = run_or_note(partial(timed, self._step, self._hardware, steps), self._hardware)
         print(attached.recompute)
         return LongStep(f"Weftune, {mode}", self._work.length, found, predicted)
 
@@ -119,7 +119,7 @@ def with_peft(size: Size, work: BaselineWork, hardware: Hardware, steps: int) ->
         import liger_kernel.transformers
 
         getattr(liger_kernel.transformers, f"apply_liger_kernel_to_{size.family}")()
-    model = peft_model(size, work.rank, hardware, wide=False)
+    model = peft_model(size, work.rank, hardware, float32_adapters=False)
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     ids_BL = random_ids(size, 1, work.length, hardware)
@@ -148,7 +148,7 @@ def main() -> None:
     lengths = [int(length) for length in options.lengths.split(",")]
     size = SIZES[options.shape]
     size = replace(size, layers=options.layers or size.layers, context=max(size.context, *lengths))
-    size = replace(toy_of(size), context=size.context) if options.toy else size
+    size = replace(toy_size(size), context=size.context) if options.toy else size
     rows: list[LongStep] = []
 
     def steps_at(length: int) -> int:
@@ -167,7 +167,7 @@ def main() -> None:
         del case
     for one in [] if options.no_peft else work:
         run = partial(with_peft, size, one, hardware, steps_at(one.length))
-        show(LongStep("PEFT, checkpointing, Liger", one.length, attempted(run, hardware)))
+        show(LongStep("PEFT, checkpointing, Liger", one.length, run_or_note(run, hardware)))
     finish({"size": asdict(size), "jobs": options.jobs, "steps": [asdict(row) for row in rows]}, options.json)
 
 

@@ -21,8 +21,8 @@ import numpy as np
 from benchmarks.commands import train
 from benchmarks.folder import ranked_jobs, read_lines, write_base, write_jobs, write_lengths
 from weftune.bench.result import arguments, finish
-from weftune.bench.sizes import SIZES, Size, toy_of
-from weftune.bench.timing import Hardware, bench_hardware, fresh
+from weftune.bench.sizes import SIZES, Size, toy_size
+from weftune.bench.timing import Hardware, bench_hardware, reset_memory
 from weftune.jobs.store.status import PROMISE
 
 RANK = 16
@@ -111,14 +111,14 @@ def main() -> None:
         sys.exit("no GPU is found here; --toy runs on the CPU")
     cases = [Case.of(text, options.steps) for text in options.cases.split(",")]
     size = SIZES[options.shape]
-    size = toy_of(size) if options.toy else replace(size, layers=options.layers or size.layers)
+    size = toy_size(size) if options.toy else replace(size, layers=options.layers or size.layers)
     size = replace(size, context=max(size.context, *(case.tokens for case in cases)))
     words = [] if options.gpu_memory is None else ["--gpu-memory", options.gpu_memory]
     runs = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_base(folder / "base", size, hardware)
-        fresh(hardware.device)
+        reset_memory(hardware.device)
         for case in cases:
             runs.append(run(case, folder, size, hardware, words))
             print(runs[-1].line(), flush=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weftune.base.quant.formats import multiplies_fp8
+from weftune.base.quant.formats import supports_fp8
 from weftune.core.device_class import CLASSES, OLDER, DeviceClass, class_with, pretend
 from weftune.ops.experts import ExpertSite
 from weftune.ops.lora.experts import best_plan
@@ -67,7 +67,7 @@ def test_a_fused_product_has_a_program_for_every_multiprocessor_of_the_class(one
 @by_class
 def test_a_base_in_fp8_is_multiplied_by_tensor_cores_from_ada_on(one):
     with pretend(one):
-        assert multiplies_fp8(CUDA) == (one.capability >= (8, 9))
+        assert supports_fp8(CUDA) == (one.capability >= (8, 9))
 
 
 @by_class

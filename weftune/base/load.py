@@ -265,7 +265,7 @@ def load_config(spec: BaseSpec, where: str) -> BaseConfig:
         if hasattr(one, CONFIG_KEY):
             delattr(one, CONFIG_KEY)
     refuse_config(found.text, spec.model)
-    with explained(spec):
+    with wrap_load_errors(spec):
         _scale_rope(found.text, spec)
     if type(found.text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise BaseModelError(f"{spec.model} ({found.text.model_type}) is no causal language model.")
