@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
 ]
 
-SIZE = replace(SIZES["1b"], layers=3, vocabulary=4096)
+SIZE = replace(SIZES["1b"], layers=3, vocabulary=4096, context=4096)
 TILE, LENGTHS = 1024, (3001, 2500)
 MODES = {
     "kept": Recompute(True, 0, TILE),
