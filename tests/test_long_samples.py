@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
 
 from tests import bench
 from tests.adapters.kinds.cases import job
 from tests.adapters.kinds.test_battery import KINDS, equal
+from tests.base.quant.bases import quantised_base
 from tests.cases import slow_but
-from tests.families import EVERY
+from tests.families import EVERY, tiny
 from weftune import JobSpec
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.program.program import NOTHING, Recompute
@@ -76,6 +78,14 @@ def test_every_family_learns_in_tiles_what_it_learns_untiled(family, train_with)
     """Windows of attention, norms of heads, norms behind branches, and experts."""
     untiled = train_with(NOTHING, bench.base(family), family_jobs(), "untiled")
     tiled = train_with(MODES["offloaded"], bench.base(family), family_jobs(), "tiled")
+    for name in ("a", "b"):
+        equal(tiled, untiled, name)
+
+
+def test_a_quantised_base_is_trained_in_tiles_as_untiled(train_with):
+    bases = (quantised_base(tiny("llama", torch.float64), "nf4") for _ in range(2))
+    untiled = train_with(NOTHING, next(bases), family_jobs(), "untiled")
+    tiled = train_with(MODES["attention kept"], next(bases), family_jobs(), "tiled")
     for name in ("a", "b"):
         equal(tiled, untiled, name)
 
