@@ -26,10 +26,8 @@ def packaged() -> list[Path]:
     return [path for pattern in patterns for path in PACKAGE.glob(pattern) if path.is_file()]
 
 
-def weftune(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
-    if folder is not None:
-        environment["PYTHONPATH"] = str(folder)
+def weftune(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160", "PYTHONPATH": str(folder)}
     return subprocess.run(
         [sys.executable, "-m", "weftune", "bench", *words],
         capture_output=True,
@@ -41,12 +39,14 @@ def weftune(*words: str, folder: Path | None = None) -> subprocess.CompletedProc
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_there_is_one_sentence_and_exit_code_2() -> None:
-    done = weftune("--quick")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
-    assert "no CUDA device" in done.stderr
+def test_without_a_gpu_there_is_one_sentence_and_exit_code_2(tmp_path: Path, forks) -> None:
+    printed = tmp_path / "printed"
+    printed.touch()
+    assert forks.weftune("bench", "--quick", cwd=tmp_path, away=str(printed)) == 2
+    assert printed.read_text() == ""
+    said = (tmp_path / "log").read_text()
+    assert said.count("\n") == 1
+    assert "no CUDA device" in said
 
 
 @pytest.mark.slow

@@ -3,8 +3,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import subprocess
-import sys
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.run.processes import context
 from weftune.data import build
 from weftune.data.cache import StoreWriter, Tally, open_store
 from weftune.data.formats import Sample
@@ -190,15 +189,18 @@ def test_builders_at_the_same_time_do_not_disturb_one_another(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
 
+def write_often(folder: Path) -> None:
+    for _ in range(30):
+        write(folder)
+
+
 def test_processes_at_the_same_time_build_one_store(tmp_path):
-    code = (
-        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
-        "from tests.data.test_cache import write\n"
-        "for _ in range(30): write(Path(sys.argv[1]) / 'a')\n"
-    )
-    root = str(Path(__file__).parents[2])
-    running = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), root]) for _ in range(3)]
-    assert [process.wait(timeout=60) for process in running] == [0, 0, 0]
+    running = [context().Process(target=write_often, args=(tmp_path / "a",)) for _ in range(3)]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join(60)
+    assert [process.exitcode for process in running] == [0, 0, 0]
     assert open_store(tmp_path / "a") is not None
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
