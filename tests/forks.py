@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +116,11 @@ def fork_server() -> None:
             faulthandler.disable()
             # Its lock is held in here, and some forked processes start servers of their own.
             forkserver._forkserver.__init__()  # type: ignore[misc]
+            # Their numbers stay taken: what was inherited with them may close them later.
+            null = os.open(os.devnull, os.O_RDWR)
             for handle in map(int, os.listdir("/proc/self/fd")):
-                if handle > 2 and handle not in kept:
-                    with suppress(OSError):
-                        os.close(handle)
+                if handle > 2 and handle not in (*kept, null):
+                    os.dup2(null, handle, inheritable=False)
             exec(words[-1])
         finally:
             os._exit(0)
