@@ -11,7 +11,7 @@ from weftune.adapters.lora.spec import LoraSpec
 from weftune.base.attention import Rule, attend_by_sample, attend_with_kernel, pack
 from weftune.bench.sizes import SIZES, build
 from weftune.bench.timing import bench_hardware
-from weftune.bench.weftune_side import resident
+from weftune.bench.weftune_side import resident_jobs
 from weftune.plan.program.program import NOTHING, Recompute
 
 pytestmark = [
@@ -33,7 +33,7 @@ def trained(recompute, steps=3):
     """Losses and moments of two jobs in shared microbatches."""
     hardware = bench_hardware(toy=False)
     torch.manual_seed(0)
-    together = resident(build(SIZE, hardware), hardware.device)
+    together = resident_jobs(build(SIZE, hardware), hardware.device)
     for seed, length in enumerate(LENGTHS):
         together.join(f"job{seed}", LoraSpec(rank=8, dropout=0.1 * seed), [[length]], seed)
     together.recompute = recompute
