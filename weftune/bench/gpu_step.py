@@ -80,9 +80,11 @@ def baseline_rows(task: ProcessTask, baselines: Sequence[str], rate: float) -> I
         yield replace(row, adapters=False)
     one_by_one = partial(peft_one_by_one, size, work, hardware, pace)
     if "peft" in baselines:
-        yield measured_row("PEFT, one by one", task, floor, partial(one_by_one, wide=True))
+        yield measured_row("PEFT, one by one", task, floor, partial(one_by_one, float32_adapters=True))
     if {"peft-bf16", "processes"} & set(baselines):
-        narrow = measured_row("PEFT bf16, one by one", task, floor, partial(one_by_one, wide=False))
+        narrow = measured_row(
+            "PEFT bf16, one by one", task, floor, partial(one_by_one, float32_adapters=False)
+        )
         yield narrow
     if "processes" in baselines:
         run = partial(peft_in_processes, task, narrow.measured.peak_bytes)

@@ -139,7 +139,7 @@ def test_no_layer_is_read_by_transformers_as_it_lies_there(tmp_path, monkeypatch
 def test_files_with_names_that_only_transformers_knows_are_quantised_in_memory(tmp_path, monkeypatch):
     model = tiny("llama", torch.float32)
     folder = plain_folder(tmp_path, model)
-    monkeypatch.setattr("weftune.base.load.lacking", lambda model, files: ["strange"])
+    monkeypatch.setattr("weftune.base.load.missing_parameters", lambda model, files: ["strange"])
     found = load_plain(spec_of(folder, "nf4"), CPU)
     wanted = quantised_model(model)
     for name, value in wanted.named_parameters():
